@@ -1,0 +1,96 @@
+"""Builds moegraft: the top-level folders are the packages `moegraft.<folder>`, and `cpu_backend` carries one C++ extension."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+FOLDERS = ("injection", "operators", "cpu_backend", "rules")
+CSRC = Path("cpu_backend/csrc")
+
+# A source named isa_<name>.cpp is compiled for that instruction set and entered only on a CPU that has it.
+# The bases build on each other: AVX-512 code may use everything that AVX2 code may.
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+VNNI = [*AVX512, "-mavx512vnni"]
+BF16 = [*VNNI, "-mavx512bf16"]
+ISA_FLAGS = {
+    "isa_avx2.cpp": AVX2,
+    "isa_avx512.cpp": AVX512,
+    "isa_avx512_vnni.cpp": VNNI,
+    "isa_avx512_bf16.cpp": BF16,
+    "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+}
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def sources() -> list[str]:
+    """All C++ sources of this architecture: elsewhere than on x86-64 only the scalar version is built."""
+    every = sorted(path.as_posix() for path in CSRC.glob("*.cpp"))
+    return [path for path in every if is_x86() or Path(path).name not in ISA_FLAGS]
+
+
+class BuildKernel(build_ext):
+    """Compiles each instruction set's source with its own flags and turns a missing compiler into one sentence."""
+
+    def build_extensions(self) -> None:
+        compiler = self.compiler.compiler_so[0] if hasattr(self.compiler, "compiler_so") else "cl"
+        if shutil.which(compiler) is None:
+            sys.exit(f"moegraft: no C++ compiler ({compiler} was not found); install one, e.g. 'apt install g++', and try again")
+        self._check_header(compiler)
+        compile_one = self.compiler._compile
+
+        def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
+            flags = ISA_FLAGS.get(Path(src).name, [])
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *flags], pp_opts)
+
+        self.compiler._compile = compile_with_isa_flags
+        super().build_extensions()
+
+    def _check_header(self, compiler: str) -> None:
+        includes = [f"-I{path}" for path in self.compiler.include_dirs]
+        probe = subprocess.run(
+            [compiler, *includes, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"],
+            input="#include <Python.h>\n#include <thread>\n#if __cplusplus < 201703L\n#error C++17\n#endif\n", text=True, capture_output=True, check=False,
+        )
+        if probe.returncode == 0:
+            return
+        if "Python.h" in probe.stderr:
+            sys.exit("moegraft: Python.h was not found; install the headers of this Python, e.g. 'apt install python3-dev', and try again")
+        sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (first line of its answer: {probe.stderr.strip().splitlines()[0]})")
+
+
+packages = [f"moegraft.{folder}" for folder in FOLDERS]
+packages += [f"moegraft.{folder}.{name}" for folder in FOLDERS for name in find_packages(str(ROOT / folder))]
+
+ParallelCompile(default=0).install()
+setup(
+    packages=packages,
+    package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
+    package_data={
+        "moegraft.injection": ["py.typed"],
+        "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
+        "moegraft.rules": ["*.yaml", "*.md", "*.json"],
+        "moegraft.cpu_backend": ["*.pyi", "py.typed"],
+        "moegraft.operators": ["py.typed"],
+    },
+    ext_modules=[
+        Pybind11Extension(
+            "moegraft.cpu_backend._kernel",
+            sources(),
+            include_dirs=[CSRC.as_posix()],
+            depends=[path.as_posix() for path in CSRC.glob("*.h")],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-fno-math-errno", "-pthread", "-g0"],
+        )
+    ],
+    cmdclass={"build_ext": BuildKernel},
+)
