@@ -59,13 +59,18 @@ class BuildKernel(build_ext):
         includes = [f"-I{path}" for path in self.compiler.include_dirs]
         probe = subprocess.run(
             [compiler, *includes, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"],
-            input="#include <Python.h>\n#include <thread>\n#if __cplusplus < 201703L\n#error C++17\n#endif\n", text=True, capture_output=True, check=False,
+            input="#include <Python.h>\n#include <thread>\n#if __cplusplus < 201703L\n#error C++17\n#endif\n",
+            text=True,
+            capture_output=True,
+            check=False,
         )
         if probe.returncode == 0:
             return
         if "Python.h" in probe.stderr:
             sys.exit("moegraft: Python.h was not found; install the headers of this Python, e.g. 'apt install python3-dev', and try again")
-        sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (first line of its answer: {probe.stderr.strip().splitlines()[0]})")
+        sys.exit(
+            f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (first line of its answer: {probe.stderr.strip().splitlines()[0]})"
+        )
 
 
 packages = [f"moegraft.{folder}" for folder in FOLDERS]

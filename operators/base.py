@@ -1,0 +1,83 @@
+"""What every operator is: a module with a name, typed options, and weights that it takes from a source itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import nn
+
+from moegraft.operators.machine import Machine
+from moegraft.operators.weights import WeightSource
+
+Kind = Literal["experts", "router", "linear", "model"]
+Shared = TypeVar("Shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that an operator will hold once loaded, by device name (`cpu`, `cuda:0`)."""
+
+    by_device: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.by_device.values())
+
+
+@dataclass(slots=True)
+class BuildContext:
+    """What the operators of one model share: the machine, the model's dtype and objects such as a thread pool."""
+
+    machine: Machine
+    dtype: torch.dtype
+    threads: int = 0  # CPU threads for operators; 0: one for each physical core
+    _shared: dict[object, object] = field(default_factory=dict)
+
+    def shared(self, kind: type[Shared], make: Callable[[], Shared]) -> Shared:
+        """The model's one object of type `kind`, made on first use; two models never share one."""
+        found = self._shared.get(kind)
+        if found is None:
+            found = self._shared[kind] = make()
+        assert isinstance(found, kind), f"shared object of {kind.__name__} is a {type(found).__name__}"
+        return found
+
+
+class Operator(nn.Module, ABC):
+    """A module that replaces one of the model's own.
+
+    A subclass names itself and its options class, says whether it can replace a module, what it will hold, how it is
+    built (on meta, before any weight is read) and how it takes its weights. It is registered by name in
+    `moegraft.operators.registry` or through the entry-point group `moegraft.operators`.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
+    summary: ClassVar[str]  # one line for listings
+
+    @classmethod
+    @abstractmethod
+    def refuse(cls, module: nn.Module, options: Any) -> str | None:
+        """Why this operator cannot replace `module` with `options`, or None when it can. Reads structure, never weights."""
+
+    @classmethod
+    @abstractmethod
+    def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
+        """Bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, module: nn.Module, options: Any, context: BuildContext) -> Self:
+        """The operator for `module`, which may be on meta; holds no weights yet."""
+
+    @abstractmethod
+    def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
+        """Takes every weight from `source`, piece by piece, calling `advance(bytes_read)` after each.
+
+        Raises:
+            CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
+        """

@@ -1,0 +1,74 @@
+"""Operators by name: ours, and those other installed packages add through the entry-point group `moegraft.operators`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from moegraft.operators.base import Operator
+
+ENTRY_POINT_GROUP = "moegraft.operators"
+# By path, so that this package imports none of its own sub-packages.
+BUILT_IN = ("moegraft.operators.experts.hybrid:HybridExperts",)
+
+
+class OperatorRegistry:
+    """A read-only table of operator classes by short name."""
+
+    def __init__(self, operators: Iterable[type[Operator]]) -> None:
+        """
+        Raises:
+            ValueError: two operators of one name, or options that are no frozen dataclass.
+        """
+        self._by_name: dict[str, type[Operator]] = {}
+        for operator in operators:
+            self._add(operator)
+
+    def _add(self, operator: type[Operator]) -> None:
+        other = self._by_name.get(operator.name)
+        if other is not None:
+            raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
+        if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise ValueError(f"the options of operator '{operator.name}' must be a frozen dataclass")
+        self._by_name[operator.name] = operator
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> type[Operator]:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._by_name))
+
+    def options_of(self, name: str) -> tuple[str, ...]:
+        """The names of an operator's options."""
+        return tuple(field.name for field in fields(self._by_name[name].options_type))
+
+    def with_operators(self, *operators: type[Operator]) -> OperatorRegistry:
+        """A new registry with more operators, for a test or a notebook."""
+        return OperatorRegistry([*self._by_name.values(), *operators])
+
+
+def _path(operator: type[Operator]) -> str:
+    return f"{operator.__module__}:{operator.__qualname__}"
+
+
+def _load(path: str) -> type[Operator]:
+    module, _, name = path.partition(":")
+    operator = getattr(import_module(module), name)
+    if not (isinstance(operator, type) and issubclass(operator, Operator)):
+        raise ValueError(f"{path} is not an operator: it must be a subclass of {_path(Operator)}")
+    return operator
+
+
+def load_registry() -> OperatorRegistry:
+    """All operators installed here.
+
+    Raises:
+        ValueError: an entry point names something that is no operator, or a name that is taken.
+    """
+    added = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)]
+    return OperatorRegistry([_load(path) for path in (*BUILT_IN, *added)])

@@ -1,0 +1,39 @@
+"""What a module is, by its structure alone: the kinds that a rule's `kind:` matches."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moegraft.operators.base import Kind
+
+ROUTER_NAMES = ("gate", "router")
+
+
+def is_experts(path: str, module: nn.Module) -> bool:
+    """A module named `experts` that holds all routed experts of a layer, as transformers 5 has them."""
+    own = dict(module.named_parameters(recurse=False))
+    return path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts") and any(p.dim() == 3 for p in own.values())
+
+
+def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
+    """The sibling of an experts module that scores the experts: has a weight with one row an expert."""
+    parent, _, leaf = path.rpartition(".")
+    if leaf not in ROUTER_NAMES:
+        return False
+    experts = getattr(model.get_submodule(parent), "experts", None)
+    num_experts = getattr(experts, "num_experts", None)
+    return num_experts is not None and any(p.dim() == 2 and p.shape[0] == num_experts for p in module.parameters())
+
+
+def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
+    """Every kind that `module` at `path` (empty for the model itself) is."""
+    found: set[Kind] = set()
+    if not path:
+        return frozenset({"model"})
+    if is_experts(path, module):
+        found.add("experts")
+    if is_router(path, module, model):
+        found.add("router")
+    if isinstance(module, nn.Linear):
+        found.add("linear")
+    return frozenset(found)
