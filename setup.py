@@ -69,7 +69,7 @@ class BuildKernel(build_ext):
         if "Python.h" in probe.stderr:
             sys.exit("moegraft: Python.h was not found; install the headers of this Python, e.g. 'apt install python3-dev', and try again")
         sys.exit(
-            f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (first line of its answer: {probe.stderr.strip().splitlines()[0]})"
+            f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it says: {probe.stderr.strip().splitlines()[0]})"
         )
 
 
