@@ -75,6 +75,10 @@ class Operator(nn.Module, ABC):
         """The operator for `module`, which may be on meta; holds no weights yet."""
 
     @abstractmethod
+    def placement(self) -> str:
+        """One line for users: what this operator runs, in which weight type, and where."""
+
+    @abstractmethod
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         """Takes every weight from `source`, piece by piece, calling `advance(bytes_read)` after each.
 

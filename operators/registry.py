@@ -11,7 +11,10 @@ from moegraft.operators.base import Operator
 
 ENTRY_POINT_GROUP = "moegraft.operators"
 # By path, so that this package imports none of its own sub-packages.
-BUILT_IN = ("moegraft.operators.experts.hybrid:HybridExperts",)
+BUILT_IN = (
+    "moegraft.operators.experts.hybrid:HybridExperts",
+    "moegraft.operators.linear.quantized:QuantizedLinear",
+)
 
 
 class OperatorRegistry:

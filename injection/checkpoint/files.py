@@ -1,0 +1,156 @@
+"""The safetensors files of a checkpoint folder: opened by their headers, every entry of the index checked, nothing read yet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moegraft.operators.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+
+
+@dataclass(slots=True)
+class LazyTensor:
+    """One tensor of a mapped file: `[...]` or `[i]` reads it, with the interface of a safetensors slice."""
+
+    key: str
+    file: Path
+    _slice: Any  # safetensors' PySafeSlice, which has no public type
+    on_read: Callable[[int], None] | None = field(default=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._slice.get_shape())
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype by safetensors' name, such as `BF16`."""
+        return str(self._slice.get_dtype())
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype where it is a floating one that can be loaded as it is, else None."""
+        return DTYPES.get(self.stored_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES.get(self.stored_dtype, 8)
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file}: {self.key}"
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.stored_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """
+        Raises:
+            CheckpointError: the file cannot be read there.
+        """
+        try:
+            tensor: torch.Tensor = self._slice[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.origin}: cannot be read ({error}); download the file again") from error
+        if self.on_read is not None:
+            self.on_read(tensor.nbytes)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All tensors of a folder by their stored key."""
+
+    folder: Path
+    tensors: Mapping[str, LazyTensor]
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The floating dtype that most tensors have."""
+        counts = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype is not None)
+        if not counts:
+            found = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
+            raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(found)}; {SUPPORTED}")
+        return counts.most_common(1)[0][0]
+
+
+SUPPORTED = "float32, float16 and bfloat16 safetensors are supported"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = index["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error}); download it again") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path}: 'weight_map' must map each key to a file name; download the index again")
+    return weight_map
+
+
+def _open_file(path: Path) -> dict[str, LazyTensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: the file is missing; download it again")
+    try:
+        handle = safe_open(path, framework="pt")
+        return {key: LazyTensor(key, path, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
+
+
+def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, LazyTensor]) -> None:
+    for key, name in weight_map.items():
+        found = tensors.get(key)
+        if found is None or found.file.name != Path(name).name:
+            raise CheckpointError(f"{index}: '{key}' is said to be in {name}, which does not hold it; download both again")
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Opens every file of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no weights, an index that points nowhere, a missing, truncated or damaged file.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return Checkpoint(folder, _open_file(folder / SINGLE))
+        others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.safetensors", "*.pt") for path in folder.glob(pattern))
+        hint = f"found {', '.join(others[:3])}; " if others else ""
+        raise CheckpointError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; {hint}{SUPPORTED}")
+    weight_map = _read_index(index)
+    tensors: dict[str, LazyTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        tensors.update(_open_file(folder / name))
+    if not tensors:
+        raise CheckpointError(f"{index}: the index lists no weights; download the checkpoint again")
+    _check_index(index, weight_map, tensors)
+    return Checkpoint(folder, tensors)

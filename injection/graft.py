@@ -1,0 +1,75 @@
+"""Puts operators where modules were, and makes the class that a grafted model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from moegraft.injection.plan import Plan
+from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.registry import OperatorRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """What was done to a model; `model.moegraft` holds it."""
+
+    plan: Plan
+    operators: Mapping[str, Operator]
+    context: BuildContext
+
+    def placement(self) -> list[str]:
+        """What runs where, a line for each group of equal operators."""
+        groups: dict[str, int] = {}
+        for operator in self.operators.values():
+            groups[operator.placement()] = groups.get(operator.placement(), 0) + 1
+        return [f"{count} x {line}" for line, count in groups.items()]
+
+
+class InjectedModel:
+    """What an injected model does otherwise than its stock class."""
+
+    moegraft: Injection
+
+    def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
+        """
+        Raises:
+            UnsupportedModelError: always; the experts are packed for a kernel, and a checkpoint without them would be a trap.
+        """
+        replaced = len(self.moegraft.operators)
+        raise UnsupportedModelError(
+            f"an injected model cannot be saved: {replaced} of its modules hold weights packed for their operator, not parameters; "
+            "save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
+        )
+
+
+def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, context: BuildContext) -> dict[str, Operator]:
+    """The plan's operators, still without weights, by the path of the module each will replace. `model` may be on meta."""
+    return {swap.module: registry[swap.operator].build(model.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+
+
+def place(model: nn.Module, path: str, operator: Operator) -> None:
+    """Puts one operator in a module's place."""
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, operator)
+
+
+def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator] | None = None) -> type[PreTrainedModel]:
+    """A subclass of `base` under its name whose instances have `operators` in place before any weight is loaded."""
+
+    def __init__(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        for path, operator in (operators or {}).items():
+            place(self, path, operator)
+        # transformers noted ties before the graft; one with a replaced layer would put the parameter back.
+        gone = tuple(f"{path}." for path in operators or ())
+        self.all_tied_weights_keys = {name: tie for name, tie in self.all_tied_weights_keys.items() if not name.startswith(gone)}
+
+    body = {"__init__": __init__, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    # Both names are kept: transformers looks classes up by name and source file, and users read them.
+    return type(base.__name__, (InjectedModel, base), body)

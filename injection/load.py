@@ -1,0 +1,184 @@
+"""`optimize_and_load`: rules and a model in, a stock-looking PreTrainedModel with operators inside out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from transformers import PreTrainedModel
+
+from moegraft.injection.graft import Injection, build_operators, injected_class, place
+from moegraft.injection.live import live_source, refuse_meta
+from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
+from moegraft.injection.plan import Plan, plan
+from moegraft.injection.progress import byte_bar
+from moegraft.injection.rulefile import default_rules, read_rules
+from moegraft.injection.stream import Stream, stored_dtype
+from moegraft.operators.base import BuildContext
+from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.machine import Machine, probe_machine
+from moegraft.operators.registry import OperatorRegistry, load_registry
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `optimize_and_load`, past the model and rules."""
+
+    dtype: torch.dtype | None
+    vars: Mapping[str, object] | None
+    progress: bool
+    threads: int
+    device_map: str | dict[str, Any] | None
+    attn_implementation: str | None
+    registry: OperatorRegistry
+
+
+@overload
+def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[True], **options: Any) -> Plan: ...
+@overload
+def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[False] = False, **options: Any) -> PreTrainedModel: ...
+def optimize_and_load(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    rules: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    vars: Mapping[str, object] | None = None,
+    progress: bool = True,
+    dry_run: bool = False,
+    threads: int = 0,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    registry: OperatorRegistry | None = None,
+) -> PreTrainedModel | Plan:
+    """Grafts the operators that `rules` name into a stock Hugging Face model and streams its weights into them.
+
+    Args:
+        model: a hub id or folder; a model on meta, whose weights are at `checkpoint` or its `name_or_path`; or a loaded model,
+            which is changed in place: each replaced module is freed as its operator takes over.
+        rules: a rule file, or the name of a shipped one; by default the one for the model's type, else `cpu`.
+        dtype: of what is not replaced, and of activations; by default the config's, else the checkpoint's.
+        vars: values for the rule file's `${...}`, over its own.
+        progress: a bar in bytes on stderr.
+        dry_run: read no weights, change nothing, and return the `Plan`.
+        threads: CPU threads of the operators; 0: one for each physical core this process may use.
+        device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
+        checkpoint: the folder with the weights of a model on meta.
+        registry: the operators that rules may name; by default all that are installed.
+
+    Returns:
+        A PreTrainedModel of the stock class's name in eval mode, with `model.moegraft` (the plan and what runs where).
+
+    Raises:
+        RuleFileError: every mistake of the rules, with line and column.
+        CheckpointError, UnsupportedModelError, NotEnoughMemoryError: before any weight is read where that can be known, and
+            never with a half-built model left behind.
+    """
+    request = _Request(
+        dtype=_torch_dtype(dtype),
+        vars=vars,
+        progress=progress,
+        threads=threads,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        registry=registry or load_registry(),
+    )
+    if not isinstance(model, PreTrainedModel):
+        source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run)
+    elif any(parameter.is_meta for parameter in model.parameters()) and (checkpoint or all(p.is_meta for p in model.parameters())):
+        source = ModelSource(_folder_of(model, checkpoint), model.config, type(model))
+    else:
+        return _graft_loaded(model, rules, request, dry_run)
+    return _plan_only(source, rules, request) if dry_run else _load(source, rules, request)
+
+
+def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UnsupportedModelError(f"dtype {dtype!r}: give 'float32', 'float16', 'bfloat16' or a torch dtype")
+    return found
+
+
+def _folder_of(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Path:
+    folder = Path(checkpoint or model.config.name_or_path or "")
+    if not (checkpoint or model.config.name_or_path) or not folder.is_dir():
+        raise UnsupportedModelError(f"{type(model).__name__} is on meta: pass the folder with its weights as checkpoint=FOLDER")
+    return folder
+
+
+def _plan_for(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dtype: torch.dtype) -> Plan:
+    model_type = model.config.model_type
+    rule_file = read_rules(rules or default_rules(model_type), vars=request.vars, registry=request.registry)
+    return plan(model, rule_file, registry=request.registry, dtype=dtype, model_type=model_type)
+
+
+def _plan_only(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> Plan:
+    stored = stored_dtype(source)
+    return _plan_for(meta_skeleton(source, request.dtype or source.config.dtype or stored), rules, request, stored)
+
+
+def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> PreTrainedModel:
+    refuse_quantised(source.folder, source.config)
+    stored = stored_dtype(source)
+    dtype = request.dtype or source.config.dtype or stored
+    skeleton = meta_skeleton(source, dtype)
+    the_plan = _plan_for(skeleton, rules, request, stored)
+    machine = probe_machine()
+    check_memory(the_plan, machine, on_cpu=request.device_map in (None, "cpu"))
+    context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
+    operators = build_operators(skeleton, the_plan, request.registry, context)
+    stream = Stream(source, skeleton, operators)
+    with byte_bar(stream.total_bytes, enabled=request.progress) as advance:
+        model = stream.load_rest(
+            injected_class(source.model_class, operators),
+            advance,
+            dtype=dtype,
+            device_map=request.device_map,
+            attn_implementation=request.attn_implementation,
+        )
+        stream.load_operators(advance)
+    model.moegraft = Injection(the_plan, operators, context)
+    return model.eval()
+
+
+def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
+    """
+    Raises:
+        NotEnoughMemoryError: the plan's host memory is more than the machine has free.
+    """
+    needed = the_plan.bytes_by_device.get("cpu", 0) if on_cpu else sum(swap.footprint.by_device.get("cpu", 0) for swap in the_plan.swaps)
+    if needed > machine.available_bytes:
+        raise NotEnoughMemoryError(
+            f"this plan needs {needed / GIB:.1f} GiB of memory and {machine.available_bytes / GIB:.1f} GiB are free; "
+            "a smaller weight type (weights: int4 in the rule file) or a smaller model would fit"
+        )
+
+
+def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dry_run: bool) -> PreTrainedModel | Plan:
+    if isinstance(getattr(model, "moegraft", None), Injection):
+        raise UnsupportedModelError(f"this {type(model).__name__} has been injected already; load it anew to apply other rules")
+    the_plan = _plan_for(model, rules, request, model.dtype)
+    if dry_run:
+        return the_plan
+    for swap in the_plan.swaps:
+        refuse_meta(swap.module, model.get_submodule(swap.module))
+    context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
+    operators = build_operators(model, the_plan, request.registry, context)
+    total_bytes = sum(p.nbytes for path in operators for p in model.get_submodule(path).parameters())
+    with byte_bar(total_bytes, enabled=request.progress) as advance:
+        for path, operator in operators.items():
+            module = model.get_submodule(path)
+            operator.load(live_source(path, module), advance)
+            place(model, path, operator)
+    model.__class__ = injected_class(type(model))
+    model.moegraft = Injection(the_plan, operators, context)
+    return model.eval()

@@ -1,0 +1,140 @@
+"""From what a user names, a hub id, a folder or a model, to a config, a class and a checkpoint folder."""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+# Everything but the weights of other frameworks and formats.
+DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that is yet to be loaded."""
+
+    folder: Path
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.sep != "/" and os.sep in name
+
+
+def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """The folder of a model: the one named, or the hub's, downloaded to Hugging Face's own cache (without `weights`: its config).
+
+    Raises:
+        CheckpointError: no such folder, and no such hub id can be reached.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model)
+    if path.is_file():
+        raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
+    if _looks_like_path(name):
+        raise CheckpointError(f"{name}: no such folder")
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED if weights else DOWNLOADED[1:]))
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: neither a folder here nor a hub id (owner/name)") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{name}: no folder of that name here, and the hub could not provide it ({reason})") from error
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """
+    Raises:
+        CheckpointError: no config, or one that cannot be read.
+        UnsupportedModelError: a model type that this version of transformers does not know.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json in this folder; name the folder of a Hugging Face checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{folder / 'config.json'}: {_first_sentence(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: not a readable model config ({_first_sentence(error)})") from error
+    assert isinstance(config, PretrainedConfig), f"AutoConfig gave a {type(config).__name__}"
+    return config
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the checkpoint is quantised in a form that cannot be streamed.
+    """
+    found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if not found:
+        return
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", "unknown")
+    raise UnsupportedModelError(
+        f"{folder}: this checkpoint is quantised ({getattr(method, 'value', method)}), which cannot be loaded yet; supported are "
+        "float32, float16 and bfloat16 safetensors, which rules can quantise to int8 or int4 while loading"
+    )
+
+
+def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
+    """The class that generates text with this config: its causal language model, else the first of its architectures.
+
+    Raises:
+        UnsupportedModelError: transformers has no such class.
+    """
+    auto_map = getattr(config, "auto_map", None) or {}
+    remote = auto_map.get("AutoModelForCausalLM")
+    if remote and trust_remote_code:
+        found = get_class_from_dynamic_module(remote, str(folder))
+    elif type(config) in AutoModelForCausalLM._model_mapping:
+        found = AutoModelForCausalLM._model_mapping[type(config)]
+    else:
+        names = config.architectures or []
+        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is None:
+        hint = "; it brings code of its own: pass trust_remote_code=True if you trust it" if remote else ""
+        raise UnsupportedModelError(f"{folder}: transformers has no text-generating class for model type '{config.model_type}'{hint}")
+    assert issubclass(found, PreTrainedModel), f"{found} is no PreTrainedModel"
+    return found
+
+
+def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> ModelSource:
+    """Resolves a hub id or folder down to the class that will be built.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as the steps above.
+    """
+    folder = resolve_folder(model, weights=weights)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    return ModelSource(folder, config, find_class(folder, config, trust_remote_code=trust_remote_code))
+
+
+def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """The stock model with every parameter on meta: what rules are matched against and keys are mapped to.
+
+    Raises:
+        UnsupportedModelError: the class cannot be built from the config.
+    """
+    try:
+        with torch.device("meta"):
+            return source.model_class._from_config(deepcopy(source.config), dtype=dtype)
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        name = source.model_class.__name__
+        raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {_first_sentence(error)}") from error

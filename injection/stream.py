@@ -1,0 +1,134 @@
+"""A checkpoint streamed into a grafted model: operators take their experts one at a time, transformers loads the rest."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from moegraft.injection.checkpoint import (
+    Checkpoint,
+    CheckpointExperts,
+    CheckpointLinear,
+    KeyMap,
+    LazyTensor,
+    map_keys,
+    open_checkpoint,
+)
+from moegraft.injection.model_source import ModelSource
+from moegraft.operators.base import Operator
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts.layout import read_layout
+from moegraft.operators.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+SHOWN_KEYS = 5
+
+
+def stored_dtype(source: ModelSource) -> torch.dtype:
+    """The dtype of the stored weights; the config's word where there are no weights to look at."""
+    if not any(source.folder.glob("*.safetensors*")):
+        dtype = source.config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return open_checkpoint(source.folder).float_dtype
+
+
+class Stream:
+    """One checkpoint on its way into one model; everything that headers can tell is checked when it is made.
+
+    Raises:
+        CheckpointError: a file or key is damaged, missing, or does not fit the model.
+    """
+
+    def __init__(self, source: ModelSource, skeleton: PreTrainedModel, operators: Mapping[str, Operator]) -> None:
+        self._source = source
+        self._operators = operators
+        checkpoint = open_checkpoint(source.folder)
+        keymap = map_keys(skeleton, checkpoint.tensors)
+        self._sources = {path: _source(path, operator, keymap, checkpoint, skeleton) for path, operator in operators.items()}
+        taken = _taken(keymap, operators)
+        self._rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in taken}
+        self.total_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        _refuse_missing(source, keymap, operators)
+        _check_unread(source, keymap, operators)
+        _check_rest(skeleton, keymap, checkpoint.tensors, taken)
+
+    def load_rest(self, model_class: type[PreTrainedModel], advance: Callable[[int], None], **options: Any) -> PreTrainedModel:
+        """Everything but the operators' weights, by transformers' own loader."""
+        for tensor in self._rest.values():
+            tensor.on_read = advance
+        given = {name: value for name, value in options.items() if value is not None}
+        try:
+            model, info = model_class.from_pretrained(
+                None, config=self._source.config, state_dict=dict(self._rest), output_loading_info=True, **given
+            )
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error) and "conver" not in str(error):
+                raise
+            raise CheckpointError(f"{self._source.folder}: the weights do not fit the model: {str(error).strip()}") from error
+        if info["missing_keys"]:
+            raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(sorted(info['missing_keys']))}")
+        model.config.name_or_path = str(self._source.folder)
+        if (self._source.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self._source.folder)
+        return model
+
+    def load_operators(self, advance: Callable[[int], None]) -> None:
+        """Every operator takes its weights; a source is dropped as soon as its operator has them."""
+        self._rest.clear()
+        for path, operator in self._operators.items():
+            operator.load(self._sources.pop(path), advance)
+        gc.collect()
+
+
+def _source(path: str, operator: Operator, keymap: KeyMap, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> WeightSource:
+    if operator.kind == "experts":
+        layout = read_layout(skeleton.get_submodule(path))
+        return CheckpointExperts(path, layout, keymap.under(path), checkpoint.tensors, skeleton)
+    assert operator.kind == "linear", f"operators of kind {operator.kind} take no weights"
+    return CheckpointLinear(path, keymap, checkpoint.tensors, skeleton)
+
+
+def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:
+    """The keys that only operators read; one that also feeds a module that stays (a split projection) is loaded twice."""
+    own = tuple(f"{path}." for path in operators)
+    taken = {key for name, target in keymap.targets.items() if name.startswith(own) for key in target.all_keys}
+    kept = {key for name, target in keymap.targets.items() if not name.startswith(own) for key in target.all_keys}
+    return taken - kept
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
+    return ", ".join(names[:SHOWN_KEYS]) + more
+
+
+def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
+    own = tuple(f"{path}." for path in operators)
+    missing = [name for name in keymap.missing if not name.startswith(own)]
+    if missing:
+        raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; a shard or keys are missing")
+
+
+def _check_unread(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
+    """A key that nothing reads beside experts is a mistake of the checkpoint; elsewhere transformers only warns, and so do we."""
+    extra = [key for key in keymap.unread if key.startswith(tuple(f"{path}." for path in operators))]
+    if extra:
+        raise CheckpointError(f"{source.folder}: nothing in the model reads {_some(extra)}")
+    if keymap.unread:
+        logger.warning("%s: nothing in the model reads %s", source.folder, _some(list(keymap.unread)))
+
+
+def _check_rest(skeleton: PreTrainedModel, keymap: KeyMap, tensors: Mapping[str, LazyTensor], taken: set[str]) -> None:
+    state = skeleton.state_dict()
+    for name, target in keymap.targets.items():
+        if target.converter is not None or target.all_keys[0] in taken:
+            continue
+        tensor, parameter = tensors[target.all_keys[0]], state[name]
+        if tensor.shape != tuple(parameter.shape):
+            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {tuple(parameter.shape)}")
+        if parameter.is_floating_point() and tensor.dtype is None:
+            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} where the model has {parameter.dtype}")

@@ -1,0 +1,134 @@
+"""`hybrid_experts`: all routed experts of a layer, packed in host memory and computed by the C++ kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import nn
+
+from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.arrays import as_array
+from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.weights import Part, WeightSource
+
+StoredType = Literal["float32", "float16", "bfloat16"]
+STORED_TYPES: dict[torch.dtype, StoredType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
+}
+WEIGHT_TYPES = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class HybridExpertsOptions:
+    """Options of `hybrid_experts`.
+
+    Attributes:
+        weights: the type the experts are packed to; `stored` keeps what the checkpoint has. int8 and int4 have groups of 32
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight.
+    """
+
+    weights: WEIGHT_TYPES = "stored"
+
+
+def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
+    return STORED_TYPES[dtype] if options.weights == "stored" else options.weights
+
+
+class HybridExperts(Operator):
+    """The experts of one layer: `forward(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`.
+
+    Accumulates in float32 and returns the dtype of `hidden_states`. Ids of -1 and of `num_experts` are padded slots.
+    float32 activations are computed in float32 whatever the weights; bfloat16 activations with bfloat16 weights use
+    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: no gradient flows.
+    """
+
+    name = "hybrid_experts"
+    kind = "experts"
+    options_type = HybridExpertsOptions
+    summary = "routed experts on the CPU by the C++ kernel, in the stored or a quantised weight type"
+
+    def __init__(self, layout: ExpertsLayout, options: HybridExpertsOptions, runtime: Runtime) -> None:
+        super().__init__()
+        self.layout = layout
+        self.options = options
+        self.num_experts = layout.num_experts
+        self._runtime = runtime
+        self._packed: PackedExperts | None = None
+
+    @classmethod
+    def refuse(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
+        return why_unsupported(module)
+
+    @classmethod
+    def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
+        layout = read_layout(module)
+        expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype))
+        return Footprint({"cpu": layout.num_experts * expert_bytes})
+
+    @classmethod
+    def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
+        runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
+        return cls(read_layout(module), options, runtime)
+
+    @property
+    def weight_type(self) -> str | None:
+        """The type of the packed weights, None before they are loaded."""
+        return None if self._packed is None else self._packed.weight_type
+
+    def placement(self) -> str:
+        runtime = self._runtime
+        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({runtime.isa}, {runtime.threads} threads)"
+
+    def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
+        packed = PackedExperts(self.layout.shape, self.layout.gate, _weight_type(self.options, source.dtype))
+        for expert in range(self.num_experts):
+            for part in self.layout.parts():
+                piece = self._checked(source, part, expert)
+                if part.endswith("_bias"):
+                    packed.pack_bias(expert, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+                else:
+                    packed.pack(expert, part, as_array(_packable(piece)))
+                advance(piece.nbytes)
+        self._packed = packed
+
+    def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
+        piece = source.read(part, expert)
+        expected = self.layout.part_shape(part)
+        if tuple(piece.shape) != expected:
+            raise CheckpointError(f"{source.origin(part, expert)}: shape {tuple(piece.shape)} where the model has {expected}")
+        if piece.dtype not in STORED_TYPES:
+            raise CheckpointError(
+                f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
+                "float32, float16 and bfloat16 checkpoints are supported"
+            )
+        return piece
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        tokens = hidden_states.detach().to("cpu").contiguous()
+        routed = torch.empty_like(tokens)
+        self._runtime.forward(
+            self._packed,
+            as_array(tokens),
+            top_k_index.to("cpu", torch.int64).contiguous().numpy(),
+            top_k_weights.detach().to("cpu", torch.float32).contiguous().numpy(),
+            as_array(routed),
+        )
+        return routed.to(hidden_states.device)
+
+    def extra_repr(self) -> str:
+        layout = self.layout
+        sizes = f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
+        return f"{sizes}, weights={self.weight_type or self.options.weights}, threads={self._runtime.threads}"
+
+
+def _packable(piece: torch.Tensor) -> torch.Tensor:
+    return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()

@@ -1,0 +1,144 @@
+"""The layout and gate of an experts module are read off the module, for every form transformers has and none that it has not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moegraft.operators.experts.gates import apply_gate, recognise_gate
+from moegraft.operators.experts.layout import read_layout, why_unsupported
+
+GATE, UP = torch.linspace(-30, 30, 61), torch.linspace(-30, 30, 61)
+
+
+class Experts(nn.Module):
+    """A stand-in with the flags that transformers' decorator leaves."""
+
+    def __init__(self, *, transposed: bool = False, concatenated: bool = True, bias: bool = False, gated: bool = True) -> None:
+        super().__init__()
+        experts, hidden, intermediate = 3, 6, 4
+        self.num_experts = experts
+        self.has_gate, self.has_bias, self.is_transposed, self.is_concatenated = gated, bias, transposed, concatenated
+        rows = 2 * intermediate if gated else intermediate
+        first, down = (experts, rows, hidden), (experts, hidden, intermediate)
+        if transposed:
+            first, down = (experts, hidden, rows), (experts, intermediate, hidden)
+        name = "gate_up_proj" if gated else "up_proj"
+        self.register_parameter(name, nn.Parameter(torch.randn(first)))
+        self.down_proj = nn.Parameter(torch.randn(down))
+        if bias:
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(experts, rows)))
+            self.down_proj_bias = nn.Parameter(torch.randn(experts, hidden))
+        self.act_fn = nn.SiLU()
+
+    def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up.chunk(2, dim=-1) if self.is_concatenated else (gate_up[..., ::2], gate_up[..., 1::2])  # type: ignore[return-value]
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = self.split(gate_up)
+        return self.act_fn(gate) * up
+
+
+class Oai(Experts):
+    limit, alpha = 7.0, 1.702
+
+    def __init__(self) -> None:
+        super().__init__(transposed=True, concatenated=False, bias=True)
+        self.limit, self.alpha = 7.0, 1.702
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = self.split(gate_up)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+class ClampedAfter(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 5.0
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = self.split(gate_up)
+        return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+class Unknown(Experts):
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = self.split(gate_up)
+        return torch.tanh(gate) * up
+
+
+class Swapped(Experts):
+    """Says concatenated, splits interleaved."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+
+@pytest.mark.parametrize("build", [Experts, Oai, ClampedAfter], ids=lambda build: build.__name__)
+def test_recognised_gate_is_the_modules_own(build: type[Experts]) -> None:
+    module = build()
+    spec = recognise_gate(module)
+    assert spec is not None
+    pairs = torch.stack([GATE, UP.flip(0)], dim=-1)
+    torch.testing.assert_close(apply_gate(spec, GATE[:, None], UP.flip(0)[:, None]), module._apply_gate(pairs))
+
+
+def test_limits_are_told_apart() -> None:
+    oai, after = recognise_gate(Oai()), recognise_gate(ClampedAfter())
+    assert oai is not None and after is not None
+    assert (oai.gate_limit, oai.up_limit, oai.up_offset, oai.alpha) == (7.0, 7.0, 1.0, 1.702)
+    assert (after.act_limit, after.up_limit, after.gate_limit) == (5.0, 5.0, math.inf)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
+def test_every_activation_is_found(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    module = Experts()
+    module.act_fn = ACT2FN[{"gelu_tanh": "gelu_pytorch_tanh"}.get(name, name)]
+    spec = recognise_gate(module)
+    assert spec is not None and spec.activation == name
+    ungated = Experts(gated=False)
+    ungated.act_fn = module.act_fn
+    spec = recognise_gate(ungated)
+    assert spec is not None and spec.activation == name
+
+
+@pytest.mark.parametrize("build", [Unknown, Swapped], ids=lambda build: build.__name__)
+def test_unknown_gates_are_refused(build: type[Experts]) -> None:
+    assert "gate function" in (why_unsupported(build()) or "")
+
+
+def test_other_forms_are_refused() -> None:
+    assert "shared experts interface" in (why_unsupported(nn.Linear(2, 2)) or "")
+    module = Experts()
+    module.has_post_expert_norm = True
+    assert "normalises" in (why_unsupported(module) or "")
+    module = Experts()
+    module.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    assert "scale" in (why_unsupported(module) or "")
+    with pytest.raises(ValueError, match="scale"):
+        read_layout(module)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("concatenated", [True, False])
+def test_cut_gives_linear_orientation(transposed: bool, concatenated: bool) -> None:
+    module = Experts(transposed=transposed, concatenated=concatenated, bias=True)
+    layout = read_layout(module)
+    x = torch.randn(5, layout.hidden)
+    stored, bias = module.gate_up_proj[1].detach(), module.gate_up_proj_bias[1].detach()
+    gate, up = module.split((x @ stored if transposed else x @ stored.T) + bias)
+    for part, expected in (("gate", gate), ("up", up)):
+        piece = layout.cut(part, stored)  # type: ignore[arg-type]
+        assert tuple(piece.shape) == layout.part_shape(part)  # type: ignore[arg-type]
+        torch.testing.assert_close(x @ piece.T + layout.cut(f"{part}_bias", bias), expected)  # type: ignore[arg-type]
+    assert tuple(layout.cut("down", module.down_proj[1]).shape) == layout.part_shape("down") == (layout.hidden, layout.intermediate)
+
+
+def test_layout_of_a_meta_module() -> None:
+    with torch.device("meta"):
+        module = Experts()
+    assert read_layout(module) == read_layout(Experts())

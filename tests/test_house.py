@@ -1,0 +1,69 @@
+"""The layout of the project holds: imports point down only, and importing does no work."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# What each part may import of ours, the more specific part first.
+MAY_IMPORT = {
+    "operators/experts": {"operators/experts", "operators/sparse", "operators", "cpu_backend"},
+    "operators/sparse": {"operators/sparse", "operators", "cpu_backend"},
+    "operators/linear": {"operators/linear", "operators", "cpu_backend"},
+    "operators/speculative": {"operators/speculative", "operators"},
+    "operators": {"operators", "cpu_backend"},
+    "cpu_backend": {"cpu_backend"},
+    "rules": {"rules"},
+    "injection": {"injection", "operators", "operators/experts", "operators/sparse", "operators/linear", "operators/speculative", "rules"},
+}
+
+
+def part_of(path: str) -> str:
+    return next(part for part in MAY_IMPORT if path == part or path.startswith(f"{part}/"))
+
+
+def imported_modules(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found.append(node.module or "")
+    return [name for name in found if name.split(".")[0] == "moegraft"]
+
+
+SOURCES = sorted(path for folder in ("injection", "operators", "cpu_backend", "rules") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_point_down(file: Path) -> None:
+    own = part_of(file.relative_to(ROOT).as_posix())
+    for module in imported_modules(file):
+        other = part_of("/".join(module.split(".")[1:]))
+        assert other in MAY_IMPORT[own], f"{file}: {own} must not import {module}"
+
+
+def test_there_is_no_root_package() -> None:
+    assert not (ROOT / "__init__.py").exists()
+    assert not (ROOT / "moegraft").exists()
+
+
+def test_importing_starts_nothing() -> None:
+    """No thread and no output; and what prints help needs no torch."""
+    code = (
+        "import moegraft.injection.cli.local_chat, sys, threading;"
+        "assert threading.active_count() == 1; assert 'torch' not in sys.modules, 'torch';"
+        "import moegraft.operators.registry, moegraft.cpu_backend; assert threading.active_count() == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_shipped_file_keeps_the_machine_out() -> None:
+    for file in [*SOURCES, *ROOT.glob("*.*"), *(ROOT / "rules").glob("*.yaml")]:
+        if file.is_file():
+            assert "/work/" not in file.read_text(encoding="utf-8"), file
