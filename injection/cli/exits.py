@@ -1,0 +1,56 @@
+"""How every command ends: a user's error is one message and exit code 2, a closed pipe or Ctrl-C is no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from moegraft.operators.errors import MoegraftError, RuleFileError
+
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+@contextmanager
+def user_errors(program: str) -> Iterator[None]:
+    """Ends the program, without a traceback, on what is not a bug of ours.
+
+    Raises:
+        typer.Exit: with the exit code of the error that the body raised.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_output()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (MoegraftError, OSError) as error:
+        print(error_message(error, program), file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def error_message(error: Exception, program: str) -> str:
+    """What to print for an error: a rule file's findings as they are, anything else as one sentence after the program's name."""
+    if isinstance(error, RuleFileError):
+        return str(error)
+    return f"{program}: error: {error_sentence(error)}"
+
+
+def error_sentence(error: Exception) -> str:
+    """The error without the errno and the advice pages that libraries add."""
+    if isinstance(error, MoegraftError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _discard_output() -> None:
+    # Python flushes stdout once more when it exits, and would complain about the same closed pipe again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,127 @@
+"""`local_chat`: talk to a mixture-of-experts model on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegraft.injection.cli.exits import INTERRUPTED, user_errors
+from moegraft.injection.cli.model_options import ModelOptions, option_name
+from moegraft.injection.cli.option_groups import takes_options
+from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.operators.errors import MoegraftError
+
+if TYPE_CHECKING:
+    from moegraft.injection.cli.chat.session import Chat
+
+PROGRAM = "local_chat"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moegraft {version('moegraft')}")
+        raise typer.Exit
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What is said and shown."""
+
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and leave; also read from a pipe.")] = (
+        None
+    )
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Same seed, same answers; none: another each time.")] = None
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Answers and errors only.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, read no weights, and leave.")] = False
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")] = False
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("--prompt and --prompt-file both say what to answer; give one of them")
+
+
+class EmptyPromptError(MoegraftError):
+    """There is nothing to answer."""
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": option_name, "help_option_names": ["--help", "-h"]},
+)
+
+
+@app.command(epilog="Options may be written with _ for -; --model_path, --optimize_config_path and --cpu_infer of KTransformers are taken.")
+@takes_options(ModelOptions, SamplingOptions, ChatOptions)
+def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
+    """Chat with a mixture-of-experts model on this machine; with no --model, with the small one that moegraft brings."""
+    with user_errors(PROGRAM):
+        terminal = open_terminal(quiet=options.quiet)
+        if options.dry_run:
+            _print_plan(model, terminal)
+            return
+        prompt = _prompt(options)
+        session = _open_chat(model, sampling, options, terminal)
+        if prompt is None:
+            session.run()
+        elif session.turn(prompt).ending == "interrupted":
+            raise typer.Exit(INTERRUPTED)
+
+
+def _print_plan(model: ModelOptions, terminal: Terminal) -> None:
+    from moegraft.injection.cli.loading import plan_only
+
+    terminal.write(plan_only(model).describe() + "\n")
+
+
+def _prompt(options: ChatOptions) -> str | None:
+    """The one prompt to answer, or None for a chat.
+
+    Raises:
+        EmptyPromptError: it has no text.
+        OSError: its file cannot be read.
+    """
+    if options.prompt is not None:
+        text = options.prompt
+    elif options.prompt_file is not None:
+        text = _decoded(options.prompt_file.read_bytes(), str(options.prompt_file))
+    elif sys.stdin is None or not sys.stdin.isatty():
+        text = _decoded(sys.stdin.buffer.read() if sys.stdin else b"", "standard input")
+    else:
+        return None
+    if not text.strip():
+        raise EmptyPromptError("the prompt is empty; give --prompt TEXT, text on standard input, or a terminal to chat in")
+    return text.rstrip("\n")
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise EmptyPromptError(f"{where}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start})") from error
+
+
+def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions, terminal: Terminal) -> Chat:
+    from moegraft.injection.cli.chat.answer import Answerer
+    from moegraft.injection.cli.chat.conversation import Conversation
+    from moegraft.injection.cli.chat.session import Chat
+    from moegraft.injection.cli.loading import load_model
+
+    loaded = load_model(model, terminal)
+    conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
+    answerer = Answerer(loaded, sampling, options.seed)
+    return Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name=PROGRAM)
