@@ -64,7 +64,7 @@ def served_cases() -> list[FamilyCase]:
     return [case for case in family_cases() if case.reason is None]
 
 
-def _model_class(case: FamilyCase) -> type[PreTrainedModel]:
+def model_class(case: FamilyCase) -> type[PreTrainedModel]:
     module = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
     found = getattr(module, case.model_class)
     assert isinstance(found, type) and issubclass(found, PreTrainedModel), f"{case.model_class} is no model class"
@@ -85,7 +85,7 @@ def _tower(default: PreTrainedConfig, own: Mapping[str, Any]) -> PreTrainedConfi
 
 def build_config(case: FamilyCase) -> PreTrainedConfig:
     """The tiny configuration of `case`: three layers, at least one of them with routed experts."""
-    config_class = _model_class(case).config_class
+    config_class = model_class(case).config_class
     assert config_class is not None, f"{case.model_class} names no configuration class"
     assert config_class.model_type == case.model_type, f"{case.model_class} is of type {config_class.model_type}"
     if "text_config" not in config_class.sub_configs:
@@ -137,12 +137,13 @@ def build_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
     """A stock model of `case` in float32 and evaluation mode, whose logits and routing depend on every weight."""
     assert case.buildable, f"{case.model_type}: {case.reason}"
     torch.manual_seed(seed)
-    model: PreTrainedModel = _model_class(case)(build_config(case)).train(False)
+    model: PreTrainedModel = model_class(case)(build_config(case)).train(False)
     _randomise(model, seed)
-    settings = model.generation_config
-    assert settings is not None, f"{case.model_class} cannot generate"
-    settings.eos_token_id = None  # 64 tokens are 64 tokens
-    settings.pad_token_id = 0
+    if case.generates:
+        settings = model.generation_config
+        assert settings is not None, f"{case.model_class} cannot generate"
+        settings.eos_token_id = None  # 64 tokens are 64 tokens
+        settings.pad_token_id = 0
     return model
 
 
@@ -153,6 +154,12 @@ def save_checkpoint(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.f
         weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
     bytes_in_all = sum(weight.numel() * weight.element_size() for weight in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=bytes_in_all // shards if shards > 1 else "5GB")
+
+
+def stock_model(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint as transformers loads it."""
+    model: PreTrainedModel = model_class(case).from_pretrained(folder, dtype=dtype).train(False)
+    return model
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

@@ -127,6 +127,7 @@ class FamilyCase:
     text: Mapping[str, Any] = field(default_factory=dict)
     towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # other sub-configurations by name
     whole: Mapping[str, Any] = field(default_factory=dict)  # fields beside the sub-configurations
+    generates: bool = True  # False: it labels tokens, so logits are all there is to compare
     reason: str | None = None  # why it cannot be served; None: it is
 
     @property
@@ -142,10 +143,11 @@ def _row(
     family: str | None = None,
     towers: Mapping[str, Mapping[str, Any]] | None = None,
     whole: Mapping[str, Any] | None = None,
+    generates: bool = True,
     reason: str | None = None,
 ) -> FamilyCase:
     merged = {name: value for part in text for name, value in part.items()}
-    return FamilyCase(model_type, model_class, family or model_type, merged, towers or {}, whole or {}, reason)
+    return FamilyCase(model_type, model_class, family or model_type, merged, towers or {}, whole or {}, generates, reason)
 
 
 ROWS: tuple[FamilyCase, ...] = (
@@ -239,10 +241,11 @@ ROWS: tuple[FamilyCase, ...] = (
         {"moe_hidden_size": 48},
         towers={"audio_config": {"patch_sizes": [16], "hidden_sizes": [32], "depths": [1]}},
         whole={"out_hidden_size": 64, "projector_hidden_size": 32},
+        reason="its experts normalise what each of them puts out, which the kernel cannot do",
     ),
     _row("nemotron_h", "NemotronHForCausalLM", {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_groups": 2}),
     _row("olmoe", "OlmoeForCausalLM"),
-    _row("openai_privacy_filter", "", reason="not a causal language model: it labels tokens"),
+    _row("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification", generates=False),
     _row("phimoe", "PhimoeForCausalLM"),
     _row("qwen2_moe", "Qwen2MoeForCausalLM"),
     _row("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", LINEAR_THEN_FULL, family="qwen3_5_moe"),
