@@ -1,0 +1,224 @@
+"""Types of the C++ extension. T tokens, K experts a token, E experts, H hidden size, I intermediate size."""
+
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+WeightType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+PartName = Literal["gate", "up", "down"]
+Array = NDArray[Any]  # float32, float16, or bfloat16 as its bits in uint16
+
+LAYOUT_VERSION: Final[int]
+"""Raised whenever packed bytes change meaning; a cache of packed weights is keyed by it."""
+
+class GateSpec:
+    """The gate of an expert, immutable and hashable.
+
+    Gated: `min(act(min(gate, gate_limit); alpha), act_limit) * (clamp(up, -up_limit, up_limit) + up_offset)`; ungated: `act(up; alpha)`.
+    `alpha` scales silu's sigmoid argument, `x * sigmoid(alpha * x)`.
+
+    Raises:
+        ValueError: an unknown activation, a limit that is NaN, a negative `up_limit`.
+    """
+
+    def __init__(
+        self,
+        activation: str = "silu",
+        alpha: float = 1.0,
+        gate_limit: float = ...,
+        act_limit: float = ...,
+        up_limit: float = ...,
+        up_offset: float = 0.0,
+    ) -> None: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def gate_limit(self) -> float: ...
+    @property
+    def act_limit(self) -> float: ...
+    @property
+    def up_limit(self) -> float: ...
+    @property
+    def up_offset(self) -> float: ...
+    def __hash__(self) -> int: ...
+
+class ExpertsShape:
+    """Sizes of a layer's experts, immutable and hashable; `gated` experts have a gate part, `bias` a bias for every part.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, gated: bool = True, bias: bool = False) -> None: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def bias(self) -> bool: ...
+    def __hash__(self) -> int: ...
+
+class PackedExperts:
+    """All experts of one layer in the order in which the kernel reads them, one contiguous block of `expert_bytes` an expert.
+
+    int8 and int4 hold what GGUF's Q8_0 and Q4_0 blocks hold: groups of 32 along the input, one float16 scale.
+
+    Args:
+        buffer: (E * expert_bytes,) uint8 that starts at a multiple of 64 bytes, such as a mapped cache file; kept alive, not copied.
+            When it is read-only everything counts as packed.
+
+    Raises:
+        ValueError: an unknown weight type, a buffer of the wrong size or alignment.
+        MemoryError: no memory of that size.
+    """
+
+    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, buffer: NDArray[np.uint8] | None = None) -> None: ...
+    @staticmethod
+    def expert_bytes_for(shape: ExpertsShape, weight_type: str) -> int: ...
+    @property
+    def shape(self) -> ExpertsShape: ...
+    @property
+    def gate_spec(self) -> GateSpec: ...
+    @property
+    def weight_type(self) -> str: ...
+    @property
+    def expert_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        """The packed bytes, (E * expert_bytes,), without a copy."""
+    @property
+    def packed_mask(self) -> NDArray[np.uint8]:
+        """(E,): bits 0 to 2 for the packed parts gate, up, down; bits 3 to 5 for their biases."""
+    @property
+    def weights_ready(self) -> bool:
+        """Whether every part of every expert is packed."""
+    def pack(self, expert: int, part: str, array: Array) -> None:
+        """Packs a matrix in `nn.Linear` orientation, C-contiguous: gate and up (I, H), down (H, I); rounds to the weight type.
+
+        Raises:
+            TypeError: a dtype other than float32, float16 and uint16.
+            ValueError: wrong shape, order, expert or part; read-only buffer.
+        """
+    def pack_quantized(self, expert: int, part: str, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None:
+        """Packs codes (rows, cols) and scales (rows, cols / 32) exactly as they are; int4 codes are -8 to 7."""
+    def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
+    def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
+        """The matrix as the kernel sees it, (rows, cols), dequantised without another rounding."""
+
+class PackedLinear:
+    """One `nn.Linear` matrix (rows, cols) in the experts' layout, with an optional bias."""
+
+    def __init__(self, rows: int, cols: int, weight_type: str) -> None: ...
+    @staticmethod
+    def nbytes_for(rows: int, cols: int, weight_type: str) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def weight_type(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def pack(self, array: Array) -> None: ...
+    def pack_quantized(self, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None: ...
+    def pack_bias(self, array: NDArray[np.float32]) -> None: ...
+    def unpack(self) -> NDArray[np.float32]: ...
+
+class HostCall:
+    """One forward call with its arguments, for a CUDA host function: pass `address` as the function's user data and keep this object alive."""
+
+    @property
+    def address(self) -> int: ...
+    def check(self) -> None:
+        """Raises what the last run raised, once."""
+
+class _HostCallMaker(Protocol):
+    def __call__(
+        self,
+        experts: PackedExperts,
+        hidden_states: Array,
+        top_k_index: NDArray[np.int64],
+        top_k_weights: NDArray[np.float32],
+        out: Array,
+        *,
+        threshold: float = 0.0,
+    ) -> HostCall: ...
+
+class Runtime:
+    """Kernels of one instruction set and a persistent pool of threads.
+
+    Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the child must
+    make its own Runtime.
+
+    Args:
+        threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.
+        isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, else the richest.
+
+    Raises:
+        ValueError: a bad thread count, an unknown or unavailable instruction set.
+    """
+
+    def __init__(self, threads: int = 0, isa: str | None = None) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @staticmethod
+    def available_isas() -> list[str]: ...
+    @staticmethod
+    def compiled_isas() -> list[str]: ...
+    def forward(
+        self,
+        experts: PackedExperts,
+        hidden_states: Array,
+        top_k_index: NDArray[np.int64],
+        top_k_weights: NDArray[np.float32],
+        out: Array,
+        *,
+        threshold: float = 0.0,
+    ) -> None:
+        """Computes the routed experts of a layer into `out`, accumulated in float32 and rounded once.
+
+        Args:
+            hidden_states: (T, H) float32, float16, or bfloat16 as uint16.
+            top_k_index: (T, K) expert ids; -1 and E are padded slots.
+            top_k_weights: (T, K) weight of each expert's share.
+            out: (T, H), dtype of hidden_states.
+
+        Raises:
+            TypeError: wrong dtype.
+            ValueError: wrong shape or order, an id out of range, an expert with a part that was never packed.
+            RuntimeError: called in a forked child.
+        """
+    def submit(
+        self,
+        experts: PackedExperts,
+        hidden_states: Array,
+        top_k_index: NDArray[np.int64],
+        top_k_weights: NDArray[np.float32],
+        out: Array,
+        *,
+        threshold: float = 0.0,
+    ) -> int:
+        """Queues `forward` and returns a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
+    def wait(self, ticket: int) -> None:
+        """Blocks until the submitted work is done and raises what it raised. Each ticket is waited for once."""
+    def linear(self, linear: PackedLinear, x: Array, out: Array) -> None:
+        """`out (T, rows) = x (T, cols) @ weight.T + bias`, accumulated in float32, rounded once; dtypes as in `forward`."""
+    def host_function(self) -> tuple[int, _HostCallMaker]:
+        """The address of a C function `void (*)(void*)` that runs a HostCall, and the maker of HostCalls (arguments of `forward`)."""
+
+def activations() -> list[str]: ...
+def default_threads() -> int: ...
+def cores_of_cpu_max(text: str) -> int:
+    """Whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
+

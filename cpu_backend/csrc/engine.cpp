@@ -1,0 +1,71 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "experts_job.h"
+#include "linear_job.h"
+
+namespace moegraft {
+namespace {
+
+constexpr int kPassTokens = 2048;  // a longer batch is cut: scratch stays small, and this many tokens make any pass bound by arithmetic
+
+std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
+
+void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
+  for (const Segment& segment : segments)
+    if (!experts.complete(segment.expert))
+      throw std::invalid_argument("expert " + std::to_string(segment.expert) + " is used before its " +
+                                  experts.missing_parts(segment.expert) + " was packed");
+}
+
+}  // namespace
+
+void interleave(const std::uint32_t* const* sources, int tokens, std::size_t count, std::uint32_t* target) {
+  for (std::size_t word = 0; word < count; ++word)
+    for (int token = 0; token < tokens; ++token) *target++ = sources[token][word];
+}
+
+Engine::Engine(const Kernels& kernels, ThreadPool& pool)
+    : kernels_(kernels),
+      pool_(pool),
+      encode_phase_(pool.threads()),
+      neurons_phase_(pool.threads()),
+      rows_phase_(pool.threads()),
+      private_(static_cast<std::size_t>(pool.threads())) {}
+
+void Engine::forward(const ForwardArgs& args) {
+  const PackedExperts& experts = *args.experts;
+  const std::size_t row_bytes = element_bytes(args.activations) * static_cast<std::size_t>(experts.shape().hidden);
+  ExpertsJob job(kernels_, experts, args.activations, pool_.threads(), {&encode_phase_, &neurons_phase_, &rows_phase_});
+  for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
+    const std::size_t slot = static_cast<std::size_t>(first) * static_cast<std::size_t>(args.top_k);
+    const RoutingView view = {args.top_k_index + slot, args.top_k_weights + slot, tokens, args.top_k};
+    routing_.group(view, experts.shape().num_experts, job.segment_pairs(), static_cast<int>(first));
+    check_packed(experts, routing_.segments());
+    const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
+    job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_},
+                {&records_, &neurons_, private_.data()});
+    pool_.run(job);
+  }
+}
+
+void Engine::linear(const LinearArgs& args) {
+  if (!args.linear->packed()) throw std::invalid_argument("linear is used before its weights were packed");
+  const std::size_t in_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->cols());
+  const std::size_t out_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->rows());
+  LinearJob job(kernels_, *args.linear, args.activations, pool_.threads(), {&encode_phase_, &rows_phase_});
+  for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
+    job.prepare({static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first),
+                 static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first), tokens},
+                {&records_, private_.data()});
+    pool_.run(job);
+  }
+}
+
+}  // namespace moegraft

@@ -1,0 +1,59 @@
+// The forward pass of a layer's experts and of a linear layer, over the function table of one instruction set.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aligned_memory.h"
+#include "kernels.h"
+#include "packed_experts.h"
+#include "routing.h"
+#include "thread_pool.h"
+
+namespace moegraft {
+
+struct ForwardArgs {
+  const PackedExperts* experts;
+  const void* hidden_states;          // (tokens, hidden)
+  const std::int64_t* top_k_index;    // (tokens, top_k)
+  const float* top_k_weights;         // (tokens, top_k)
+  void* out;                          // (tokens, hidden)
+  ActivationType activations;         // of hidden_states and out
+  std::int64_t tokens;
+  int top_k;
+  float threshold;                    // of |act(gate)|, sparse layouts only
+};
+
+struct LinearArgs {
+  const PackedLinear* linear;
+  const void* input;                  // (tokens, cols)
+  void* out;                          // (tokens, rows)
+  ActivationType activations;
+  std::int64_t tokens;
+};
+
+// Scratch memory is kept between calls and grows to the largest batch seen. One call at a time.
+class Engine {
+ public:
+  Engine(const Kernels& kernels, ThreadPool& pool);
+
+  void forward(const ForwardArgs& args);  // throws std::invalid_argument, std::bad_alloc
+  void linear(const LinearArgs& args);    // throws std::invalid_argument, std::bad_alloc
+
+ private:
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+  Routing routing_;
+  Phase encode_phase_;
+  Phase neurons_phase_;
+  Phase rows_phase_;
+  AlignedMemory records_;
+  AlignedMemory neurons_;
+  std::vector<AlignedMemory> private_;  // one a worker
+};
+
+// words (tokens, count) interleaved: target[w * tokens + t] = sources[t][w]
+void interleave(const std::uint32_t* const* sources, int tokens, std::size_t count, std::uint32_t* target);
+
+}  // namespace moegraft

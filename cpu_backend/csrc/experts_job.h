@@ -1,0 +1,66 @@
+// One pass over a layer's experts, in three phases of independent units:
+//   encode   a token:                     hidden state -> record
+//   neurons  a segment's 32 neurons:      gate and up rows for all its tokens, activation, record of 32 columns for the down projection
+//   rows     some blocks of output rows:  down rows of every segment, summed over experts by one worker, rounded once
+// A unit's result does not depend on who computes it, so neither thread count nor timing changes a bit of the output.
+#pragma once
+
+#include "aligned_memory.h"
+#include "kernels.h"
+#include "packed_experts.h"
+#include "routing.h"
+#include "thread_pool.h"
+
+namespace moegraft {
+
+class ExpertsJob final : public Job {
+ public:
+  struct Phases {
+    Phase* encode;
+    Phase* neurons;
+    Phase* rows;
+  };
+  struct Batch {
+    const std::byte* hidden_states;
+    std::byte* out;
+    int tokens;
+    const Routing* routing;
+  };
+  struct Scratch {
+    AlignedMemory* records;
+    AlignedMemory* neurons;
+    AlignedMemory* workers;  // one a worker
+  };
+
+  ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const Phases& phases);
+
+  int segment_pairs() const;                                  // the longest segment whose activations stay in a core's cache
+  void prepare(const Batch& batch, const Scratch& scratch);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Worker;  // one worker's view of its private scratch
+  void encode_token(int token, Worker& mine);
+  void compute_neurons(int unit, Worker& mine);
+  void compute_rows(int unit, Worker& mine);
+  const std::uint32_t* tile_records(const Segment& segment, Tile tile, const Worker& mine) const;
+  void gather(int segment_index, Worker& mine) const;
+
+  const Kernels& kernels_;
+  const PackedExperts& experts_;
+  const ExpertLayout& layout_;
+  const ActivationType activations_;
+  const Format format_;
+  const int workers_;
+  const Phases phases_;
+  const int max_tokens_;
+  const int hidden_groups_;
+  const int neuron_groups_;
+  const std::size_t hidden_words_;
+  const std::size_t neuron_words_;
+  Batch batch_{};
+  Scratch scratch_{};
+  int unit_blocks_ = 1;  // blocks of output rows in one unit of the last phase
+};
+
+}  // namespace moegraft

@@ -1,0 +1,80 @@
+// The function table that every instruction set fills: the engine above it knows no vector width.
+//
+// Activations travel as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are
+// interleaved word by word (word w of token t is at w * n + t), so that a kernel reads one stream at constant offsets.
+//   float formats     32 words a group, one float each
+//   kBFloat16Dot      16 words a group, two bfloat16 each
+//   kInt8, kInt4      10 words a group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which undoes the
+//                     unsigned offset of the weights), then 32 int8 codes
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "block_layout.h"
+#include "types.h"
+
+namespace moegraft {
+
+// A weight type together with the arithmetic that is used on it.
+enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4 };
+constexpr int kFormats = 6;
+
+constexpr int words_per_group(Format format) {
+  return format == Format::kBFloat16Dot ? 16 : format == Format::kInt8 || format == Format::kInt4 ? 10 : 32;
+}
+
+// bfloat16 weights meet bfloat16 activations in bfloat16 products, all else in the weights' widened or integer form.
+constexpr Format format_of(WeightType weights, ActivationType activations) {
+  switch (weights) {
+    case WeightType::kFloat32: return Format::kFloat32;
+    case WeightType::kFloat16: return Format::kFloat16;
+    case WeightType::kBFloat16: return activations == ActivationType::kBFloat16 ? Format::kBFloat16Dot : Format::kBFloat16;
+    case WeightType::kInt8: return Format::kInt8;
+    default: return Format::kInt4;
+  }
+}
+
+struct TileArgs {
+  const std::byte* block;        // one block of 32 rows
+  const std::uint32_t* records;  // `tokens` records, interleaved
+  int groups;                    // columns / 32
+  int tokens;                    // 1 to Kernels::max_tokens
+  float* out;                    // (tokens, 32)
+};
+
+struct GateArgs {
+  const GateSpec* spec;
+  const float* rows;       // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
+  const float* gate_bias;  // 16, or null
+  const float* up_bias;    // 16 (32 when ungated), or null
+  int tokens;
+  bool gated;
+  float* out;              // (tokens, 32): 16 values are written at `out` when gated, 32 when not
+};
+
+struct Kernels {
+  const char* isa;
+  int max_tokens[kFormats];
+  // out = block times records, accumulated in float32; the result for a token does not depend on the other tokens of the tile.
+  void (*tile[kFormats])(const TileArgs& args);
+  // Writes the record of `groups` * 32 floats: word w goes to words[w * stride].
+  void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, int stride);
+  void (*gate)(const GateArgs& args);
+  // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.
+  void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
+  void (*widen)(ActivationType type, const void* source, float* target, int count);
+  void (*narrow)(ActivationType type, const float* source, void* target, int count);
+};
+
+// The oracle: plain loops, built everywhere.
+const Kernels& scalar_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& avx512_vnni_kernels();
+const Kernels& avx512_bf16_kernels();
+const Kernels& amx_kernels();
+#endif
+
+}  // namespace moegraft

@@ -1,0 +1,130 @@
+#include "runtime.h"
+
+#include <unistd.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "isa.h"
+#include "machine.h"
+
+namespace moegraft {
+namespace {
+
+constexpr int kMostThreads = 1024;
+
+int checked_threads(int threads) {
+  if (threads < 0 || threads > kMostThreads)
+    throw std::invalid_argument("threads is " + std::to_string(threads) + "; give 0 (one for each physical core) to " + std::to_string(kMostThreads));
+  return threads == 0 ? default_threads() : threads;
+}
+
+}  // namespace
+
+Runtime::Runtime(int threads, const std::string& isa)
+    : kernels_(kernels_for(isa)),
+      threads_(checked_threads(threads)),
+      owner_(getpid()),
+      pool_(std::make_unique<ThreadPool>(threads_)),
+      engine_(std::make_unique<Engine>(kernels_, *pool_)) {}
+
+Runtime::~Runtime() {
+  if (getpid() != owner_) {
+    // In a forked child the threads do not exist and cannot be joined: what they owned is left to the process's end.
+    (void)pool_.release();
+    (void)engine_.release();
+    (void)server_.release();
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    stopping_ = true;
+  }
+  queue_changed_.notify_all();
+  if (server_) server_->join();
+}
+
+void Runtime::check_process() const {
+  if (getpid() != owner_)
+    throw std::runtime_error("this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
+}
+
+void Runtime::forward(const ForwardArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->forward(args);
+}
+
+void Runtime::linear(const LinearArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->linear(args);
+}
+
+std::uint64_t Runtime::submit(const ForwardArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(queue_mutex_);
+  if (!server_) server_ = std::make_unique<std::thread>([this] { serve(); });
+  const std::uint64_t ticket = next_ticket_++;
+  Pending& pending = pending_[ticket];
+  pending.args = args;
+  queue_.push_back(ticket);
+  queue_changed_.notify_all();
+  return ticket;
+}
+
+void Runtime::wait(std::uint64_t ticket) {
+  check_process();
+  std::unique_lock<std::mutex> lock(queue_mutex_);
+  const auto found = pending_.find(ticket);
+  if (found == pending_.end()) throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was waited for already");
+  queue_changed_.wait(lock, [&] { return found->second.done; });
+  const std::exception_ptr error = found->second.error;
+  pending_.erase(found);
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
+}
+
+void Runtime::serve() {
+  std::unique_lock<std::mutex> lock(queue_mutex_);
+  while (true) {
+    queue_changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (stopping_) return;
+    Pending& pending = pending_.at(queue_.front());  // a map's elements stay where they are
+    queue_.pop_front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      forward(pending.args);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    pending.error = std::move(error);
+    pending.done = true;
+    queue_changed_.notify_all();
+  }
+}
+
+void HostCall::run(void* host_call) noexcept {
+  auto& call = *static_cast<HostCall*>(host_call);
+  std::exception_ptr error;
+  try {
+    call.runtime_.forward(call.args_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard<std::mutex> lock(call.mutex_);
+  call.error_ = std::move(error);
+}
+
+void HostCall::check() {
+  std::exception_ptr error;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace moegraft

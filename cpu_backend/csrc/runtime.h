@@ -1,0 +1,83 @@
+// What a model owns to compute on the CPU: kernels of one instruction set, a pool of threads, and a queue of submitted work.
+//
+// Threads: forward() and linear() block their caller, which works as worker 0; calls from several threads take turns. submit() returns
+// at once: a queue thread, started by the first submit, runs the work in order. wait() blocks until that work is done and rethrows its
+// exception. The destructor finishes the running work, drops what has not begun, and joins every thread.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "engine.h"
+
+namespace moegraft {
+
+class Runtime {
+ public:
+  // threads 0: default_threads(). Throws std::invalid_argument, std::system_error.
+  Runtime(int threads, const std::string& isa);
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  int threads() const { return threads_; }
+  const char* isa() const { return kernels_.isa; }
+  const Kernels& kernels() const { return kernels_; }
+
+  // All throw std::runtime_error in a process forked from the one that made this runtime: its threads are not there.
+  void forward(const ForwardArgs& args);
+  void linear(const LinearArgs& args);
+  std::uint64_t submit(const ForwardArgs& args);
+  void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
+
+ private:
+  struct Pending {
+    ForwardArgs args;
+    bool done = false;
+    std::exception_ptr error;
+  };
+
+  void check_process() const;
+  void serve();
+
+  const Kernels& kernels_;
+  const int threads_;
+  const pid_t owner_;
+  std::unique_ptr<ThreadPool> pool_;
+  std::unique_ptr<Engine> engine_;
+  std::mutex engine_mutex_;
+
+  std::mutex queue_mutex_;
+  std::condition_variable queue_changed_;
+  std::deque<std::uint64_t> queue_;
+  std::map<std::uint64_t, Pending> pending_;
+  std::uint64_t next_ticket_ = 1;
+  bool stopping_ = false;
+  std::unique_ptr<std::thread> server_;
+};
+
+// One forward call with all its arguments, callable through a C function pointer such as cudaLaunchHostFunc takes: the function runs the
+// call and never throws; what went wrong is kept for check().
+class HostCall {
+ public:
+  HostCall(Runtime& runtime, const ForwardArgs& args) : runtime_(runtime), args_(args) {}
+  static void run(void* host_call) noexcept;
+  void check();  // rethrows the exception of the last run, once
+
+ private:
+  Runtime& runtime_;
+  ForwardArgs args_;
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+}  // namespace moegraft

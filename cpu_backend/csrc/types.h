@@ -1,0 +1,49 @@
+// The words that every part of the kernel shares: weight types, gates and sizes. No code that differs by instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+namespace moegraft {
+
+enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
+constexpr int kWeightTypes = 5;
+enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden_states and out
+
+WeightType parse_weight_type(const std::string& name);  // throws std::invalid_argument
+const char* name_of(WeightType type);
+inline bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
+
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kIdentity, kSigmoid, kTanh };
+Activation parse_activation(const std::string& name);  // throws std::invalid_argument
+const char* name_of(Activation activation);
+constexpr int kActivations = 8;
+
+// gated:   min(act(min(gate, gate_limit); alpha), act_limit) * (clamp(up, -up_limit, up_limit) + up_offset)
+// ungated: act(up; alpha)
+struct GateSpec {
+  Activation activation = Activation::kSilu;
+  double alpha = 1.0;  // silu(x) = x * sigmoid(alpha * x)
+  double gate_limit = std::numeric_limits<double>::infinity();
+  double act_limit = std::numeric_limits<double>::infinity();
+  double up_limit = std::numeric_limits<double>::infinity();
+  double up_offset = 0.0;
+};
+
+struct ExpertsShape {
+  int num_experts = 0;
+  int hidden = 0;
+  int intermediate = 0;
+  bool gated = true;
+  bool bias = false;
+};
+
+enum class Part : int { kGate, kUp, kDown };
+Part parse_part(const std::string& name);  // throws std::invalid_argument
+const char* name_of(Part part);
+
+constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace moegraft
