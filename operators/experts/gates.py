@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -115,11 +114,11 @@ def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> G
     gate = torch.linspace(-PROBE_RANGE, PROBE_RANGE, 129)
     up = torch.linspace(-PROBE_RANGE, PROBE_RANGE, 129)
     limits = [math.inf, *_scalars(module)]
-    plain = GateSpec(activation=name, alpha=alpha, up_offset=offset)
+    make = partial(GateSpec, activation=name, alpha=alpha, up_offset=offset)
     small = torch.tensor([0.5])  # inside every clamp
-    specs = [replace(plain, up_limit=limit) for limit in limits]
-    along_up = _closest(specs, small, up, _evaluate(module, small, up).flatten())
-    specs = [replace(along_up, gate_limit=first, act_limit=second) for first, second in product(limits, repeat=2)]
+    specs = [make(up_limit=limit) for limit in limits]
+    up_limit = _closest(specs, small, up, _evaluate(module, small, up).flatten()).up_limit
+    specs = [make(up_limit=up_limit, gate_limit=first, act_limit=second) for first, second in product(limits, repeat=2)]
     spec = _closest(specs, gate, small, _evaluate(module, gate, small).flatten())
     # An activation's own rounding is multiplied by up, so the absolute tolerance grows with the range of up.
     agrees = torch.allclose(

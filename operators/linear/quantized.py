@@ -56,7 +56,7 @@ class QuantizedLinear(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
-        return Footprint({"cpu": PackedLinear.bytes_for(module.out_features, module.in_features, options.weights)})
+        return Footprint({"cpu": PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)})
 
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: BuildContext) -> Self:
