@@ -1,41 +1,43 @@
-"""From the options of a command to a model that answers, with its tokenizer."""
+"""From the options of a command to a model that answers, with its tokenizer. Imports torch: commands import this when they run."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.exits import error_sentence
 from moegraft.injection.cli.model_options import ModelOptions
 from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.demo import demo_path
+from moegraft.injection.graft import Injection
+from moegraft.injection.model_source import find_model
+from moegraft.injection.plan import Plan
 from moegraft.operators.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from moegraft.injection.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with what a chat needs beside it."""
+    """A model with what a chat needs beside it; `placement` gives lines that say what runs where."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    placement: Callable[[], list[str]]
 
     @property
     def context_tokens(self) -> int | None:
         """Positions the model was made for, prompt and answer together; None where its config sets no bound."""
         bound = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return bound if isinstance(bound, int) and bound > 0 else None
-
-    def placement(self) -> list[str]:
-        """Lines that say what runs where."""
-        injection: Any = self.model.moegraft
-        return list(injection.placement())
 
 
 def plan_only(options: ModelOptions) -> Plan:
@@ -44,29 +46,30 @@ def plan_only(options: ModelOptions) -> Plan:
     Raises:
         MoegraftError: what keeps the model from being loaded so.
     """
-    from moegraft.injection import optimize_and_load
-
     _quiet_libraries()
     return optimize_and_load(_model_of(options), options.rules, dry_run=True, **_load_arguments(options))
 
 
 def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
-    """Loads model and tokenizer; the tokenizer first, so that what is wrong with it is said before weights are read.
+    """Loads model and tokenizer, and says by which rules.
 
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
     """
-    import torch
-
-    from moegraft.injection import optimize_and_load
-
     _quiet_libraries()
     if options.threads:
         torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options)
+    tokenizer = load_tokenizer(options)  # first, so that what is wrong with it is said before weights are read
     progress = terminal.notices.is_terminal and not terminal.quiet
     model = optimize_and_load(_model_of(options), options.rules, progress=progress, **_load_arguments(options))
-    return LoadedModel(options.model or "the bundled model", model, tokenizer)
+    injection = model.moegraft
+    assert isinstance(injection, Injection), "optimize_and_load leaves what it did on the model"
+    name = options.model or "the bundled model"
+    chosen = "" if options.rules else f", shipped for model type {model.config.model_type}; --rules FILE takes others"
+    terminal.notice(f"{name}: {type(model).__name__} by the rules of {Path(injection.plan.files[0]).name}{chosen}")
+    for found in injection.plan.notices:
+        terminal.notice(str(found), style="yellow" if found.severity == "warning" else "dim")
+    return LoadedModel(name, model, tokenizer, injection.placement)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -74,10 +77,6 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError, UnsupportedModelError: no such model, or no tokenizer beside it.
     """
-    from transformers import AutoTokenizer
-
-    from moegraft.injection.model_source import find_model
-
     folder = find_model(_model_of(options), trust_remote_code=options.trust_remote_code).folder
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
@@ -88,11 +87,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
 
 
 def _model_of(options: ModelOptions) -> str:
-    if options.model is not None:
-        return options.model
-    from moegraft.injection.demo import demo_path
-
-    return os.fspath(demo_path())
+    return os.fspath(demo_path()) if options.model is None else options.model
 
 
 def _load_arguments(options: ModelOptions) -> dict[str, Any]:
@@ -106,6 +101,4 @@ def _load_arguments(options: ModelOptions) -> dict[str, Any]:
 
 def _quiet_libraries() -> None:
     # Their warnings advise programmers on arguments that this program sets, and would land in the middle of an answer.
-    from transformers.utils import logging as transformers_logging
-
     transformers_logging.set_verbosity(logging.ERROR)

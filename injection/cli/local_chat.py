@@ -118,6 +118,8 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
 
     loaded = load_model(model, terminal)
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
+    if not conversation.has_template:
+        terminal.notice("this model has no chat template: it continues what is typed as text")
     answerer = Answerer(loaded, sampling, options.seed)
     return Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jinja2
+from transformers import PreTrainedTokenizerBase
 
 from moegraft.operators.errors import MoegraftError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Role = Literal["system", "user", "assistant"]
 

@@ -7,14 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import PreTrainedModel, StoppingCriteria
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class PromptInterrupted(Exception):

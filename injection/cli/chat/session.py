@@ -56,6 +56,7 @@ class Chat:
     def run(self) -> None:
         """Reads and answers until the user leaves or the input ends."""
         prepare_editing()
+        self.terminal.notice("type a message; /help lists the commands")
         while not self.leaving:
             try:
                 self._next()

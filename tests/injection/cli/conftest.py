@@ -80,19 +80,11 @@ def text_folder(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-class _StockInjection:
-    """Stands for what injection leaves on a model, so that these tests need no kernel."""
-
-    def placement(self) -> list[str]:
-        return ["2 x stock experts on the CPU"]
-
-
 @pytest.fixture(scope="session")
 def loaded(chat_folder: Path) -> LoadedModel:
-    """The stock model, ready to chat."""
+    """The stock model, ready to chat: what is tested with it needs no kernel."""
     model = Qwen3MoeForCausalLM.from_pretrained(chat_folder).eval()
-    model.moegraft = _StockInjection()
-    return LoadedModel("tiny", model, AutoTokenizer.from_pretrained(chat_folder))
+    return LoadedModel("tiny", model, AutoTokenizer.from_pretrained(chat_folder), lambda: ["2 x stock experts on the CPU"])
 
 
 class Person:
