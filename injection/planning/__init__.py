@@ -1,0 +1,1 @@
+"""How rules meet a model's modules: which rule takes which module, and what is said where none does."""

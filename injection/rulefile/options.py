@@ -1,0 +1,166 @@
+"""An operator's options from a rule's `kwargs`: names, types and values are those of its options dataclass, at any depth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from moegraft.injection.rulefile.diagnostics import Findings, Position, did_you_mean, nearest
+from moegraft.injection.rulefile.migration import kwarg_advice
+from moegraft.injection.rulefile.nodes import ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
+
+_YAML_1_1_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def read_options(operator: str, options_type: type[Any], kwargs: MappingNode | None, position: Position, findings: Findings) -> object:
+    """The options of one rule; `position` is where missing options are reported.
+
+    Field types may be bool, int, float, str, Path (relative to the rule file), Literal, None, tuple, Mapping with text keys,
+    another dataclass, and unions of these. Returns None, with the errors in `findings`, when the options are wrong.
+    """
+    node = kwargs or MappingNode((), position)
+    return _Reader(operator, findings).options(options_type, node, "", position)
+
+
+class _Reader:
+    def __init__(self, operator: str, findings: Findings) -> None:
+        self._operator = operator
+        self._findings = findings
+        self._failed = False
+
+    def _error(self, position: Position, message: str) -> None:
+        self._failed = True
+        self._findings.error(position, message)
+
+    def options(self, options_type: type[Any], node: MappingNode, path: str, position: Position) -> object:
+        """An instance of the dataclass; `path` is the option it is the value of, with a dot after it."""
+        hints = get_type_hints(options_type)
+        known = {field.name: field for field in fields(options_type) if field.init}
+        values: dict[str, Any] = {}
+        for entry in node:
+            if entry.key in known:
+                values[entry.key] = self.value(hints[entry.key], entry.value, path + entry.key)
+            else:
+                self._unknown(entry.key, entry.position, path, list(known))
+        missing = [name for name, field in known.items() if name not in values and _is_required(field)]
+        for name in missing:
+            self._error(position, f"option '{path}{name}' of {self._operator} must be given")
+        if self._failed:
+            return None
+        try:
+            return options_type(**values)
+        except ValueError as error:
+            self._error(_culprit(node, str(error), position), f"{self._what(path)}: {error}")
+            return None
+
+    def _what(self, path: str) -> str:
+        return f"option '{path.removesuffix('.')}' of {self._operator}" if path else f"options of {self._operator}"
+
+    def _unknown(self, key: str, position: Position, path: str, known: list[str]) -> None:
+        where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else self._operator
+        advice = kwarg_advice(key)
+        if advice is not None:
+            self._error(position, f"'{key}' is KTransformers' and no option of {where}: {advice}")
+        else:
+            hint = did_you_mean(key, known) if known else "; it has none"
+            self._error(position, f"unknown option '{key}' of {where}{hint}")
+
+    def value(self, hint: Any, node: Node, path: str) -> Any:
+        """`node` as a value of type `hint`, or None with an error."""
+        member = next((member for member in _members(hint) if _fits(member, node)), None)
+        if member is None:
+            self._error(node.position, self._mismatch(hint, node, path))
+            return None
+        if isinstance(node, MappingNode):
+            if is_dataclass(member) and isinstance(member, type):
+                return self.options(member, node, f"{path}.", node.position)
+            of_values = get_args(member)[1] if get_args(member) else Any
+            return {entry.key: self.value(of_values, entry.value, f"{path}.{entry.key}") for entry in node}
+        if isinstance(node, ListNode):
+            return self._tuple(member, node, path)
+        if member is Path:
+            return Path(node.position.file).parent / str(node.value)
+        return float(node.value) if member is float and isinstance(node.value, int) else node.value
+
+    def _tuple(self, member: Any, node: ListNode, path: str) -> tuple[Any, ...]:
+        of_items = get_args(member)
+        if len(of_items) == 2 and of_items[1] is Ellipsis:
+            of_items = (of_items[0],) * len(node.items)
+        if len(of_items) != len(node.items):
+            self._error(node.position, f"option '{path}' of {self._operator} must have {len(of_items)} items, not {len(node.items)}")
+            return ()
+        pairs = zip(of_items, node.items, strict=True)
+        return tuple(self.value(hint, item, f"{path}[{index}]") for index, (hint, item) in enumerate(pairs))
+
+    def _mismatch(self, hint: Any, node: Node, path: str) -> str:
+        where = f"option '{path}' of {self._operator}"
+        choices = [choice for member in _members(hint) for choice in get_args(member) if get_origin(member) is Literal]
+        text = node.value if isinstance(node, ScalarNode) and isinstance(node.value, str) else None
+        near = nearest(text, [choice for choice in choices if isinstance(choice, str)]) if text is not None else None
+        meant = f"; did you mean '{near}'?" if near is not None else _unquoted(hint, text, node.position)
+        return f"{where} must be {_expected(hint)}, not {node}{meant}"
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _culprit(node: MappingNode, message: str, position: Position) -> Position:
+    """Where the one option that the message names is written, else where all of them are."""
+    named = [entry for entry in node if re.search(rf"\b{re.escape(entry.key)}\b", message)]
+    return named[0].value.position if len(named) == 1 else position
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(inner for member in get_args(hint) for inner in _members(member))
+    return (hint,)
+
+
+def _fits(hint: Any, node: Node) -> bool:
+    if hint is Any or hint is object:
+        return isinstance(node, ScalarNode)
+    if isinstance(node, MappingNode):
+        return is_dataclass(hint) or get_origin(hint) in (dict, Mapping) or hint is dict
+    if isinstance(node, ListNode):
+        return get_origin(hint) is tuple
+    value = node.value
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is Path:
+        return isinstance(value, str)
+    return type(value) is hint
+
+
+_NAMES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}
+
+
+def _expected(hint: Any) -> str:
+    return " or ".join(_expected_member(member) for member in _members(hint))
+
+
+def _expected_member(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        names = [plain_text(choice) for choice in get_args(hint)]
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    if is_dataclass(hint):
+        return f"a mapping ({', '.join(field.name for field in fields(hint) if field.init)})"
+    if get_origin(hint) is tuple:
+        return f"a list, each item {_expected(get_args(hint)[0])}"
+    return _NAMES.get(hint, "a mapping")
+
+
+def _unquoted(hint: Any, text: str | None, position: Position) -> str:
+    if text is None:
+        return ""
+    if bool in _members(hint) and text.lower() in _YAML_1_1_BOOLS:
+        return f"; write {_YAML_1_1_BOOLS[text.lower()]}"
+    value = parse_value(text)
+    fits = not isinstance(value, str) and any(_fits(member, ScalarNode(value, position)) for member in _members(hint))
+    return "; write it without quotes" if fits else ""
