@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelErro
 from moegraft.operators.machine import Machine, probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
 
+logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
@@ -117,8 +119,14 @@ def _folder_of(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
 
 def _plan_for(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dtype: torch.dtype) -> Plan:
     model_type = model.config.model_type
-    rule_file = read_rules(rules or default_rules(model_type), vars=request.vars, registry=request.registry)
-    return plan(model, rule_file, registry=request.registry, dtype=dtype, model_type=model_type)
+    if rules is None:
+        rules = default_rules(model_type)
+        logger.info("no rules given: the shipped file '%s' is used for model type '%s'", rules, model_type)
+    rule_file = read_rules(rules, vars=request.vars, registry=request.registry)
+    the_plan = plan(model, rule_file, registry=request.registry, dtype=dtype, model_type=model_type)
+    for notice in the_plan.notices:
+        logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
+    return the_plan
 
 
 def _plan_only(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> Plan:
