@@ -82,8 +82,15 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         # What transformers and tokenizers raise for a missing or damaged file varies by file.
-        raise CheckpointError(f"{folder}: no tokenizer can be read from this folder ({error_sentence(error)})") from error
+        raise _no_tokenizer(folder, error_sentence(error).rstrip(" :")) from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # For some model types transformers makes up a tokenizer without a single word when the files are missing.
+        raise _no_tokenizer(folder, "it has no words")
     return tokenizer
+
+
+def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: no tokenizer can be read from tokenizer.json or what else this model type has ({reason})")
 
 
 def _model_of(options: ModelOptions) -> str:

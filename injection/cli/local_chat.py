@@ -49,8 +49,8 @@ class ChatOptions:
             raise ValueError("--prompt and --prompt-file both say what to answer; give one of them")
 
 
-class EmptyPromptError(MoegraftError):
-    """There is nothing to answer."""
+class PromptError(MoegraftError):
+    """There is nothing to answer, or nothing that is text."""
 
 
 app = typer.Typer(
@@ -61,20 +61,20 @@ app = typer.Typer(
 
 
 @app.command(epilog="Options may be written with _ for -; --model_path, --optimize_config_path and --cpu_infer of KTransformers are taken.")
+@user_errors(PROGRAM)
 @takes_options(ModelOptions, SamplingOptions, ChatOptions)
 def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
     """Chat with a mixture-of-experts model on this machine; with no --model, with the small one that moegraft brings."""
-    with user_errors(PROGRAM):
-        terminal = open_terminal(quiet=options.quiet)
-        if options.dry_run:
-            _print_plan(model, terminal)
-            return
-        prompt = _prompt(options)
-        session = _open_chat(model, sampling, options, terminal)
-        if prompt is None:
-            session.run()
-        elif session.turn(prompt).ending == "interrupted":
-            raise typer.Exit(INTERRUPTED)
+    terminal = open_terminal(quiet=options.quiet)
+    if options.dry_run:
+        _print_plan(model, terminal)
+        return
+    prompt = _prompt(options)
+    session = _open_chat(model, sampling, options, terminal)
+    if prompt is None:
+        session.run()
+    elif session.turn(prompt).ending == "interrupted":
+        raise typer.Exit(INTERRUPTED)
 
 
 def _print_plan(model: ModelOptions, terminal: Terminal) -> None:
@@ -87,7 +87,7 @@ def _prompt(options: ChatOptions) -> str | None:
     """The one prompt to answer, or None for a chat.
 
     Raises:
-        EmptyPromptError: it has no text.
+        PromptError: it is empty or no text.
         OSError: its file cannot be read.
     """
     if options.prompt is not None:
@@ -99,7 +99,7 @@ def _prompt(options: ChatOptions) -> str | None:
     else:
         return None
     if not text.strip():
-        raise EmptyPromptError("the prompt is empty; give --prompt TEXT, text on standard input, or a terminal to chat in")
+        raise PromptError("the prompt is empty; give --prompt TEXT, text on standard input, or a terminal to chat in")
     return text.rstrip("\n")
 
 
@@ -107,7 +107,7 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise EmptyPromptError(f"{where}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start})") from error
+        raise PromptError(f"{where}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start})") from error
 
 
 def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions, terminal: Terminal) -> Chat:

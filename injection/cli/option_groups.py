@@ -7,16 +7,20 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
-import typer
+from moegraft.operators.errors import MoegraftError
 
 Options = Any  # a frozen dataclass; each command names its own, so no one type fits
+
+
+class OptionsError(MoegraftError):
+    """Options that contradict each other, or a value that its group refuses."""
 
 
 def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a Typer command of a function that takes one object of each group, in order.
 
-    A field is annotated as a Typer parameter is: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError raised by a
-    group's own checks is a usage error.
+    A field is annotated as a Typer parameter is: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from a
+    group's own checks becomes an OptionsError.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -41,4 +45,4 @@ def _make(group: type[Options], values: dict[str, object]) -> Options:
     try:
         return group(**{field.name: values[field.name] for field in fields(group)})
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise OptionsError(str(error)) from error

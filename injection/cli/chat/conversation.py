@@ -13,12 +13,8 @@ from moegraft.operators.errors import MoegraftError
 Role = Literal["system", "user", "assistant"]
 
 
-class PromptTooLongError(MoegraftError):
-    """A question alone fills the model's context."""
-
-
-class TemplateRefusedError(MoegraftError):
-    """The model's chat template does not take these messages."""
+class PromptRefusedError(MoegraftError):
+    """What was asked cannot become a prompt of this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +66,20 @@ class Conversation:
         """The tokens of the next prompt, with room for an answer of `answer_tokens` or half the context, whichever is less.
 
         Raises:
-            PromptTooLongError: the last question alone leaves no room for an answer.
-            TemplateRefusedError: the chat template refuses the messages.
+            PromptRefusedError: the last question alone leaves no room for an answer, has no tokens, or the chat template refuses.
         """
         assert self._turns, "there is a question to answer"
         limit, left_out = self._context_tokens, 0
         token_ids = self._encode(self.messages)
+        if not token_ids:
+            raise PromptRefusedError("this model's tokenizer makes no token of that prompt")
         if limit is None:
             return Prompt(token_ids)
         while len(token_ids) + min(answer_tokens, limit // 2) > limit and left_out + 2 < len(self._turns):
             left_out += 2  # a question and its answer
             token_ids = self._encode([*self._head, *self._turns[left_out:]])
         if len(token_ids) >= limit:
-            raise PromptTooLongError(f"the prompt has {len(token_ids)} tokens and this model's context takes {limit}, its answer included")
+            raise PromptRefusedError(f"the prompt has {len(token_ids)} tokens and this model's context takes {limit}, its answer included")
         return Prompt(token_ids, left_out // 2)
 
     def as_text(self) -> str:
@@ -96,7 +93,7 @@ class Conversation:
         try:
             encoded: Any = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
         except jinja2.TemplateError as error:
-            raise TemplateRefusedError(f"the model's chat template refuses this conversation: {error}") from error
+            raise PromptRefusedError(f"the model's chat template refuses this conversation: {error}") from error
         return list(encoded["input_ids"])
 
 

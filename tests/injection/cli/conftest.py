@@ -87,6 +87,12 @@ def loaded(chat_folder: Path) -> LoadedModel:
     return LoadedModel("tiny", model, AutoTokenizer.from_pretrained(chat_folder), lambda: ["2 x stock experts on the CPU"])
 
 
+@pytest.fixture
+def program() -> list[str]:
+    """The command that runs local_chat with this Python."""
+    return PROGRAM
+
+
 class Person:
     """Types into local_chat at a terminal of its own and reads what it shows."""
 

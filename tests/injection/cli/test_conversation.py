@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from moegraft.injection.cli.chat.conversation import Conversation, PromptTooLongError, TemplateRefusedError
+from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
 from moegraft.injection.cli.loading import LoadedModel
 
 
@@ -50,7 +50,7 @@ def test_a_question_may_take_the_room_of_its_answer_but_not_all(loaded: LoadedMo
     assert len(conversation.prompt(50).token_ids) == 63
     conversation.withdraw()
     conversation.ask("x" * 61)
-    with pytest.raises(PromptTooLongError, match="the prompt has 64 tokens and this model's context takes 64"):
+    with pytest.raises(PromptRefusedError, match="the prompt has 64 tokens and this model's context takes 64"):
         conversation.prompt(50)
 
 
@@ -59,5 +59,5 @@ def test_a_template_that_refuses_says_why(text_folder: Path) -> None:
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     conversation = Conversation(tokenizer, system="be brief")
     conversation.ask("one")
-    with pytest.raises(TemplateRefusedError, match="no system role"):
+    with pytest.raises(PromptRefusedError, match="no system role"):
         conversation.prompt(10)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.commands import run_command
-from moegraft.injection.cli.chat.conversation import Conversation, PromptTooLongError
+from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
 from moegraft.injection.cli.chat.session import Chat
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.sampling import SamplingOptions
@@ -157,7 +157,7 @@ def test_a_full_context_ends_the_answer(loaded: LoadedModel) -> None:
     question = "x" * ((loaded.context_tokens or 0) - 3 - 5)
     assert chat.turn(question).ending == "context"
     assert "the model's context of 4096 tokens is full" in shown(chat)
-    with pytest.raises(PromptTooLongError):
+    with pytest.raises(PromptRefusedError):
         chat.turn("x" * 5000)
     assert len(chat.conversation.messages) == 2, "the question that did not fit was taken back"
 

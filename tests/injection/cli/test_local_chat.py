@@ -1,0 +1,182 @@
+"""`local_chat` as scripts see it: what is on stdout, what on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moegraft.injection.cli.local_chat import app
+from moegraft.operators.machine import Machine
+
+Run = Callable[..., Result]
+ANSWER = ["--no-do-sample", "--max-new-tokens", "12"]
+
+
+@pytest.fixture
+def run(chat_folder: Path) -> Run:
+    """Runs local_chat on the tiny model."""
+
+    def on_tiny_model(*arguments: str | Path, stdin: str | bytes = b"", model: str | Path = chat_folder) -> Result:
+        return CliRunner().invoke(app, ["--model", str(model), *map(str, arguments)], input=stdin, prog_name="local_chat")
+
+    return on_tiny_model
+
+
+def refused(result: Result) -> str:
+    """The sentence on stderr of a run that a user's mistake ended."""
+    assert result.exit_code == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_the_answer_alone_is_on_stdout(run: Run) -> None:
+    result = run("--prompt", "hello", *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout) == 13 and result.stdout[:12].isalpha() and result.stdout[12] == "\n"
+    assert "by the rules of qwen3_moe.yaml, shipped for model type qwen3_moe" in result.stderr
+    assert "answer: 12 tokens at " in result.stderr
+    assert "2 x experts: hybrid_experts" in result.stderr
+    assert "\x1b" not in result.stderr, "no colour, no spinner where nobody looks"
+
+
+def test_quiet_says_nothing_else(run: Run) -> None:
+    assert run("--prompt", "hello", "--quiet", *ANSWER).stderr == ""
+    assert "tokens/s" not in run("--prompt", "hello", "--no-stats", *ANSWER).stderr
+
+
+@pytest.mark.parametrize("given", ["option", "pipe", "file", "kt"])
+def test_a_prompt_is_the_same_wherever_it_comes_from(given: str, run: Run, tmp_path: Path, chat_folder: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\nthere\n")
+    wanted = run("--prompt", "hello\nthere", *ANSWER, "--seed", "3").stdout
+    ktransformers = f"--model_path {chat_folder} --optimize_config_path qwen3_moe --cpu_infer 1 --max_new_tokens 12 --no_do_sample"
+    arguments: dict[str, list[str]] = {
+        "option": [*ANSWER, "--prompt=hello\nthere"],
+        "pipe": ANSWER,
+        "file": [*ANSWER, "--prompt-file", str(file)],
+        "kt": [*ktransformers.split(), "--prompt_file", str(file)],
+    }
+    result = run(*arguments[given], stdin="hello\nthere\n" if given == "pipe" else "")
+    assert (result.exit_code, result.stdout) == (0, wanted)
+
+
+def test_a_seed_repeats_an_answer(run: Run) -> None:
+    drawn = ["--prompt", "hello", "--temperature", "1", "--max-new-tokens", "30"]
+    first, again, other = (run(*drawn, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_a_model_without_a_template_goes_on_with_the_text(run: Run, text_folder: Path) -> None:
+    result = run("--prompt", "once upon", *ANSWER, model=text_folder)
+    assert result.exit_code == 0
+    assert "no chat template" in result.stderr
+
+
+def test_a_dry_run_prints_the_plan_alone(run: Run) -> None:
+    result = run("--dry-run", "--rules", "cpu", "--var", "weights=int4")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "model.layers.{0-1}.mlp.experts" in result.stdout and "weights=int4" in result.stdout
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing/here", "not a hub id!"])
+def test_a_model_that_is_not_there(run: Run, model: str) -> None:
+    message = refused(run("--prompt", "hello", model=model))
+    assert message.startswith(f"local_chat: error: {model}: ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no config", "no config.json in this folder"),
+        ("unknown model type", "wizard_moe"),
+        ("no tokenizer", "no tokenizer can be read"),
+        ("damaged tokenizer", "no tokenizer can be read"),
+        ("no weights", "safetensors"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(run: Run, chat_folder: Path, tmp_path: Path, change: str, said: str) -> None:
+    folder = shutil.copytree(chat_folder, tmp_path / "model")
+    if change == "no config":
+        (folder / "config.json").unlink()
+    elif change == "unknown model type":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "wizard_moe"}))
+    elif change == "no tokenizer":
+        for file in folder.glob("*token*"):
+            file.unlink()
+    elif change == "damaged tokenizer":
+        (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    else:
+        (folder / "model.safetensors").unlink()
+    message = refused(run("--prompt", "hello", model=folder))
+    assert said in message
+    assert message.count("\n") == 1, message
+
+
+def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("- match: {name: mlp.expert$}\n  replace: {class: hybrid_experts}\n  recursion: false\n")
+    message = refused(run("--prompt", "hello", "--rules", rules))
+    assert f"{rules}:3:3: error: " in message
+    assert "there is no such rule file" in refused(run("--prompt", "hello", "--rules", tmp_path / "none.yaml"))
+    assert "wieght" in refused(run("--prompt", "hello", "--var", "wieght=int4"))
+
+
+def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.injection.load.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
+    message = refused(run("--prompt", "hello"))
+    assert "memory" in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("stdin", "said"),
+    [(b"", "the prompt is empty"), (b" \n\t\n", "the prompt is empty"), (b"caf\xe9", "not UTF-8 text (byte 0xe9 at offset 3)")],
+)
+def test_a_pipe_without_a_prompt(run: Run, stdin: bytes, said: str) -> None:
+    assert said in refused(run(stdin=stdin))
+
+
+def test_a_prompt_that_cannot_be(run: Run, tmp_path: Path) -> None:
+    assert refused(run("--prompt-file", tmp_path / "none")) == f"local_chat: error: {tmp_path / 'none'}: No such file or directory\n"
+    assert "the prompt is empty" in refused(run("--prompt", ""))
+    assert "give one of them" in refused(run("--prompt", "a", "--prompt-file", "b"))
+    assert "this model's context takes 4096" in refused(run("--prompt", "x" * 5000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temperature", "hot"], "--temperature"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--temprature", "1"], "--temperature"),
+        (["--no-do-sample", "--top-k", "3"], "local_chat: error: --no-do-sample leaves --top-k without effect; give one or the other\n"),
+        (["--var", "int4"], "local_chat: error: --var int4: give NAME=VALUE, as in --var cache=0.25\n"),
+        (["--dtype", "floaty"], "float32"),
+    ],
+)
+def test_options_that_make_no_sense(run: Run, arguments: list[str], said: str) -> None:
+    assert said in refused(run("--prompt", "hello", *arguments))
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout.split()[0]) == (0, "moegraft")
+
+
+def test_a_reader_that_leaves_is_no_error(program: list[str], chat_folder: Path) -> None:
+    arguments = ["--model", str(chat_folder), "--prompt", "hello", "--no-do-sample", "--max-new-tokens", "2000"]
+    with subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as chat:
+        assert chat.stdout and chat.stderr
+        assert chat.stdout.read(1).isalpha()
+        chat.stdout.close()
+        said = chat.stderr.read()
+    assert chat.returncode == 141  # as a shell reports a program that SIGPIPE ended
+    assert "Traceback" not in said and "Broken pipe" not in said

@@ -1,0 +1,82 @@
+"""`local_chat` at a terminal of its own, as a person uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT = ">>> "
+STOP = "\x03"  # Ctrl-C
+END = "\x04"  # Ctrl-D
+
+
+def test_a_conversation(person: Callable[..., Any], chat_folder: Path, tmp_path: Path) -> None:
+    someone = person("--model", str(chat_folder), "--no-do-sample", "--max-new-tokens", "20")
+    assert "/help lists the commands" in someone.sees(PROMPT)
+
+    someone.say("hello")
+    first = someone.sees(PROMPT)
+    assert "answer: 20 tokens" in first and "hybrid_experts" in first
+
+    someone.say("and")
+    assert " new) at " in someone.sees(PROMPT), "the second turn computes only what is new"
+
+    someone.say("/staats")
+    assert "did you mean /stats?" in someone.sees(PROMPT)
+    someone.say("/stats")
+    assert "2 answers so far" in someone.sees(PROMPT)
+
+    record = tmp_path / "talk.md"
+    for reply in ("saved 4 messages", "was left as it is"):
+        someone.say(f"/save {record}")
+        assert reply in someone.sees(PROMPT)
+    assert record.read_text().startswith("user: hello\n\nassistant: ")
+
+    someone.say("/reset")
+    assert "a new conversation" in someone.sees(PROMPT)
+    someone.say("hello")
+    again = someone.sees(PROMPT)
+    assert record.read_text().split("\n\n")[1].removeprefix("assistant: ") in again, "from the start, the same answer"
+
+    someone.say("one\\")
+    someone.sees("... ")
+    someone.say("two")
+    assert "answer: 20 tokens" in someone.sees(PROMPT)
+
+    someone.type("caf\udcff!\n")
+    assert "not UTF-8 text" in someone.sees(PROMPT)
+    someone.say("")
+    someone.sees(PROMPT)
+    someone.say("x" * 6000)  # longer than a terminal's own line buffer
+    assert "6003 tokens" in someone.sees("its answer included")
+    someone.sees(PROMPT)
+
+    someone.type("half a line" + STOP)
+    assert "/exit or Ctrl-D leaves" in someone.sees(PROMPT)
+    someone.type(END)
+    assert someone.exit_code() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(person: Callable[..., Any], chat_folder: Path) -> None:
+    someone = person("--model", str(chat_folder), "--no-do-sample", "--max-new-tokens", "3000", environment={"NO_COLOR": "1"})
+    someone.sees(PROMPT)
+    someone.say("hello")
+    someone.sees("\x1b[2K")  # the spinner is wiped when the answer begins
+    time.sleep(0.3)
+    someone.type(STOP)
+    stopped = someone.sees(PROMPT)
+    assert "(stopped)" in stopped and "answer: " in stopped
+    assert "\x1b[2m" not in stopped and "\x1b[3" not in stopped, "NO_COLOR"
+
+    someone.say("go on")
+    time.sleep(0.3)
+    someone.type(STOP)
+    someone.sees("(stopped")
+    someone.sees(PROMPT)
+    someone.say("/stats")
+    someone.sees("answers so far")
+    someone.sees(PROMPT)
+    someone.say("/exit")
+    assert someone.exit_code() == 0
