@@ -1,0 +1,170 @@
+"""What the bundled demo model is: its text, tokenizer, chat template, architecture, validation and exported files.
+
+Shapes: B windows, S tokens a window, T = B * S tokens, L layers, E experts, K experts a token, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
+END, PAD = "<|endoftext|>", "<|pad|>"
+CONTEXT = 1024  # tokens; the longest window trained on
+
+# A user's line opens a scene, as every scene of the training stream opens; the answer is the speeches up to the next END.
+# A message that brings its own heading ("JULIET:" on a line) keeps it.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- set content = message['content'] | trim -%}
+{%- if message['role'] == 'assistant' -%}
+{{- content + '\\n\\n' -}}
+{%- else -%}
+{{- '<|endoftext|>' -}}
+{%- if ':\\n' not in content -%}
+{{- 'Chorus:\\n' if message['role'] == 'system' else 'First Citizen:\\n' -}}
+{%- endif -%}
+{{- content + '\\n\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Validation of a model: nats a token, bits a byte of text, and the share of routed tokens by layer and expert, `(L, E)`."""
+
+    loss: float
+    bits_per_byte: float
+    load: Tensor
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """Cuts the last tenth off as validation text, between two speeches."""
+    cut = text.index("\n\n", len(text) * 9 // 10) + 2
+    return text[:cut], text[cut:]
+
+
+def train_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+    """A byte-level BPE; a run of line breaks is a word of its own, so that text may be cut after one without changing its tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    lines = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sorted_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts' sum `(T, H)` from tokens `(T, H)`, choices `(T, K)` and weights `(T, K)`, with the tokens sorted by expert.
+
+    The stock loop takes `gate_up_proj[expert]`, whose gradient is written as zeros of all experts' size once for every expert.
+    """
+    order = top_k_index.flatten().argsort()
+    token = order // top_k_index.shape[1]
+    counts = torch.bincount(top_k_index.flatten(), minlength=experts.num_experts).tolist()
+    parts = []
+    for rows, gate_up, down in zip(
+        hidden_states.index_select(0, token).split(counts), experts.gate_up_proj.unbind(), experts.down_proj.unbind(), strict=True
+    ):
+        gate, up = functional.linear(rows, gate_up).chunk(2, dim=-1)
+        parts.append(functional.linear(experts.act_fn(gate) * up, down))
+    outputs = torch.cat(parts) * top_k_weights.flatten()[order, None]
+    return torch.zeros_like(hidden_states).index_add(0, token, outputs.to(hidden_states.dtype))
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """The untrained model in float32; `Any`, like every model here, because transformers leaves its Auto classes untyped."""
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        intermediate_size=256,  # of a dense layer; the model has none
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    ALL_EXPERTS_FUNCTIONS.register("sorted", sorted_experts)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="sorted")
+
+
+@contextmanager
+def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the router logits `(T, E)` of every layer while it is open."""
+    seen: list[Tensor] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(lambda _module, _args, output: seen.append(output[0])) for router in routers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def expert_share(logits: Tensor, top_k: int) -> Tensor:
+    """The share of the routed tokens that each expert takes, `(E,)`, from router logits `(T, E)`."""
+    chosen = logits.topk(top_k, dim=-1).indices
+    return torch.bincount(chosen.flatten(), minlength=logits.shape[-1]) / chosen.numel()
+
+
+@torch.no_grad()
+def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> Evaluation:
+    """Validates on plain text, every token predicted once, from at most CONTEXT / 4 tokens before it."""
+    tokens = torch.tensor(tokenizer.encode(text, verbose=False))
+    size, top_k = CONTEXT // 4, model.config.num_experts_per_tok
+    rows = (len(tokens) - 1) // size
+    inputs, targets = tokens[: rows * size].view(rows, size), tokens[1 : rows * size + 1].view(rows, size)
+    nats, loads = 0.0, []
+    model.eval()
+    for batch, target in zip(inputs.split(16), targets.split(16), strict=True):
+        with router_logits(model) as layers:
+            logits = model(input_ids=batch, use_cache=False).logits  # (B, S, V)
+        nats += functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="sum").item()
+        loads.append(torch.stack([expert_share(layer, top_k) for layer in layers]) * len(batch))
+    text_bytes = len(str(tokenizer.decode(tokens[1 : rows * size + 1])).encode())
+    return Evaluation(nats / targets.numel(), nats / math.log(2) / text_bytes, torch.stack(loads).sum(0) / rows)
+
+
+def export(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes what `from_pretrained` reads: bfloat16 weights, configurations, tokenizer and chat template."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        max_new_tokens=200,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)

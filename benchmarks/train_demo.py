@@ -1,0 +1,246 @@
+"""Trains the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse, on 2 cores in about an hour.
+
+    python benchmarks/train_demo.py --out injection/demo --work build/train_demo
+
+Shapes: B windows, S tokens a window, T = B * S tokens, L layers, E experts, V vocabulary.
+"""
+
+import argparse
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_recipe import CONTEXT, TEXT, Evaluation, build_model, evaluate, expert_share, export, router_logits, split_text, train_tokenizer
+from record import write_rows
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What one training run does; the learning rate reaches zero after `steps` steps or `minutes` minutes, whichever is first."""
+
+    out: Path
+    work: Path
+    minutes: float = 60.0
+    steps: int = 8000
+    seed: int = 1623
+    resume: bool = False
+    step_tokens: int = 2048
+    peak_rate: float = 1.5e-3
+    warmup: float = 0.03  # share of the run
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    balance: float = 0.02  # weight of the load-balancing loss
+    eval_every: int = 250  # steps
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "steps", "peak_rate", "eval_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"TrainOptions.{name} is {getattr(self, name)}; give a number above 0")
+        if self.step_tokens < CONTEXT or self.step_tokens % CONTEXT:
+            raise ValueError(f"TrainOptions.step_tokens is {self.step_tokens}; give a multiple of {CONTEXT}, the longest window")
+        for name in ("warmup", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"TrainOptions.{name} is {getattr(self, name)}; give a share in [0, 1)")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    best_loss: float = math.inf
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def cut_scenes(speeches: list[list[int]], end: int, seed: int) -> Tensor:
+    """One pass over the plays as tokens `(N,)`, with END before every scene of two to four speeches, cut anew for every seed."""
+    draw = random.Random(seed)
+    stream: list[int] = []
+    left = 0
+    for speech in speeches:
+        if left == 0:
+            stream.append(end)
+            left = draw.randint(2, 4)
+        stream.extend(speech)
+        left -= 1
+    return torch.tensor(stream)
+
+
+def draw_windows(stream: Tensor, step_tokens: int, seed: int) -> Tensor:
+    """Random windows `(B, S + 1)` of the stream: one time in eight of the whole context, for its positions, else of a quarter."""
+    draw = random.Random(seed)
+    size = CONTEXT if draw.random() < 1 / 8 else CONTEXT // 4
+    starts = [draw.randrange(len(stream) - size) for _ in range(step_tokens // size)]
+    return torch.stack([stream[start : start + size + 1] for start in starts])
+
+
+def add_dropout(model: nn.Module, rate: float) -> None:
+    """Drops channels of the embeddings and of what each attention and expert block adds; active in train mode only.
+
+    One mask serves all positions of a window (arXiv:1512.05287, section 4), which costs next to nothing to draw.
+    """
+
+    def drop(module: nn.Module, _args: object, output: Any) -> Any:
+        hidden_states = output[0] if isinstance(output, tuple) else output  # (B, S, H)
+        mask = functional.dropout(torch.ones_like(hidden_states[:, :1]), rate, module.training)
+        return (hidden_states * mask, *output[1:]) if isinstance(output, tuple) else hidden_states * mask
+
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", "self_attn", "mlp")):
+            module.register_forward_hook(drop)
+
+
+def balance_loss(layers: list[Tensor], top_k: int) -> Tensor:
+    """Switch Transformer's balancing loss (arXiv:2101.03961, equation 4), by layer: 1 when every expert takes the same load.
+
+    transformers' own sums the layers first, so that an expert idle in one layer may hide behind its namesake in another.
+    """
+    terms = [logits.shape[-1] * (expert_share(logits, top_k) * logits.softmax(-1).mean(0)).sum() for logits in layers]
+    return torch.stack(terms).mean()
+
+
+def share_done(progress: Progress, options: TrainOptions) -> float:
+    """How much of the run is done, by steps or by time, whichever is further."""
+    return max(progress.step / options.steps, progress.elapsed_s / 60 / options.minutes)
+
+
+def learning_rate(options: TrainOptions, done: float) -> float:
+    """Linear warm-up, then a cosine to zero, at the share `done` of the run."""
+    if done < options.warmup:
+        return options.peak_rate * (done + 1e-3) / options.warmup
+    return options.peak_rate * 0.5 * (1 + math.cos(math.pi * (done - options.warmup) / (1 - options.warmup)))
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    """AdamW whose weight decay spares the norms."""
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    vectors = [weight for weight in model.parameters() if weight.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.95), fused=True)
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer, windows: Tensor, options: TrainOptions, rate: float) -> Tensor:
+    """One step on windows `(B, S + 1)`; returns the cross-entropy in nats a token, without the balancing loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    model.train()
+    with router_logits(model) as layers:
+        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    (loss + options.balance * balance_loss(layers, model.config.num_experts_per_tok)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Writes the checkpoint beside its name first, so that a run ended halfway leaves the one before."""
+    state = {name: getattr(progress, name) for name in Progress.__slots__}
+    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    torch.save(state, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Takes a run up where its last checkpoint left it."""
+    if not path.exists():
+        raise ValueError(f"{path}: there is no checkpoint to resume; leave --resume out, or name the --work folder of the run")
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    return Progress(**{name: state[name] for name in Progress.__slots__})
+
+
+def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: TrainOptions) -> Progress:
+    """Trains until the schedule or the time is used up; the weights of the best validation are in the progress returned."""
+    training, validation = split_text(TEXT.read_text())
+    speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
+    pass_steps = sum(map(len, speeches)) // options.step_tokens
+    optimizer = make_optimizer(model, options)
+    checkpoint = options.work / "state.pt"
+    progress = load_state(checkpoint, model, optimizer) if options.resume else Progress()
+    add_dropout(model, options.dropout)
+    since, losses, stream = time.monotonic(), [], torch.empty(0)
+    done = share_done(progress, options)
+    while done < 1:
+        if not len(stream) or progress.step % pass_steps == 0:
+            stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed + progress.step // pass_steps)
+        windows = draw_windows(stream, options.step_tokens, options.seed + progress.step)
+        losses.append(take_step(model, optimizer, windows, options, learning_rate(options, done)))
+        progress.step += 1
+        now = time.monotonic()
+        progress.elapsed_s += now - since
+        since = now
+        done = share_done(progress, options)
+        if progress.step % options.eval_every == 0 or done >= 1:
+            record(model, evaluate(model, tokenizer, validation), progress, torch.stack(losses).mean().item(), options)
+            losses.clear()
+            save_state(checkpoint, model, optimizer, progress)
+    return progress
+
+
+def record(model: Any, result: Evaluation, progress: Progress, train_loss: float, options: TrainOptions) -> None:
+    """Adds a point to the curve, prints it, and keeps the weights if they are the best so far."""
+    point = {
+        "steps": progress.step,
+        "tokens": progress.step * options.step_tokens,
+        "minutes": round(progress.elapsed_s / 60, 2),
+        "train_loss": round(train_loss, 4),
+        "validation_loss": round(result.loss, 4),
+        "validation_bits_per_byte": round(result.bits_per_byte, 4),
+        "smallest_expert_share": round(result.load.min().item(), 4),
+        "largest_expert_share": round(result.load.max().item(), 4),
+    }
+    progress.curve.append(point)
+    speed = point["tokens"] / progress.elapsed_s
+    print(*(f"{name} {value}" for name, value in point.items()), f"tokens/s {speed:.0f}", sep="  ", flush=True)
+    if result.loss < progress.best_loss:
+        progress.best_loss = result.loss
+        progress.best_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def parse_options() -> TrainOptions:
+    parser = argparse.ArgumentParser(description="Train the bundled demo model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets the trained model")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
+    parser.add_argument("--minutes", type=float, default=60.0, help="the schedule ends by then, whatever the speed")
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--seed", type=int, default=1623)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
+    return TrainOptions(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options = parse_options()
+    options.work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    training, validation = split_text(TEXT.read_text())
+    tokenizer = train_tokenizer(training)
+    model = build_model(tokenizer)
+    print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters", flush=True)
+    progress = train(model, tokenizer, options)
+    model.load_state_dict(progress.best_weights)
+    export(model, tokenizer, options.out)
+    shipped = evaluate(model, tokenizer, validation)
+    print(f"exported: {shipped.loss:.4f} nats a token, {shipped.bits_per_byte:.4f} bits a byte")
+    packages = ("torch", "transformers", "tokenizers")
+    origin = {"seed": options.seed, "threads": torch.get_num_threads()}
+    write_rows("demo_training", [{**point, **origin} for point in progress.curve], packages)
+    loads = [(layer, expert, share) for layer, shares in enumerate(shipped.load.tolist()) for expert, share in enumerate(shares)]
+    rows = [{"layer": layer, "expert": expert, "share_of_routed_tokens": round(share, 4)} for layer, expert, share in loads]
+    write_rows("demo_expert_load", rows, packages)
+
+
+if __name__ == "__main__":
+    main()
