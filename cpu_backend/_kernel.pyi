@@ -134,7 +134,10 @@ class PackedLinear:
     def unpack(self) -> NDArray[np.float32]: ...
 
 class HostCall:
-    """One forward call with its arguments, for a CUDA host function: pass `address` as the function's user data and keep this object alive."""
+    """One forward call with its arguments, for a CUDA host function: pass `address` as its user data.
+
+    Keep this object, and do not move its arrays, for as long as the function may be called.
+    """
 
     @property
     def address(self) -> int: ...
@@ -156,8 +159,8 @@ class _HostCallMaker(Protocol):
 class Runtime:
     """Kernels of one instruction set and a persistent pool of threads.
 
-    Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the child must
-    make its own Runtime.
+    Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the
+    child must make its own Runtime.
 
     Args:
         threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.

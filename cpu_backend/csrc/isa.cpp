@@ -11,9 +11,29 @@ struct Entry {
   bool (*available)();
 };
 
+#if defined(__x86_64__)
+// The compiler's checks include that the system saves the registers.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
 std::vector<Entry> entries() {
-  std::vector<Entry> all = {{scalar_kernels, [] { return true; }}};
-  return all;
+  return {
+      {scalar_kernels, [] { return true; }},
+#if defined(__x86_64__)
+      {avx2_kernels, has_avx2},
+      {avx512_kernels, has_avx512},
+      {avx512_vnni_kernels, has_vnni},
+      {avx512_bf16_kernels, has_bf16},
+#endif
+  };
 }
 
 }  // namespace
