@@ -47,6 +47,13 @@ class InjectedModel:
             "save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """
+        Raises:
+            UnsupportedModelError: always; `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
+        """
+        raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")
+
 
 def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, context: BuildContext) -> dict[str, Operator]:
     """The plan's operators, still without weights, by the path of the module each will replace. `model` may be on meta."""
@@ -73,3 +80,10 @@ def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator
     body = {"__init__": __init__, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), body)
+
+
+def injected(model: PreTrainedModel, injection: Injection) -> PreTrainedModel:
+    """Marks a finished model with what was done to it and puts it in eval mode."""
+    model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
+    model.eval()
+    return model

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.graft import Injection, build_operators, injected_class, place
+from moegraft.injection.graft import Injection, build_operators, injected, injected_class, place
 from moegraft.injection.live import live_source, refuse_meta
 from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
 from moegraft.injection.plan import Plan, plan
@@ -45,7 +45,7 @@ class _Request:
 def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[True], **options: Any) -> Plan: ...
 @overload
 def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[False] = False, **options: Any) -> PreTrainedModel: ...
-def optimize_and_load(
+def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what decides the type of the result
     model: str | os.PathLike[str] | PreTrainedModel,
     rules: str | os.PathLike[str] | None = None,
     *,
@@ -129,15 +129,19 @@ def _plan_for(model: PreTrainedModel, rules: str | os.PathLike[str] | None, requ
     return the_plan
 
 
+def _rest_dtype(source: ModelSource, request: _Request, stored: torch.dtype) -> torch.dtype:
+    return request.dtype or _torch_dtype(source.config.dtype) or stored
+
+
 def _plan_only(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> Plan:
     stored = stored_dtype(source)
-    return _plan_for(meta_skeleton(source, request.dtype or source.config.dtype or stored), rules, request, stored)
+    return _plan_for(meta_skeleton(source, _rest_dtype(source, request, stored)), rules, request, stored)
 
 
 def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> PreTrainedModel:
     refuse_quantised(source.folder, source.config)
     stored = stored_dtype(source)
-    dtype = request.dtype or source.config.dtype or stored
+    dtype = _rest_dtype(source, request, stored)
     skeleton = meta_skeleton(source, dtype)
     the_plan = _plan_for(skeleton, rules, request, stored)
     machine = probe_machine()
@@ -154,8 +158,7 @@ def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _R
             attn_implementation=request.attn_implementation,
         )
         stream.load_operators(advance)
-    model.moegraft = Injection(the_plan, operators, context)
-    return model.eval()
+    return injected(model, Injection(the_plan, operators, context))
 
 
 def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
@@ -188,5 +191,4 @@ def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, 
             operator.load(live_source(path, module), advance)
             place(model, path, operator)
     model.__class__ = injected_class(type(model))
-    model.moegraft = Injection(the_plan, operators, context)
-    return model.eval()
+    return injected(model, Injection(the_plan, operators, context))

@@ -6,6 +6,7 @@ import os
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -30,7 +31,7 @@ class ModelSource:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.sep != "/" and os.sep in name
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
 
 
 def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -101,6 +102,7 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
     """
     auto_map = getattr(config, "auto_map", None) or {}
     remote = auto_map.get("AutoModelForCausalLM")
+    found: Any
     if remote and trust_remote_code:
         found = get_class_from_dynamic_module(remote, str(folder))
     elif type(config) in AutoModelForCausalLM._model_mapping:
@@ -112,7 +114,8 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
         hint = "; it brings code of its own: pass trust_remote_code=True if you trust it" if remote else ""
         raise UnsupportedModelError(f"{folder}: transformers has no text-generating class for model type '{config.model_type}'{hint}")
     assert issubclass(found, PreTrainedModel), f"{found} is no PreTrainedModel"
-    return found
+    model_class: type[PreTrainedModel] = found
+    return model_class
 
 
 def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> ModelSource:
@@ -134,7 +137,8 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return source.model_class._from_config(deepcopy(source.config), dtype=dtype)
+            skeleton: PreTrainedModel = source.model_class._from_config(deepcopy(source.config), dtype=dtype)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
         name = source.model_class.__name__
         raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {_first_sentence(error)}") from error
+    return skeleton

@@ -63,13 +63,15 @@ class Stream:
             tensor.on_read = advance
         given = {name: value for name, value in options.items() if value is not None}
         try:
-            model, info = model_class.from_pretrained(
+            loaded: Any = model_class.from_pretrained(
                 None, config=self._source.config, state_dict=dict(self._rest), output_loading_info=True, **given
             )
         except RuntimeError as error:
             if "ignore_mismatched_sizes" not in str(error) and "conver" not in str(error):
                 raise
             raise CheckpointError(f"{self._source.folder}: the weights do not fit the model: {str(error).strip()}") from error
+        model: PreTrainedModel = loaded[0]
+        info = loaded[1]
         if info["missing_keys"]:
             raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(sorted(info['missing_keys']))}")
         model.config.name_or_path = str(self._source.folder)

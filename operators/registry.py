@@ -63,7 +63,7 @@ def _load(path: str) -> type[Operator]:
     module, _, name = path.partition(":")
     operator = getattr(import_module(module), name)
     if not (isinstance(operator, type) and issubclass(operator, Operator)):
-        raise ValueError(f"{path} is not an operator: it must be a subclass of {_path(Operator)}")
+        raise ValueError(f"{path} is not an operator: it must be a subclass of {Operator.__module__}:{Operator.__qualname__}")
     return operator
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,10 @@ from transformers import PreTrainedModel
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.operators.errors import CheckpointError
+
+
+def _read(tensor: LazyTensor) -> torch.Tensor:
+    return tensor[...]
 
 
 def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
@@ -23,9 +28,10 @@ def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrai
     assert converter is not None, f"{target.name} is stored as it is"
     for pattern, keys in target.keys.items():
         for key in keys:
-            converter.add_tensor(target.name, key, pattern, lambda key=key: tensors[key][...])  # type: ignore[misc]
+            # transformers calls what is callable, though it names a Future.
+            converter.add_tensor(target.name, key, pattern, partial(_read, tensors[key]))  # type: ignore[arg-type]
     made = converter.convert(target.name, model=skeleton, config=skeleton.config).get(target.name)
-    whole = made[0] if isinstance(made, list) else made
+    whole: torch.Tensor | None = made[0] if isinstance(made, list) else made
     expected = tuple(skeleton.get_parameter(target.name).shape)
     if whole is None or tuple(whole.shape) != expected:
         shape = None if whole is None else tuple(whole.shape)

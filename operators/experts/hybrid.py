@@ -14,6 +14,7 @@ from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.traceable import experts, register_experts
 from moegraft.operators.weights import Part, WeightSource
 
 StoredType = Literal["float32", "float16", "bfloat16"]
@@ -62,6 +63,7 @@ class HybridExperts(Operator):
         self.num_experts = layout.num_experts
         self._runtime = runtime
         self._packed: PackedExperts | None = None
+        self._number = register_experts(self)
 
     @classmethod
     def refuse(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
@@ -112,6 +114,13 @@ class HybridExperts(Operator):
         return piece
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
+            return routed
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         tokens = hidden_states.detach().to("cpu").contiguous()
         routed = torch.empty_like(tokens)

@@ -13,6 +13,7 @@ from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.traceable import linear, register_linear
 from moegraft.operators.weights import Part, WeightSource
 
 
@@ -46,6 +47,7 @@ class QuantizedLinear(Operator):
         self.options = options
         self._runtime = runtime
         self._packed: PackedLinear | None = None
+        self._number = register_linear(self)
 
     @classmethod
     def refuse(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:
@@ -84,6 +86,10 @@ class QuantizedLinear(Operator):
         return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.out_features, self._number) if torch.compiler.is_compiling() else self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         rows = x.detach().to("cpu").reshape(-1, self.in_features).contiguous()
         out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype)
