@@ -65,6 +65,9 @@ def _stats(chat: Chat, argument: str) -> None:
 def _save(chat: Chat, argument: str) -> None:
     path = Path(argument).expanduser()
     messages = chat.conversation.messages
+    if not messages:
+        chat.terminal.complain("there is nothing to save yet")
+        return
     if path.suffix == ".json":
         text = json.dumps([asdict(message) for message in messages], ensure_ascii=False, indent=1)
     elif chat.conversation.has_template:

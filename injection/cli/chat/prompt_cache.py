@@ -29,7 +29,8 @@ class PromptCache:
         shared = _shared_tokens(held, token_ids[:-1])
         if cache is None or not shared:
             return None, 0
-        cache.crop(shared - len(held))  # negative: tokens to remove; 0: none
+        if shared < len(held):
+            cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
         return cache, shared
 
     def keep(self, token_ids: list[int], cache: Any) -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import string
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,7 @@ class Person:
         self._read_to = 0
         self._pid, self._terminal = pty.fork()
         if self._pid == 0:
+            termios.tcsetwinsize(0, (24, 100))
             os.execve(PROGRAM[0], [*PROGRAM, *arguments], {**os.environ, "TERM": "xterm", **(environment or {})})
 
     def type(self, keys: str) -> None:

@@ -171,7 +171,7 @@ def test_a_full_context_ends_the_answer(loaded: LoadedModel) -> None:
         ("/frobnicate", "/help lists them"),
         ("/save", "usage: /save FILE"),
         ("/reset now", "usage: /reset"),
-        ("/save /no/such/folder/file", "not saved: /no/such/folder/file: No such file or directory"),
+        ("/save talk.md", "there is nothing to save yet"),
     ],
 )
 def test_commands_reply(loaded: LoadedModel, line: str, reply: str) -> None:
@@ -206,6 +206,8 @@ def test_save_writes_once(loaded: LoadedModel, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "talk of today.json").read_text())
     assert record == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
     assert (tmp_path / "talk.md").read_text() == f"user: hello\n\nassistant: {answer}\n"
+    run_command(chat, "/save /no/such/folder/file")
+    assert "not saved: /no/such/folder/file: No such file or directory" in shown(chat)
     chat.turn("more")
     run_command(chat, f"/save {tmp_path / 'talk.md'}")
     assert "exists and was left as it is" in shown(chat)
