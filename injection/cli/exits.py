@@ -6,19 +6,25 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
+from moegraft.injection.rulefile import RuleErrors
 from moegraft.operators.errors import MoegraftError, RuleFileError
 
+FINDINGS = 1  # the answer is no: wrong rules, a model that does not fit, a failed verification
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 @contextmanager
-def user_errors(program: str) -> Iterator[None]:
+def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None]:
     """Ends the program, without a traceback, on what is not a bug of ours.
+
+    Args:
+        wrong_rules: the exit code for mistakes in a rule file; one that cannot be read at all is a USER_ERROR.
 
     Raises:
         typer.Exit: with the exit code of the error that the body raised.
@@ -30,9 +36,13 @@ def user_errors(program: str) -> Iterator[None]:
         raise typer.Exit(BROKEN_PIPE) from None
     except (MoegraftError, OSError) as error:
         print(error_message(error, program), file=sys.stderr)
-        raise typer.Exit(USER_ERROR) from None
+        raise typer.Exit(wrong_rules if _is_in_rules(error) else USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _is_in_rules(error: Exception) -> bool:
+    return isinstance(error, RuleErrors) and Path(error.diagnostics[0].position.file).is_file()
 
 
 def error_message(error: Exception, program: str) -> str:

@@ -46,8 +46,8 @@ def plan_only(options: ModelOptions) -> Plan:
     Raises:
         MoegraftError: what keeps the model from being loaded so.
     """
-    _quiet_libraries()
-    return optimize_and_load(_model_of(options), options.rules, dry_run=True, **_load_arguments(options))
+    quiet_libraries()
+    return optimize_and_load(model_of(options), options.rules, dry_run=True, **_load_arguments(options))
 
 
 def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
@@ -56,12 +56,12 @@ def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
     """
-    _quiet_libraries()
+    quiet_libraries()
     if options.threads:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options)  # first, so that what is wrong with it is said before weights are read
     progress = terminal.notices.is_terminal and not terminal.quiet
-    model = optimize_and_load(_model_of(options), options.rules, progress=progress, **_load_arguments(options))
+    model = optimize_and_load(model_of(options), options.rules, progress=progress, **_load_arguments(options))
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load leaves what it did on the model"
     name = options.model or "the bundled model"
@@ -77,7 +77,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError, UnsupportedModelError: no such model, or no tokenizer beside it.
     """
-    folder = find_model(_model_of(options), trust_remote_code=options.trust_remote_code).folder
+    folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code).folder
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
@@ -93,7 +93,8 @@ def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder}: no tokenizer can be read from tokenizer.json or what else this model type has ({reason})")
 
 
-def _model_of(options: ModelOptions) -> str:
+def model_of(options: ModelOptions) -> str:
+    """The model that is meant: a hub id or folder, or the bundled one's folder."""
     return os.fspath(demo_path()) if options.model is None else options.model
 
 
@@ -106,6 +107,7 @@ def _load_arguments(options: ModelOptions) -> dict[str, Any]:
     }
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
+    """Silences what transformers would say."""
     # Their warnings advise programmers on arguments that this program sets, and would land in the middle of an answer.
     transformers_logging.set_verbosity(logging.ERROR)

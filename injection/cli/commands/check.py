@@ -1,0 +1,128 @@
+"""`moegraft check`: is this rule file right, by itself and for a model?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.output import Json, diagnostic_json, plural, write_json
+from moegraft.injection.cli.exits import FINDINGS, USER_ERROR, user_errors
+from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.rulefile import Diagnostic, RuleErrors, read_rules
+
+if TYPE_CHECKING:
+    from moegraft.injection.outline import Outline
+    from moegraft.operators.registry import OperatorRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The outcome for one file; `modules` and `bytes_by_device` are None where no model was given or an error stands in the way."""
+
+    rules: str
+    findings: tuple[Diagnostic, ...]
+    readable: bool = True
+    modules: int | None = None
+    bytes_by_device: Mapping[str, int] | None = field(default=None)
+
+    def severities(self) -> set[str]:
+        return {found.severity for found in self.findings}
+
+
+@user_errors(PROGRAM)
+def check(
+    rules: Annotated[list[str], typer.Argument(metavar="RULES...", help="Rule files, or names of shipped ones.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Match the rules too: hub id or folder; its config.json is enough.")
+    ] = None,
+    var: VarOption = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Check rule files, and with --model what they take in that model; no weight is read.
+
+    Exit code 0: the rules are right; 1: they are not; 2: a file or the model cannot be read, or the command is wrong.
+    """
+    options = model_options(model, None, var, trust_remote_code=trust_remote_code)
+    from moegraft.injection.cli.loading import quiet_libraries
+    from moegraft.operators.registry import load_registry
+
+    quiet_libraries()
+    registry = load_registry()
+    outlined = _outline(model, trust_remote_code) if model is not None else None
+    checked = [_checked(file, options.vars(), outlined, registry) for file in rules]
+    terminal = open_terminal()
+    if json:
+        write_json(terminal, _as_json(checked, outlined))
+    else:
+        _write(checked, outlined, terminal)
+    code = max(_exit_code(outcome, strict=strict) for outcome in checked)
+    if code:
+        raise typer.Exit(code)
+
+
+def _outline(model: str, trust_remote_code: bool) -> Outline:
+    from moegraft.injection.outline import outline
+
+    return outline(model, trust_remote_code=trust_remote_code)
+
+
+def _checked(file: str, variables: Mapping[str, object], outlined: Outline | None, registry: OperatorRegistry) -> Checked:
+    try:
+        rule_file = read_rules(file, vars=variables, registry=registry)
+        if outlined is None:
+            return Checked(file, ())
+        planned = outlined.plan(rule_file, registry)
+    except RuleErrors as error:
+        return Checked(file, error.diagnostics, readable=Path(error.diagnostics[0].position.file).is_file())
+    return Checked(file, planned.notices, True, len(planned.swaps), planned.bytes_by_device)
+
+
+def _exit_code(checked: Checked, *, strict: bool) -> int:
+    if not checked.readable:
+        return USER_ERROR
+    severities = checked.severities()
+    return FINDINGS if "error" in severities or (strict and "warning" in severities) else 0
+
+
+def _write(checked: list[Checked], outlined: Outline | None, terminal: Terminal) -> None:
+    from moegraft.injection.planning.table import bytes_text
+
+    for outcome in checked:
+        for found in outcome.findings:
+            terminal.write(f"{found}\n")
+        if "error" in outcome.severities():
+            continue
+        taken = ""
+        if outcome.modules is not None and outlined is not None:
+            held = bytes_text(outcome.bytes_by_device or {})
+            taken = f"; it replaces {plural(outcome.modules, 'module')} of {outlined.model_class}, which then holds {held}"
+        terminal.write(f"{outcome.rules}: no errors{taken}\n")
+    if outlined is not None and outlined.unloadable is not None:
+        terminal.notice(f"notice: {outlined.unloadable}")
+
+
+def _as_json(checked: list[Checked], outlined: Outline | None) -> Json:
+    files: list[dict[str, Any]] = []
+    for outcome in checked:
+        files.append(
+            {
+                "rules": outcome.rules,
+                "ok": "error" not in outcome.severities(),
+                "diagnostics": [diagnostic_json(found) for found in outcome.findings],
+                "modules": outcome.modules,
+                "bytes_by_device": outcome.bytes_by_device,
+            }
+        )
+    return {
+        "ok": all(file["ok"] for file in files),
+        "files": files,
+        "model_class": outlined.model_class if outlined else None,
+        "unloadable": outlined.unloadable if outlined else None,
+    }

@@ -1,0 +1,38 @@
+"""The options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import typer
+
+from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.option_groups import OptionsError
+
+PROGRAM = "moegraft"
+BUNDLED = "the bundled model"
+
+RulesArgument: TypeAlias = Annotated[
+    str | None, typer.Argument(metavar="[RULES]", help="Rule file, or the name of a shipped one; none: the one for the model's type.")
+]
+ModelOption: TypeAlias = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (its config.json is enough); none: the bundled model.")
+]
+VarOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.")
+]
+TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def model_options(
+    model: str | None, rules: str | None = None, var: list[str] | None = None, *, threads: int = 0, trust_remote_code: bool = False
+) -> ModelOptions:
+    """
+    Raises:
+        OptionsError: a `--var` that is not NAME=VALUE.
+    """
+    try:
+        return ModelOptions(model=model, rules=rules, var=var or [], threads=threads, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise OptionsError(str(error)) from error

@@ -1,0 +1,53 @@
+"""`moegraft`: write, check and understand rule files, and see what this machine can do with a model."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from moegraft.injection.cli.commands.check import check
+from moegraft.injection.cli.commands.options import PROGRAM
+from moegraft.injection.cli.commands.schema import schema
+from moegraft.injection.cli.model_options import option_name
+
+EXIT_CODES = (
+    "Exit codes: 0 all is well; 1 the answer is no (wrong rules, does not fit, differs); 2 the command or its input cannot be used."
+)
+
+app = typer.Typer(
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    epilog=EXIT_CODES,
+    context_settings={"token_normalize_func": option_name, "help_option_names": ["--help", "-h"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moegraft {version('moegraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def moegraft(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Write, check and understand moegraft's rule files. To chat with a model, see local_chat."""
+
+
+app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)
+app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name=PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A model on meta: what every question that needs no weights is answered from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
+from moegraft.injection.plan import Plan, plan
+from moegraft.injection.rulefile import RuleFile
+from moegraft.injection.stream import stored_dtype
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.registry import OperatorRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without its weights.
+
+    Attributes:
+        stored: the dtype of the stored weights.
+        dtype: that of what is not replaced.
+        unloadable: why this checkpoint cannot be loaded although it can be planned, or None.
+    """
+
+    source: ModelSource
+    skeleton: PreTrainedModel
+    stored: torch.dtype
+    dtype: torch.dtype
+    unloadable: str | None
+
+    @property
+    def model_type(self) -> str:
+        return str(self.source.config.model_type)
+
+    @property
+    def model_class(self) -> str:
+        return type(self.skeleton).__name__
+
+    def plan(self, rules: RuleFile, registry: OperatorRegistry) -> Plan:
+        """
+        Raises:
+            RuleErrors: as `moegraft.injection.plan.plan`.
+        """
+        return plan(self.skeleton, rules, registry=registry, dtype=self.stored, model_type=self.model_type)
+
+
+def outline(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Outline:
+    """The outline of a hub id or folder, which needs to hold no more than a config.json.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+    """
+    source = find_model(model, trust_remote_code=trust_remote_code, weights=False)
+    stored = _stored_dtype(source)
+    dtype = source.config.dtype or stored
+    return Outline(source, meta_skeleton(source, dtype), stored, dtype, _why_unloadable(source))
+
+
+def _stored_dtype(source: ModelSource) -> torch.dtype:
+    # A hub model is outlined without its weights, but with the index that lists them.
+    if not any(source.folder.glob("*.safetensors")):
+        dtype = source.config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return stored_dtype(source)
+
+
+def _why_unloadable(source: ModelSource) -> str | None:
+    try:
+        refuse_quantised(source.folder, source.config)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
