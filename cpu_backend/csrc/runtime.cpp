@@ -26,22 +26,24 @@ Runtime::Runtime(int threads, const std::string& isa)
       threads_(checked_threads(threads)),
       owner_(getpid()),
       pool_(std::make_unique<ThreadPool>(threads_)),
-      engine_(std::make_unique<Engine>(kernels_, *pool_)) {}
+      engine_(std::make_unique<Engine>(kernels_, *pool_)),
+      queue_(std::make_unique<Queue>()) {}
 
 Runtime::~Runtime() {
   if (getpid() != owner_) {
-    // In a forked child the threads do not exist and cannot be joined: what they owned is left to the process's end.
+    // In a forked child the threads do not exist: they cannot be joined, and destroying what they wait on would wait for them. What they
+    // owned is left to the process's end.
     (void)pool_.release();
     (void)engine_.release();
-    (void)server_.release();
+    (void)queue_.release();
     return;
   }
   {
-    const std::lock_guard<std::mutex> lock(queue_mutex_);
-    stopping_ = true;
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->stopping = true;
   }
-  queue_changed_.notify_all();
-  if (server_) server_->join();
+  queue_->changed.notify_all();
+  if (queue_->server.joinable()) queue_->server.join();
 }
 
 void Runtime::check_process() const {
@@ -63,35 +65,36 @@ void Runtime::linear(const LinearArgs& args) {
 
 std::uint64_t Runtime::submit(const ForwardArgs& args) {
   check_process();
-  const std::lock_guard<std::mutex> lock(queue_mutex_);
-  if (!server_) server_ = std::make_unique<std::thread>([this] { serve(); });
-  const std::uint64_t ticket = next_ticket_++;
-  Pending& pending = pending_[ticket];
-  pending.args = args;
-  queue_.push_back(ticket);
-  queue_changed_.notify_all();
+  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  if (!queue_->server.joinable()) queue_->server = std::thread([this] { serve(); });
+  const std::uint64_t ticket = queue_->next_ticket++;
+  queue_->pending[ticket].args = args;
+  queue_->waiting.push_back(ticket);
+  queue_->changed.notify_all();
   return ticket;
 }
 
 void Runtime::wait(std::uint64_t ticket) {
   check_process();
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  const auto found = pending_.find(ticket);
-  if (found == pending_.end()) throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was waited for already");
-  queue_changed_.wait(lock, [&] { return found->second.done; });
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  const auto found = queue_->pending.find(ticket);
+  if (found == queue_->pending.end() || found->second.awaited)
+    throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was waited for already");
+  found->second.awaited = true;
+  queue_->changed.wait(lock, [&] { return found->second.done; });
   const std::exception_ptr error = found->second.error;
-  pending_.erase(found);
+  queue_->pending.erase(found);
   lock.unlock();
   if (error) std::rethrow_exception(error);
 }
 
 void Runtime::serve() {
-  std::unique_lock<std::mutex> lock(queue_mutex_);
+  std::unique_lock<std::mutex> lock(queue_->mutex);
   while (true) {
-    queue_changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (stopping_) return;
-    Pending& pending = pending_.at(queue_.front());  // a map's elements stay where they are
-    queue_.pop_front();
+    queue_->changed.wait(lock, [this] { return queue_->stopping || !queue_->waiting.empty(); });
+    if (queue_->stopping) return;
+    Pending& pending = queue_->pending.at(queue_->waiting.front());  // a map's elements stay where they are
+    queue_->waiting.pop_front();
     lock.unlock();
     std::exception_ptr error;
     try {
@@ -102,7 +105,7 @@ void Runtime::serve() {
     lock.lock();
     pending.error = std::move(error);
     pending.done = true;
-    queue_changed_.notify_all();
+    queue_->changed.notify_all();
   }
 }
 

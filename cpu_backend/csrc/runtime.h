@@ -43,7 +43,18 @@ class Runtime {
   struct Pending {
     ForwardArgs args;
     bool done = false;
+    bool awaited = false;
     std::exception_ptr error;
+  };
+
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::uint64_t> waiting;
+    std::map<std::uint64_t, Pending> pending;
+    std::uint64_t next_ticket = 1;
+    bool stopping = false;
+    std::thread server;
   };
 
   void check_process() const;
@@ -54,15 +65,8 @@ class Runtime {
   const pid_t owner_;
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Queue> queue_;
   std::mutex engine_mutex_;
-
-  std::mutex queue_mutex_;
-  std::condition_variable queue_changed_;
-  std::deque<std::uint64_t> queue_;
-  std::map<std::uint64_t, Pending> pending_;
-  std::uint64_t next_ticket_ = 1;
-  bool stopping_ = false;
-  std::unique_ptr<std::thread> server_;
 };
 
 // One forward call with all its arguments, callable through a C function pointer such as cudaLaunchHostFunc takes: the function runs the

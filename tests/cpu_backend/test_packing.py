@@ -1,0 +1,185 @@
+"""Packing: round trips, GGUF's block semantics, external buffers and refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import make_batch, make_layer
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
+
+SHAPE = ExpertsShape(2, 72, 40)  # no multiple of a block
+
+
+def q8_0(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = values.reshape(len(values), -1, 32)
+    scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    scaled = groups * inverse
+    return (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8).reshape(values.shape), scale[..., 0].astype(np.float16)
+
+
+def q4_0(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = values.reshape(len(values), -1, 32)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    scale = extreme / np.float32(-8)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.minimum(15, (groups * inverse + np.float32(8.5)).astype(np.int8)) - 8
+    return codes.astype(np.int8).reshape(values.shape), scale[..., 0].astype(np.float16)
+
+
+@pytest.mark.parametrize(("weight_type", "dtype"), [("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_floats_round_trip_exactly(weight_type: str, dtype: torch.dtype) -> None:
+    packed = PackedExperts(SHAPE, GateSpec(), weight_type)
+    for part, size in (("gate", (40, 72)), ("up", (40, 72)), ("down", (72, 40))):
+        matrix = torch.randn(size).to(dtype)
+        matrix[0, 0], matrix[1, 1] = 1e-6, -0.0  # a float16 subnormal, a negative zero
+        packed.pack(1, part, matrix.view(torch.uint16).numpy() if dtype == torch.bfloat16 else matrix.numpy())
+        assert torch.equal(torch.from_numpy(packed.unpack(1, part)), matrix.float())
+
+
+@pytest.mark.parametrize("weight_type", ["float16", "bfloat16"])
+def test_rounding_is_to_nearest_even_as_in_torch(weight_type: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(64, 64, generator=generator) * 10.0 ** torch.randint(-9, 6, (64, 64), generator=generator)
+    matrix[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
+    linear = PackedLinear(64, 64, weight_type)
+    linear.pack(matrix.numpy())
+    expected = matrix.to(getattr(torch, weight_type)).float()
+    assert torch.equal(torch.from_numpy(linear.unpack()).nan_to_num(1.5), expected.nan_to_num(1.5))
+
+
+@pytest.mark.parametrize(("weight_type", "quantise"), [("int8", q8_0), ("int4", q4_0)])
+def test_quantising_is_ggufs(weight_type: str, quantise) -> None:  # type: ignore[no-untyped-def]
+    matrix = np.random.default_rng(0).standard_normal((48, 96), dtype=np.float32)
+    matrix[3, :32] = 0.0  # a group of zeros has scale zero
+    codes, scales = quantise(matrix)
+    ours, theirs = PackedLinear(48, 96, weight_type), PackedLinear(48, 96, weight_type)
+    ours.pack(matrix)
+    theirs.pack_quantized(codes, scales)
+    expected = (codes.reshape(48, 3, 32) * scales[..., None].astype(np.float32)).reshape(48, 96)
+    np.testing.assert_array_equal(theirs.unpack(), expected)
+    np.testing.assert_array_equal(ours.unpack(), expected)
+
+
+@pytest.mark.parametrize(("weight_type", "low"), [("int8", -128), ("int4", -8)])
+def test_every_code_survives(weight_type: str, low: int) -> None:
+    codes = np.random.default_rng(1).integers(low, -low, (32, 64), dtype=np.int8)
+    scales = np.full((32, 2), 0.5, np.float16)
+    linear = PackedLinear(32, 64, weight_type)
+    linear.pack_quantized(codes, scales)
+    np.testing.assert_array_equal(linear.unpack(), codes * np.float32(0.5))
+
+
+@pytest.mark.parametrize("weight_type", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_stay_so(weight_type: str, bad: float) -> None:
+    matrix = np.ones((4, 64), np.float32)
+    matrix[2, 40] = bad
+    linear = PackedLinear(4, 64, weight_type)
+    linear.pack(matrix)
+    finite = np.isfinite(linear.unpack())
+    assert not finite[2, 32:].any()
+    assert finite[:2].all()
+    assert finite[2, :32].all()
+
+
+def test_bytes() -> None:
+    shape = ExpertsShape(128, 2048, 768)
+    weights = 3 * 2048 * 768
+    assert PackedExperts.expert_bytes_for(shape, "bfloat16") == weights * 2
+    assert PackedExperts.expert_bytes_for(shape, "int8") == weights * 34 // 32
+    assert PackedExperts.expert_bytes_for(shape, "int4") == weights * 18 // 32
+    packed = PackedExperts(SHAPE, GateSpec(), "int4")
+    assert packed.nbytes == 2 * packed.expert_bytes == packed.buffer.nbytes
+    assert packed.expert_bytes % 64 == 0
+    assert packed.buffer.ctypes.data % 64 == 0
+
+
+def test_a_buffer_serves_another_object_without_a_copy(runtimes: dict[str, Runtime]) -> None:
+    layer = make_layer("int8", bias=True)
+    view = layer.packed.buffer[:]
+    view.flags.writeable = False
+    again = PackedExperts(layer.shape, layer.spec, "int8", view)
+    assert again.weights_ready
+    layer_again = make_layer("int8", bias=True)
+    layer_again.packed = again
+    batch = make_batch(3, 2, layer)
+    runtime = runtimes["scalar"]
+    assert torch.equal(layer.forward(runtime, *batch), layer_again.forward(runtime, *batch))
+    with pytest.raises(ValueError, match="read-only"):
+        again.pack(0, "up", np.zeros((64, 64), np.float32))
+
+
+def test_packed_mask_names_what_is_missing(runtimes: dict[str, Runtime]) -> None:
+    packed = PackedExperts(ExpertsShape(2, 32, 32, bias=True), GateSpec(), "float32")
+    packed.pack(0, "gate", np.zeros((32, 32), np.float32))
+    packed.pack_bias(0, "down", np.zeros(32, np.float32))
+    assert packed.packed_mask.tolist() == [0b100001, 0]
+    assert not packed.weights_ready
+    out = np.empty((1, 32), np.float32)
+    with pytest.raises(ValueError, match="expert 0 is used before its up, down, gate bias, up bias was packed"):
+        runtimes["scalar"].forward(packed, out, np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32), out.copy())
+
+
+MATRIX = np.zeros((40, 72), np.float32)
+SCALES = np.zeros((40, 2), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: p.pack(2, "gate", MATRIX), ValueError, "expert 2 is out of range: there are 2"),
+        (lambda p: p.pack(-1, "gate", MATRIX), ValueError, "expert -1 is out of range"),
+        (lambda p: p.pack(0, "gates", MATRIX), ValueError, "unknown part 'gates'; known are gate, up, down"),
+        (lambda p: p.pack(0, "down", MATRIX), ValueError, r"part 'down' has shape \(40, 72\) where \(72, 40\)"),
+        (lambda p: p.pack(0, "gate", MATRIX[0]), ValueError, "2 dimensions are expected"),
+        (lambda p: p.pack(0, "gate", np.zeros((72, 40), np.float32).T), ValueError, "not C-contiguous"),
+        (lambda p: p.pack(0, "gate", MATRIX.astype(np.float64)), TypeError, "dtype float64 where float32, float16 or bfloat16"),
+        (lambda p: p.pack(0, "gate", MATRIX.astype(">f4")), TypeError, "dtype >f4"),
+        (lambda p: p.pack(0, "gate", MATRIX.tolist()), TypeError, "incompatible function arguments"),
+        (lambda p: p.pack_bias(0, "gate", np.zeros(40, np.float32)), ValueError, "no biases"),
+        (
+            lambda p: p.pack_quantized(0, "gate", np.zeros((40, 72), np.int8), np.zeros((40, 2), np.float16)),
+            ValueError,
+            "no multiple of 32",
+        ),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "int3"), ValueError, "unknown weight type 'int3'; known are float32"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "int8", np.zeros(64, np.uint8)), ValueError, "buffer has 64 bytes where"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "int8", [0]), TypeError, "numpy array of uint8"),
+        (lambda p: p.unpack(0, "up"), ValueError, "part 'up' of expert 0 was never packed"),
+        (lambda p: GateSpec("swish"), ValueError, "unknown activation 'swish'"),
+        (lambda p: GateSpec(up_limit=-1.0), ValueError, "up_limit"),
+        (lambda p: ExpertsShape(0, 1, 1), ValueError, "at least 1"),
+        (lambda p: PackedLinear(1, 0, "int8"), ValueError, "at least 1"),
+    ],
+)
+def test_refusals(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=message):
+        call(PackedExperts(SHAPE, GateSpec(), "float32"))
+
+
+def test_refusals_of_codes() -> None:
+    linear = PackedLinear(2, 64, "int4")
+    with pytest.raises(ValueError, match="code 8 is not an int4"):
+        linear.pack_quantized(np.full((2, 64), 8, np.int8), np.ones((2, 2), np.float16))
+    with pytest.raises(ValueError, match=r"scales has shape \(2, 3\) where \(2, 2\)"):
+        linear.pack_quantized(np.zeros((2, 64), np.int8), np.ones((2, 3), np.float16))
+    with pytest.raises(ValueError, match="the weights are float32; use pack"):
+        PackedLinear(2, 64, "float32").pack_quantized(np.zeros((2, 64), np.int8), np.ones((2, 2), np.float16))
+
+
+def test_there_is_no_gate_in_ungated_experts() -> None:
+    packed = PackedExperts(ExpertsShape(1, 32, 32, gated=False), GateSpec("relu2"), "float32")
+    with pytest.raises(ValueError, match="ungated: there is no part 'gate'"):
+        packed.pack(0, "gate", np.zeros((32, 32), np.float32))
+
+
+def test_specs_are_values() -> None:
+    assert GateSpec("gelu", alpha=1.702) == GateSpec("gelu", alpha=1.702) != GateSpec("gelu")
+    assert hash(SHAPE) == hash(ExpertsShape(2, 72, 40))
+    assert GateSpec("gelu", alpha=1.702).alpha == 1.702
+    assert SHAPE != 3
+    with pytest.raises(AttributeError):
+        SHAPE.hidden = 3  # type: ignore[misc]

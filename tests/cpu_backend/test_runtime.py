@@ -1,0 +1,235 @@
+"""The runtime: threads, tickets, host functions, instruction sets, refusals, forks and shutdown."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import as_array, make_batch, make_layer
+
+from moegraft.cpu_backend import Runtime, default_threads
+from moegraft.cpu_backend._kernel import cores_of_cpu_max
+
+
+def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
+    return [as_array(part) for part in make_batch(tokens, 2, layer)]
+
+
+def test_instruction_sets_are_listed() -> None:
+    assert Runtime.available_isas()[0] == Runtime.compiled_isas()[0] == "scalar"
+    assert set(Runtime.available_isas()) <= set(Runtime.compiled_isas())
+    assert Runtime(1).isa == Runtime.available_isas()[-1] or "MOEGRAFT_ISA" in os.environ
+
+
+def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGRAFT_ISA", "scalar")
+    assert Runtime(1).isa == "scalar"
+    assert Runtime(1, isa=Runtime.available_isas()[-1]).isa == Runtime.available_isas()[-1]
+    monkeypatch.setenv("MOEGRAFT_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"unknown instruction set 'mmx' \(from MOEGRAFT_ISA\); this CPU has scalar"):
+        Runtime(1)
+
+
+def test_threads() -> None:
+    assert Runtime().threads == default_threads() >= 1
+    assert Runtime(3).threads == 3
+    with pytest.raises(ValueError, match="threads is -1"):
+        Runtime(-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000", 0), ("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("", 0), ("-1 100000", 0), ("nonsense", 0)],
+)
+def test_container_quota(text: str, cores: int) -> None:
+    assert cores_of_cpu_max(text) == cores
+
+
+def refused(change: Callable[[dict], None], error: type[Exception], message: str) -> None:  # type: ignore[type-arg]
+    layer = make_layer()
+    hidden, index, weights = numpy_batch(3, layer)
+    call = {"hidden_states": hidden, "top_k_index": index, "top_k_weights": weights, "out": np.empty_like(hidden)}
+    change(call)
+    runtime = Runtime(1)
+    with pytest.raises(error, match=message):
+        runtime.forward(layer.packed, **call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("hidden_states", np.zeros((3, 63), np.float32), ValueError, r"hidden_states has shape \(3, 63\) where \(tokens, 64\)"),
+        ("hidden_states", np.zeros((64, 3), np.float32).T, ValueError, "hidden_states is not C-contiguous"),
+        ("hidden_states", np.zeros((3, 64)), TypeError, "hidden_states has dtype float64"),
+        ("hidden_states", np.zeros(64, np.float32), ValueError, r"hidden_states has shape \(64,\) where 2 dimensions"),
+        ("top_k_index", np.zeros((3, 2), np.int32), TypeError, "top_k_index has dtype int32 where int64"),
+        ("top_k_index", np.zeros((2, 2), np.int64), ValueError, r"top_k_index has shape \(2, 2\) where \(3, K\)"),
+        ("top_k_index", np.zeros((3, 4), np.int64)[:, ::2], ValueError, "top_k_index is not C-contiguous"),
+        ("top_k_index", np.array([[0, 1], [2, 5], [0, 1]]), ValueError, r"top_k_index\[1, 1\] is 5: expert ids are 0 to 3, and -1 or 4"),
+        ("top_k_index", np.array([[0, 1], [2, 3], [-2, 1]]), ValueError, r"top_k_index\[2, 0\] is -2"),
+        ("top_k_weights", np.zeros((3, 2)), TypeError, "top_k_weights has dtype float64 where float32"),
+        (
+            "top_k_weights",
+            np.zeros((3, 3), np.float32),
+            ValueError,
+            r"top_k_weights has shape \(3, 3\) where that of top_k_index, \(3, 2\)",
+        ),
+        ("out", np.zeros((3, 32), np.float32), ValueError, r"out has shape \(3, 32\) where \(3, 64\)"),
+        ("out", np.zeros((3, 64), np.float16), TypeError, "out has dtype float16 where the input's, float32"),
+        ("out", np.broadcast_to(np.float32(0), (3, 64)), ValueError, "out is"),
+        ("threshold", -0.5, ValueError, "threshold is -0.5"),
+        ("threshold", float("nan"), ValueError, "threshold is"),
+    ],
+)
+def test_refusals(name: str, value: object, error: type[Exception], message: str) -> None:
+    refused(lambda call: call.__setitem__(name, value), error, message)
+
+
+def test_several_layers_in_flight() -> None:
+    runtime = Runtime(2)
+    layers = [make_layer("int8", seed=seed) for seed in range(4)]
+    batches = [numpy_batch(5, layer) for layer in layers]
+    outs = [np.zeros_like(batch[0]) for batch in batches]
+    tickets = [runtime.submit(layer.packed, *batch, out) for layer, batch, out in zip(layers, batches, outs, strict=True)]
+    for ticket in reversed(tickets):  # waited for in another order than submitted
+        runtime.wait(ticket)
+    for layer, batch, out in zip(layers, batches, outs, strict=True):
+        expected = np.empty_like(out)
+        runtime.forward(layer.packed, *batch, expected)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_submitted_work_keeps_its_arrays_alive() -> None:
+    runtime = Runtime(2)
+    layer = make_layer("float32", 4, 128, 128)
+    expected = torch.from_numpy(numpy_batch(40, layer)[0] * 0)
+    runtime.forward(layer.packed, *numpy_batch(40, layer), expected.numpy())
+    out = np.zeros((40, 128), np.float32)
+    tickets = [runtime.submit(layer.packed, *numpy_batch(40, layer), out) for _ in range(5)]
+    layer.packed = None
+    gc.collect()
+    for ticket in tickets:
+        runtime.wait(ticket)
+    assert torch.equal(torch.from_numpy(out), expected)
+
+
+def test_a_submitted_error_surfaces_at_wait() -> None:
+    runtime = Runtime(2)
+    layer = make_layer()
+    hidden, index, weights = numpy_batch(2, layer)
+    index[1, 0] = 99
+    bad = runtime.submit(layer.packed, hidden, index, weights, np.empty_like(hidden))
+    good = runtime.submit(layer.packed, *numpy_batch(2, layer), np.empty_like(hidden))
+    with pytest.raises(ValueError, match=r"top_k_index\[1, 0\] is 99"):
+        runtime.wait(bad)
+    runtime.wait(good)
+    with pytest.raises(ValueError, match="is unknown or was waited for already"):
+        runtime.wait(good)
+
+
+def test_a_c_function_pointer_runs_a_call_and_keeps_its_error() -> None:
+    runtime = Runtime(2)
+    layer = make_layer()
+    batch = numpy_batch(3, layer)
+    out, expected = np.zeros((3, 64), np.float32), np.zeros((3, 64), np.float32)
+    address, make_call = runtime.host_function()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    call = make_call(layer.packed, *batch, out)
+    function(call.address)
+    call.check()
+    runtime.forward(layer.packed, *batch, expected)
+    np.testing.assert_array_equal(out, expected)
+    batch[1][0, 0] = -7  # the arrays are read at each run, as a replayed graph needs
+    function(call.address)
+    with pytest.raises(ValueError, match=r"top_k_index\[0, 0\] is -7"):
+        call.check()
+    call.check()
+
+
+def test_calls_from_several_python_threads_take_turns() -> None:
+    runtime = Runtime(2)
+    layer = make_layer("int4", 4, 256, 128)
+    batch = numpy_batch(16, layer)
+    expected = np.empty_like(batch[0])
+    runtime.forward(layer.packed, *batch, expected)
+    failures: list[str] = []
+
+    def work() -> None:
+        out = np.empty_like(expected)
+        for _ in range(50):
+            runtime.forward(layer.packed, *batch, out)
+            if not np.array_equal(out, expected):
+                failures.append("differs")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_an_idle_runtime_uses_no_cpu() -> None:
+    runtime = Runtime(4)
+    layer = make_layer()
+    batch = numpy_batch(1, layer)
+    runtime.forward(layer.packed, *batch, np.empty_like(batch[0]))
+    time.sleep(0.01)
+    before = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - before < 0.01
+
+
+def test_shutdown_with_work_pending_does_not_hang() -> None:
+    layer = make_layer("float32", 4, 512, 512)
+    batch = numpy_batch(64, layer)
+    outs = [np.empty_like(batch[0]) for _ in range(50)]
+    runtime = Runtime(2)
+    for out in outs:
+        runtime.submit(layer.packed, *batch, out)
+    begin = time.perf_counter()
+    del runtime
+    gc.collect()
+    assert time.perf_counter() - begin < 5.0
+
+
+FORK = """
+import os, sys
+import numpy as np
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+packed = PackedExperts(ExpertsShape(1, 32, 32), GateSpec(), "float32")
+for part in ("gate", "up", "down"):
+    packed.pack(0, part, np.ones((32, 32), np.float32))
+batch = [np.ones((1, 32), np.float32), np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)]
+runtime = Runtime(2)
+runtime.wait(runtime.submit(packed, *batch, np.empty((1, 32), np.float32)))
+child = os.fork()
+if child == 0:
+    try:
+        runtime.forward(packed, *batch, np.empty((1, 32), np.float32))
+    except RuntimeError as error:
+        print(error, flush=True)
+    del runtime
+    out = np.empty((1, 32), np.float32)
+    Runtime(2).forward(packed, *batch, out)  # its own works
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+runtime.forward(packed, *batch, np.empty((1, 32), np.float32))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_is_told() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "made before a fork" in done.stdout
