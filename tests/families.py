@@ -51,10 +51,10 @@ def unlisted_families() -> list[str]:
 
 def family_cases() -> list[FamilyCase]:
     """Every row whose family the installed transformers has; refused are also those that it has without the interface."""
-    missing = f"transformers {transformers.__version__} has it without the shared experts interface"
     cases = [case for case in ROWS if (_models_folder() / case.family).is_dir()]
+    without = {case.family for case in cases} - set(library_families())
     return [
-        dataclasses.replace(case, reason=missing) if case.reason is None and case.family not in library_families() else case
+        dataclasses.replace(case, reason=case.reason or f"matches no module of {case.model_class}") if case.family in without else case
         for case in cases
     ]
 

@@ -114,6 +114,9 @@ SLIDING_THEN_FULL: Mapping[str, Any] = {"layer_types": ["sliding_attention", "fu
 DENSE_THEN_SPARSE: Mapping[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 EVERY_HEAD_ITS_KEYS: Mapping[str, Any] = {"num_key_value_heads": 4}  # latent attention expands to one key a head
 NO_ROTARY_PART: Mapping[str, Any] = {"qk_rope_head_dim": 0, "index_kpool": 4}
+UNKNOWN_GATE = "{} has a gate function of a form that the kernel does not know"
+NO_INTERFACE = "{} does not follow transformers' shared experts interface"
+NOT_IN_ONE_MODULE = "({}) is named so, but does not hold its experts in 3-D parameters"
 SMALL_SAM: Mapping[str, Mapping[str, Any]] = {"vision_config": {"sam_config": {"downsample_channels": [32, 32]}}}
 
 
@@ -128,7 +131,7 @@ class FamilyCase:
     towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # other sub-configurations by name
     whole: Mapping[str, Any] = field(default_factory=dict)  # fields beside the sub-configurations
     generates: bool = True  # False: it labels tokens, so logits are all there is to compare
-    reason: str | None = None  # why it cannot be served; None: it is
+    reason: str | None = None  # why it cannot be served, where a model can be built in the words of the refusal; None: it is
 
     @property
     def buildable(self) -> bool:
@@ -219,8 +222,8 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("hy_v3", "HYV3ForCausalLM"),
     _row("hy_v4", "HYV4ForCausalLM"),
     _row("inkling_text", "InklingForCausalLM", HYBRID_SLIDING, family="inkling"),
-    _row("inkling2", "Inkling2ForConditionalGeneration", HYBRID_SLIDING),
-    _row("inkling2_text", "Inkling2ForCausalLM", HYBRID_SLIDING, family="inkling2"),
+    _row("inkling2", "Inkling2ForConditionalGeneration", HYBRID_SLIDING, reason=UNKNOWN_GATE.format("Inkling2Experts")),
+    _row("inkling2_text", "Inkling2ForCausalLM", HYBRID_SLIDING, family="inkling2", reason=UNKNOWN_GATE.format("Inkling2Experts")),
     _row("jamba", "JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "expert_layer_offset": 0}),
     _row("kimi_linear", "KimiLinearForCausalLM", EVERY_HEAD_ITS_KEYS, LINEAR_THEN_FULL),
     _row("kolibri1", "Kolibri1ForCausalLM", SLIDING_THEN_FULL),
@@ -241,7 +244,7 @@ ROWS: tuple[FamilyCase, ...] = (
         {"moe_hidden_size": 48},
         towers={"audio_config": {"patch_sizes": [16], "hidden_sizes": [32], "depths": [1]}},
         whole={"out_hidden_size": 64, "projector_hidden_size": 32},
-        reason="its experts normalise what each of them puts out, which the kernel cannot do",
+        reason="MuseSparkExperts normalises each expert's output",
     ),
     _row("nemotron_h", "NemotronHForCausalLM", {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_groups": 2}),
     _row("olmoe", "OlmoeForCausalLM"),
@@ -283,28 +286,24 @@ ROWS: tuple[FamilyCase, ...] = (
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         },
         {"ffn_config": {"hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2}},
-        reason="its experts share one matrix, and the module named experts holds no weights itself",
+        reason=NOT_IN_ONE_MODULE.format("DbrxExperts"),
     ),
-    _row("jetmoe", "JetMoeForCausalLM", {"kv_channels": 16}, reason="its experts are two parallel linear modules, each with its own input"),
+    _row("jetmoe", "JetMoeForCausalLM", {"kv_channels": 16}, reason=NOT_IN_ONE_MODULE.format("JetMoeMoA")),
     _row(
         "llama4_text",
         "Llama4ForCausalLM",
         {"intermediate_size_mlp": 72, "attention_chunk_size": 16},
         family="llama4",
-        reason="its experts take every token for every expert, in one argument",
+        reason=NO_INTERFACE.format("Llama4TextExperts"),
     ),
     _row(
         "longcat_flash",
         "LongcatFlashForCausalLM",
         EVERY_HEAD_ITS_KEYS,
         {"num_layers": 2, "ffn_hidden_size": 72, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 8},
-        reason="some of its expert ids name identity experts",
+        reason="LongcatFlashExperts) is named so",
     ),
-    _row(
-        "step3p7",
-        "Step3p7ForConditionalGeneration",
-        reason="its experts clamp after the activation, by a limit that the interface does not name",
-    ),
+    _row("step3p7", "Step3p7ForConditionalGeneration", DENSE_THEN_SPARSE, reason=NO_INTERFACE.format("Step3p7Experts")),
     _row("nllb-moe", "", family="nllb_moe", reason="not a causal language model: it has an encoder and a decoder"),
     _row("switch_transformers", "", reason="not a causal language model: it has an encoder and a decoder"),
 )

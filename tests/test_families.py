@@ -1,0 +1,240 @@
+"""Every family of the installed transformers: the injected model equals the stock one, or is refused with the reason.
+
+The first two tests keep the table itself honest: none left out, and every case sensitive to its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import build_model, family_cases, prompt, save_checkpoint, served_cases, stock_model, unlisted_families
+from family_rows import FamilyCase
+from torch import nn
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import MoegraftError
+from moegraft.operators.experts.hybrid import HybridExperts
+
+LOGITS_TOLERANCE = 1e-5  # relative, in float32: sums of one product list in two orders
+NEW_TOKENS = 64
+# Loss of one experts module against the stock one in float32, in decibels of signal over noise. Uniform rounding of weights to
+# 8 bits in groups of 32 leaves about 43 dB, to 4 bits about 18 dB; two matrices in a row and rounded activations cost the rest.
+SQNR_DB = {"int8": 34.0, "int4": 12.0}
+# Attention of other kinds than plain and sliding is refused by transformers' continuous batching itself.
+BATCHED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
+
+
+def named(model_type: str) -> FamilyCase:
+    return next(case for case in served_cases() if case.model_type == model_type)
+
+
+def ids_of(case: FamilyCase) -> str:
+    return case.model_type
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By path from `layers` on: a checkpoint of text and images may be loaded as the text model alone."""
+    return {path[path.find("layers.") :]: module for path, module in model.named_modules() if path.rpartition(".")[2] == "experts"}
+
+
+def inject(model: Path | PreTrainedModel, rules: str = "cpu-exact", **options: object) -> PreTrainedModel:
+    injected = optimize_and_load(model, rules, progress=False, threads=1, **options)
+    assert isinstance(injected, PreTrainedModel), "only a dry run returns a plan"
+    return injected
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, seed: int = 0) -> torch.Tensor:
+    """(2, 9, V) float64."""
+    logits: torch.Tensor = model(input_ids=prompt(9, batch=2, seed=seed)).logits
+    return logits.double()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
+    noise = (found.double() - expected.double()).square().mean()
+    return float(10 * torch.log10(expected.double().square().mean() / noise))
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor) -> list[list[int]]:
+    """The `NEW_TOKENS` tokens that follow each row of `ids`."""
+    tokens: list[list[int]] = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one experts module was given and what it returned."""
+
+    arguments: tuple[torch.Tensor, ...]
+    output: torch.Tensor
+
+
+def recorded(model: PreTrainedModel) -> dict[str, Call]:
+    """One call of every experts module, in a forward pass."""
+    calls: dict[str, Call] = {}
+
+    def keep(path: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        return lambda _module, arguments, output: calls.update({path: Call(arguments, output)})
+
+    handles = [module.register_forward_hook(keep(path)) for path, module in experts_of(model).items()]
+    logits_of(model)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def test_no_family_is_left_out() -> None:
+    assert not unlisted_families(), "these have the shared experts interface and no row in tests/family_rows.py"
+
+
+@pytest.mark.parametrize("case", served_cases(), ids=ids_of)
+def test_a_case_would_show_a_wrong_expert(case: FamilyCase) -> None:
+    """Without its experts a model says something else, and its routers prefer some experts to others."""
+    model = build_model(case)
+    logits = logits_of(model)
+    calls = recorded(model)
+    assert calls, "no experts ran"
+    for call in calls.values():
+        tokens_of_each = call.arguments[1].flatten().bincount()
+        assert tokens_of_each.max() > tokens_of_each.min()
+    for module in experts_of(model).values():
+        module.register_forward_hook(lambda _module, _arguments, output: torch.zeros_like(output))
+    assert relative_error(logits_of(model), logits) > 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One float32 checkpoint of several files, loaded both ways."""
+
+    case: FamilyCase
+    stock: PreTrainedModel
+    injected: PreTrainedModel
+
+
+@pytest.fixture(scope="module", params=served_cases(), ids=ids_of)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    case: FamilyCase = request.param
+    folder = tmp_path_factory.mktemp(case.model_type)
+    save_checkpoint(case, folder, shards=3)
+    return Pair(case, stock_model(case, folder), inject(folder))
+
+
+def test_every_experts_module_is_replaced(pair: Pair) -> None:
+    replaced = experts_of(pair.injected)
+    assert set(replaced) == set(experts_of(pair.stock))
+    assert all(isinstance(module, HybridExperts) for module in replaced.values())
+    assert not [name for name, parameter in pair.injected.named_parameters() if parameter.is_meta or ".experts." in name]
+
+
+def test_logits_equal_stock(pair: Pair) -> None:
+    assert relative_error(logits_of(pair.injected), logits_of(pair.stock)) <= LOGITS_TOLERANCE
+
+
+def test_greedy_tokens_equal_stock(pair: Pair) -> None:
+    if not pair.case.generates:
+        pytest.skip("it labels tokens and generates none")
+    assert greedy(pair.injected, prompt(7)) == greedy(pair.stock, prompt(7))
+
+
+@pytest.mark.parametrize("case", served_cases(), ids=ids_of)
+def test_a_loaded_model_is_injected_in_place(case: FamilyCase) -> None:
+    model = build_model(case)
+    expected = logits_of(model)
+    assert inject(model) is model
+    assert relative_error(logits_of(model), expected) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("case", served_cases(), ids=ids_of)
+def test_a_bfloat16_checkpoint(case: FamilyCase, tmp_path: Path) -> None:
+    """`stored` keeps bfloat16 weights: exact under float32 activations, and as good as stock under bfloat16 ones."""
+    save_checkpoint(case, tmp_path, dtype=torch.bfloat16)
+    stock = stock_model(case, tmp_path)
+    calls = recorded(stock)
+    injected = inject(tmp_path, dtype=torch.float32)
+    assert {module.weight_type for module in injected.modules() if isinstance(module, HybridExperts)} == {"bfloat16"}
+    assert relative_error(logits_of(injected), logits_of(stock)) <= LOGITS_TOLERANCE
+    halved = experts_of(inject(tmp_path))
+    for path, call in calls.items():
+        tokens, index, weights = call.arguments
+        output = halved[path](tokens.bfloat16(), index, weights)
+        assert output.dtype == torch.bfloat16
+        assert sqnr_db(output, call.output) >= 40.0
+
+
+@pytest.mark.parametrize("weights", SQNR_DB)
+@pytest.mark.parametrize("case", served_cases(), ids=ids_of)
+def test_quantised_experts_are_close(case: FamilyCase, weights: str) -> None:
+    """Module by module, on the stock model's inputs: a changed routing further down is no error of the experts."""
+    calls = recorded(build_model(case))
+    injected = inject(build_model(case), "cpu", vars={"weights": weights})
+    assert logits_of(injected).isfinite().all()
+    operators = experts_of(injected)
+    for path, call in calls.items():
+        module = operators[path]
+        assert isinstance(module, HybridExperts) and module.weight_type == weights
+        assert sqnr_db(module(*call.arguments), call.output) >= SQNR_DB[weights]
+
+
+@pytest.mark.parametrize("model_type", BATCHED)
+def test_continuous_batching_equals_generate(model_type: str) -> None:
+    model = inject(build_model(named(model_type)))
+    prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 9, 3)]
+    settings = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)  # by default it takes most of the memory
+    batched = model.generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small)
+    found = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
+    assert found == {tuple(ids): greedy(model, torch.tensor([ids]))[0][:16] for ids in prompts}
+
+
+def larger(model_type: str) -> FamilyCase:
+    case = named(model_type)
+    sizes = {"hidden_size": 96, "intermediate_size": 56, "moe_intermediate_size": 56, "num_local_experts": 9, "num_experts": 9}
+    return replace(case, text={**case.text, **{name: size for name, size in sizes.items() if name not in case.text}})
+
+
+@torch.no_grad()
+def steps(model: PreTrainedModel, ids: torch.Tensor) -> Iterator[int]:
+    """Greedy tokens one at a time, the caller deciding when each is computed."""
+    past = None
+    for _ in range(NEW_TOKENS):
+        out = model(input_ids=ids, past_key_values=past, use_cache=True)
+        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        yield int(ids)
+
+
+SIZES = [("mixtral", "mixtral"), ("qwen3_moe", "gpt_oss"), ("nemotron_h", "mixtral")]  # one family twice, and two layouts
+
+
+@pytest.mark.parametrize(("one", "other"), SIZES)
+def test_two_models_interleaved_equal_each_alone(one: str, other: str) -> None:
+    stock = [build_model(named(one), seed=1), build_model(larger(other), seed=2)]
+    alone = [greedy(model, prompt(7))[0] for model in stock]
+    models = [inject(model) for model in stock]
+    pairs = list(zip(*(steps(model, prompt(7)) for model in models), strict=True))
+    assert [list(tokens) for tokens in zip(*pairs, strict=True)] == alone
+
+
+def test_two_models_in_two_threads_equal_each_alone() -> None:
+    stock = [build_model(named("mixtral"), seed=1), build_model(larger("gpt_oss"), seed=2)]
+    alone = [greedy(model, prompt(7)) for model in stock]
+    models = [inject(model) for model in stock]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        assert list(pool.map(lambda model: greedy(model, prompt(7)), models)) == alone
+
+
+@pytest.mark.parametrize("case", [case for case in family_cases() if case.reason and case.buildable], ids=ids_of)
+def test_what_cannot_be_served_is_refused_by_name(case: FamilyCase, tmp_path: Path) -> None:
+    save_checkpoint(case, tmp_path)
+    with pytest.raises(MoegraftError) as refusal:
+        inject(tmp_path)
+    assert case.reason is not None and case.reason in str(refusal.value)
