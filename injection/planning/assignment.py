@@ -46,7 +46,10 @@ def _inside(path: str, outer: str) -> bool:
 
 def assign(rules: Sequence[Rule], modules: ModelModules) -> Assignment:
     """Assigns every module to the first rule that matches it; pure."""
-    tests = [modules.test(rule.match) for rule in rules]
+    fitting = [modules.matching(rule.match) for rule in rules]
+    candidates: dict[str, int] = {}  # path -> the first rule that matches it
+    for index, paths in reversed(list(enumerate(fitting))):
+        candidates.update(dict.fromkeys(paths, index))
     taken: list[list[str]] = [[] for _ in rules]
     nested: dict[tuple[int, int], list[str]] = {}
     walk = _Walk()
@@ -55,9 +58,9 @@ def assign(rules: Sequence[Rule], modules: ModelModules) -> Assignment:
         if walk.closed is not None:
             walk.owner[path] = walk.closed[1]
             continue
-        index = next((index for index, test in enumerate(tests) if test(path)), None)
-        if index is None:
+        if path not in candidates:
             continue
+        index = candidates[path]
         walk.owner[path] = index
         if walk.replaced is not None and walk.replaced[1] == index:
             continue  # a part of what the rule takes already, such as the activation within experts
@@ -69,12 +72,12 @@ def assign(rules: Sequence[Rule], modules: ModelModules) -> Assignment:
         # What replaces the whole model drives its modules and does not take their place.
         if rules[index].operator is not None and path and walk.replaced is None:
             walk.replaced = (path, index)
-    lost = [_lost(rule, modules, walk.owner) if not taken[index] else {} for index, rule in enumerate(rules)]
+    lost = [{} if took else _by_owner(fits, walk.owner) for took, fits in zip(taken, fitting, strict=True)]
     return Assignment(taken, lost, nested)
 
 
-def _lost(rule: Rule, modules: ModelModules, owner: dict[str, int]) -> dict[int, list[str]]:
+def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for path in modules.matching(rule.match):
+    for path in paths:
         found.setdefault(owner[path], []).append(path)
     return dict(sorted(found.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -94,20 +94,16 @@ def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
         found = modules.matching(Match(name=mended))
         if found:
             return f"{indent}nearest: {found[0]} ({_count(found)}); did you mean '{mended}'?"
-    forms: dict[str, list[str]] = {}
-    for path in modules:
-        forms.setdefault(re.sub(r"\d+", "0", path), []).append(path)
-    near = get_close_matches(_literal(pattern), list(forms)[:MAX_FORMS], n=1, cutoff=0.4)
-    return f"{indent}nearest: {forms[near[0]][0]} ({_count(forms[near[0]])})" if near else ""
+    near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)
+    return f"{indent}nearest: {modules.forms[near[0]][0]} ({_count(modules.forms[near[0]])})" if near else ""
 
 
 def _mended(pattern: str, modules: ModelModules) -> Iterator[str]:
     """`pattern` with words that no path has replaced by those nearest to them: one word at a time, then all."""
-    words = sorted({part for path in modules for part in path.split(".") if not part.isdecimal()})
-    unknown = {word[0] for word in _WORD.finditer(pattern) if word[0][0] != "\\" and word[0] not in words}
+    unknown = {word[0] for word in _WORD.finditer(pattern) if word[0][0] != "\\" and word[0] not in modules.words}
     changes: dict[str, str] = {}
     for word in sorted(unknown):
-        for near in get_close_matches(word, words, n=3, cutoff=0.6):
+        for near in get_close_matches(word, modules.words, n=3, cutoff=0.6):
             changes.setdefault(word, near)
             yield _renamed(pattern, {word: near})
     if len(changes) > 1:
@@ -124,6 +120,5 @@ def _literal(pattern: str) -> str:
     return re.sub(r"\d+", "0", re.sub(r"[\\^$()?+*]", "", text))
 
 
-def _count(found: Iterable[str]) -> str:
-    number = len(list(found))
-    return f"{number} module{'s' if number != 1 else ''}"
+def _count(found: Sequence[str]) -> str:
+    return f"{len(found)} module{'s' if len(found) != 1 else ''}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
-from re import compile as compile_regex
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from torch import nn
 
@@ -19,8 +19,9 @@ class ModelModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._by_path = dict(model.named_modules())
+        self._by_path: dict[str, nn.Module] = dict(model.named_modules())
         self._kinds: dict[str, frozenset[Kind]] = {}
+        self._by_kind: dict[Kind, frozenset[str]] = {}
         self._layers: dict[str, int | None] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -45,30 +46,46 @@ class ModelModules:
         return self._layers[path]
 
     def matching(self, match: Match) -> list[str]:
-        """The paths that `match` takes when no other rule is before it."""
-        takes = self.test(match)
-        return [path for path in self if takes(path)]
+        """The paths that `match` takes when no other rule is before it, in the model's order.
 
-    def test(self, match: Match) -> Callable[[str], bool]:
-        """A test of paths. The model itself has no name and no layer: only its kind and its class can match it."""
-        tests: list[Callable[[str], bool]] = []
+        The model itself has no name and no layer: only its kind and its class can match it.
+        """
+        paths: Iterable[str] = self._by_path
         if match.layers is not None:
             layers = match.layers
-            tests.append(lambda path: self.layer(path) in layers)
+            paths = [path for path in paths if self.layer(path) in layers]
         if match.name is not None:
-            search = compile_regex(match.name).search
-            tests.append(lambda path: bool(path) and search(path) is not None)
+            search = re.compile(match.name).search
+            paths = [path for path in paths if path and search(path)]
         if match.class_name is not None:
-            class_name = match.class_name
-            tests.append(lambda path: has_class(type(self._by_path[path]), class_name))
+            fitting = {cls for cls in set(map(type, self._by_path.values())) if has_class(cls, match.class_name)}
+            paths = [path for path in paths if type(self._by_path[path]) in fitting]
         if match.kind is not None:
-            kind = match.kind
-            tests.append(lambda path: kind in self.kinds(path))
-        return lambda path: all(test(path) for test in tests)
+            of_kind = self._of_kind(match.kind)
+            paths = [path for path in paths if path in of_kind]
+        return list(paths)
+
+    def _of_kind(self, kind: Kind) -> frozenset[str]:
+        found = self._by_kind.get(kind)
+        if found is None:
+            found = self._by_kind[kind] = frozenset(path for path in self if kind in self.kinds(path))
+        return found
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Every name that is a part of a path."""
+        return sorted({part for path in self for part in path.split(".") if part and not part.isdecimal()})
+
+    @cached_property
+    def forms(self) -> dict[str, list[str]]:
+        """Paths by what they are when every number in them is 0."""
+        found: dict[str, list[str]] = {}
+        for path in self:
+            found.setdefault(re.sub(r"\d+", "0", path), []).append(path)
+        return found
 
 
-@lru_cache(maxsize=4096)
-def has_class(cls: type[nn.Module], name: str) -> bool:
+def has_class(cls: type, name: str) -> bool:
     """Whether `cls` or a base of it is called `name`. A dotted name need not be the full one: torch.nn.Linear is
     torch.nn.modules.linear.Linear. Nothing is imported to compare them."""
     package, _, bare = name.rpartition(".")

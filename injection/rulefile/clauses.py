@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moegraft.injection.rulefile.diagnostics import Findings, Position, did_you_mean, shown
+from moegraft.injection.rulefile.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rulefile.layers import Layers, parse_layers
 from moegraft.injection.rulefile.nodes import MappingNode, Node, ScalarNode
 from moegraft.injection.rulefile.rules import KINDS, Match
@@ -19,11 +19,14 @@ MAX_REGEX = 500
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
-def check_keys(node: MappingNode, known: Sequence[str], where: str, findings: Findings) -> None:
-    """Reports every key of `node` that is not in `known`."""
+def check_keys(node: MappingNode, known: Sequence[str], where: str, findings: Findings) -> set[str]:
+    """Reports every key of `node` that is not in `known`; returns the keys that are there, misspelt ones under their right name."""
+    present: set[str] = set()
     for entry in node:
         if entry.key not in known:
             findings.error(entry.position, f"unknown key {shown(entry.key)} in {where}{did_you_mean(entry.key, known)}")
+        present.add(entry.key if entry.key in known else nearest(entry.key, known) or entry.key)
+    return present
 
 
 def read_text(node: Node, key: str, findings: Findings) -> str | None:
@@ -36,12 +39,13 @@ def read_text(node: Node, key: str, findings: Findings) -> str | None:
 
 
 def read_match(rule: MappingNode, places: dict[str, Position], findings: Findings) -> Match:
-    """The `match` of a rule; `places` takes the positions of its values."""
+    """The `match` of a rule that has one; `places` takes the positions of its values."""
     node = rule.get("match")
+    if node is None:
+        return Match()  # the rule's own keys are checked where it is read
     if not isinstance(node, MappingNode) or not node.entries:
-        found = "" if node is None else f", not {'an empty one' if isinstance(node, MappingNode) else node}"
-        position = rule.position if node is None else node.position
-        findings.error(position, f"a rule needs 'match', a mapping with name, class, kind or layers{found}")
+        found = "an empty one" if isinstance(node, MappingNode) else node
+        findings.error(node.position, f"match must be a mapping with name, class, kind or layers, not {found}")
         return Match()
     places["match"] = node.position
     check_keys(node, MATCH_KEYS, "match", findings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -52,8 +53,7 @@ def parse_document(text: str, file: str, findings: Findings) -> Node:
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        position = builder.position(mark) if mark is not None else Position(file, 1, 1)
-        findings.stop(position, _syntax_message(error))
+        findings.stop(builder.position(mark), _syntax_message(error))
     if builder.root is None or (isinstance(builder.root, ScalarNode) and builder.root.value is None):
         findings.stop(Position(file, 1, 1), "this rule file is empty; it needs a list of rules (see rules/README.md)")
     return builder.root
@@ -85,8 +85,17 @@ def _refuse_characters(text: str, file: str, findings: Findings) -> None:
 
 
 def _syntax_message(error: yaml.MarkedYAMLError) -> str:
+    if error.problem is not None and "'\\t'" in error.problem:
+        return "a tab stands here; YAML wants a space"
     parts = [part for part in (error.context, error.problem) if part]
     return f"not valid YAML: {', '.join(parts)}"
+
+
+class Mark(Protocol):
+    """A place as PyYAML's scanner and its C twin give it; both count from 0."""
+
+    line: int
+    column: int
 
 
 @dataclass(slots=True)
@@ -108,8 +117,8 @@ class _Builder:
         self._documents = 0
         self.root: Node | None = None
 
-    def position(self, mark: yaml.Mark) -> Position:
-        return Position(self._file, mark.line + 1, mark.column + 1)
+    def position(self, mark: Mark | None) -> Position:
+        return Position(self._file, 1, 1) if mark is None else Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:
         if isinstance(event, yaml.DocumentStartEvent):

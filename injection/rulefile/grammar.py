@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moegraft.operators.registry import OperatorRegistry
 
 RULE_KEYS = ("id", "match", "replace", "recursive", "expect")
+NEEDED_KEYS = {"match": "name, class, kind or layers", "replace": "the 'class' of an operator"}
 
 
 class RuleReader:
@@ -41,7 +42,10 @@ class RuleReader:
         if not isinstance(node, MappingNode):
             self._findings.error(node.position, f"a rule must be a mapping with 'match' and 'replace', not {node}")
             return None
-        check_keys(node, RULE_KEYS, "a rule", self._findings)
+        present = check_keys(node, RULE_KEYS, "a rule", self._findings)
+        for key, form in NEEDED_KEYS.items():
+            if key not in present:
+                self._findings.error(node.position, f"a rule needs '{key}', a mapping with {form}")
         places: dict[str, Position] = {}
         rule_id = self._id(node.get("id"), number, ids)
         match = read_match(node, places, self._findings)

@@ -40,7 +40,8 @@ def read_header(node: Node, findings: Findings) -> Header:
         findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
     if node.get("match") is not None or node.get("replace") is not None:
         findings.stop(node.position, "rules stand in a list: write '- ' before the first key of each rule and indent its other keys")
-    check_keys(node, TOP_KEYS, "a rule file", findings)
+    if not check_keys(node, TOP_KEYS, "a rule file", findings) & {"rules", "extends"}:
+        findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
     version = node.get("version")
     if version is not None and not (isinstance(version, ScalarNode) and type(version.value) is int and version.value == VERSION):
         findings.error(version.position, f"version must be {VERSION}, not {version}")
@@ -48,8 +49,6 @@ def read_header(node: Node, findings: Findings) -> Header:
     if extends is not None and not (isinstance(extends, ScalarNode) and isinstance(extends.value, str)):
         findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
         extends = None
-    if node.get("rules") is None and extends is None:
-        findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
     return Header(file, node.position, extends, _read_vars(node.get("vars"), findings), node.get("requires"), node.get("rules"))
 
 

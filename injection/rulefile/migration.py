@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 EXPERTS = "hybrid_experts does that: write 'match: {kind: experts}' and 'replace: {class: hybrid_experts, kwargs: {weights: int8}}'"
+LINEAR = (
+    "quantized_linear does that: write 'class: quantized_linear' with 'match: {kind: linear, name: ...}', or delete the rule and they stay"
+)
 STOCK = "nothing is needed: {} stay transformers' own; delete the rule"
 
 # By what the class name contains, in lower case; the first that fits is taken.
@@ -10,7 +13,7 @@ _CLASSES = (
     (("expert",), EXPERTS),
     (("moegate", "kmoegate", "gate"), STOCK.format("routers")),
     (("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"), EXPERTS),
-    (("linear",), STOCK.format("linear layers")),
+    (("linear",), LINEAR),
     (("rotary", "rope"), STOCK.format("rotary embeddings")),
     (("attention", "attn", "mla"), STOCK.format("attention layers") + ", and choose an implementation with attn_implementation="),
     (("norm",), STOCK.format("norms")),
@@ -29,7 +32,7 @@ _KWARGS = {
     "transfer_map": _DEVICES,
     "generate_op": _ENGINES,
     "prefill_op": _ENGINES,
-    "backend": _ENGINES + "; the kernel's weight type is the option 'weights' of hybrid_experts",
+    "backend": _ENGINES + "; the kernel's weight type is its option 'weights'",
     "generate_linear_type": _ENGINES,
     "prefill_linear_type": _ENGINES,
     "absorb_for_prefill": "attention stays transformers' own",

@@ -66,10 +66,16 @@ def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
     name = os.fspath(source)
     if isinstance(source, str) and source in shipped:
         return shipped[source]
-    path = Path(name).expanduser()
-    if not path.exists():
+    path = _existing(name, Path())
+    if path is None:
         findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped)}")
     return path
+
+
+def _existing(name: str, folder: Path) -> Path | None:
+    """The path where it exists. Path's own methods raise for a name that is too long or a user that is none; these do not."""
+    path = os.path.join(folder, os.path.expanduser(name))  # noqa: PTH111, PTH118
+    return Path(path) if os.path.exists(path) else None  # noqa: PTH110
 
 
 def _shipped_hint(name: str, shipped: Mapping[str, Path]) -> str:
@@ -77,7 +83,7 @@ def _shipped_hint(name: str, shipped: Mapping[str, Path]) -> str:
     stem = path.stem if path.suffix in SUFFIXES else path.name
     if stem in shipped:
         return f"; did you mean the shipped '{stem}'?"
-    if len(path.parts) > 1:
+    if len(path.parts) > 1 and os.path.isdir(path.parent):  # noqa: PTH112
         near = nearest(path.name, [entry.name for entry in path.parent.glob("*.y*ml")])
         return f"; did you mean '{path.parent / near}'?" if near else ""
     return did_you_mean(stem, shipped).replace("known are", "shipped are")
@@ -107,8 +113,7 @@ def _find_extended(name: str, folder: Path) -> Path | None:
     shipped = shipped_rules()
     if name in shipped:
         return shipped[name]
-    path = folder / Path(name).expanduser()
-    return path if path.exists() else None
+    return _existing(name, folder)
 
 
 def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:

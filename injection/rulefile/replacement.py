@@ -30,16 +30,18 @@ class Replacement:
 def read_replace(
     rule: MappingNode, match: Match, places: dict[str, Position], registry: OperatorRegistry, findings: Findings
 ) -> Replacement:
-    """The `replace` of a rule; `places` takes the positions of its values."""
+    """The `replace` of a rule that has one; `places` takes the positions of its values."""
     node = rule.get("replace")
+    if node is None:
+        return Replacement()  # the rule's own keys are checked where it is read
     if not isinstance(node, MappingNode):
-        found = "" if node is None else f", not {node}"
-        position = rule.position if node is None else node.position
-        findings.error(position, f"a rule needs 'replace', a mapping with the 'class' of an operator{found}")
+        findings.error(node.position, f"replace must be a mapping with the 'class' of an operator, not {node}")
         return Replacement()
-    check_keys(node, REPLACE_KEYS, "replace", findings)
+    present = check_keys(node, REPLACE_KEYS, "replace", findings)
     class_node = node.get("class")
     if class_node is None:
+        if "class" in present:
+            return Replacement()
         findings.error(node.position, f"replace needs 'class', the name of an operator{_known(registry)}")
         return Replacement()
     places["operator"] = class_node.position

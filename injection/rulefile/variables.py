@@ -28,6 +28,9 @@ def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Fin
     if not isinstance(text, str) or "${" not in text:
         return node
     names = _REFERENCE.findall(text)
+    if "${" in _REFERENCE.sub("", text):
+        findings.void(node.position, f"'${{' without its '}}' in {shown(text)}")
+        return replace(node, value=None)
     for name in names:
         if name not in variables:
             known = did_you_mean(name, variables) or "; the file has no vars"
