@@ -51,7 +51,7 @@ def plan_only(options: ModelOptions) -> Plan:
 
 
 def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
-    """Loads model and tokenizer, and says by which rules.
+    """Loads model and tokenizer.
 
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
@@ -64,12 +64,7 @@ def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
     model = optimize_and_load(model_of(options), options.rules, progress=progress, **_load_arguments(options))
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load leaves what it did on the model"
-    name = options.model or "the bundled model"
-    chosen = "" if options.rules else f", shipped for model type {model.config.model_type}; --rules FILE takes others"
-    terminal.notice(f"{name}: {type(model).__name__} by the rules of {Path(injection.plan.files[0]).name}{chosen}")
-    for found in injection.plan.notices:
-        terminal.notice(str(found), style="yellow" if found.severity == "warning" else "dim")
-    return LoadedModel(name, model, tokenizer, injection.placement)
+    return LoadedModel(options.model or "the bundled model", model, tokenizer, injection.placement)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegraft.injection.cli.exits import INTERRUPTED, user_errors
+from moegraft.injection.cli.library_log import library_log
 from moegraft.injection.cli.model_options import ModelOptions, option_name
 from moegraft.injection.cli.option_groups import takes_options
 from moegraft.injection.cli.sampling import SamplingOptions
@@ -70,11 +71,12 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
         _print_plan(model, terminal)
         return
     prompt = _prompt(options)
-    session = _open_chat(model, sampling, options, terminal)
-    if prompt is None:
-        session.run()
-    elif session.turn(prompt).ending == "interrupted":
-        raise typer.Exit(INTERRUPTED)
+    with library_log(terminal):
+        session = _open_chat(model, sampling, options, terminal)
+        if prompt is None:
+            session.run()
+        elif session.turn(prompt).ending == "interrupted":
+            raise typer.Exit(INTERRUPTED)
 
 
 def _print_plan(model: ModelOptions, terminal: Terminal) -> None:

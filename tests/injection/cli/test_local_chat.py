@@ -40,7 +40,7 @@ def test_the_answer_alone_is_on_stdout(run: Run) -> None:
     result = run("--prompt", "hello", *ANSWER)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) == 13 and result.stdout[:12].isalpha() and result.stdout[12] == "\n"
-    assert "by the rules of qwen3_moe.yaml, shipped for model type qwen3_moe" in result.stderr
+    assert "the shipped file 'qwen3_moe' is used" in result.stderr
     assert "answer: 12 tokens at " in result.stderr
     assert "2 x experts: hybrid_experts" in result.stderr
     assert "\x1b" not in result.stderr, "no colour, no spinner where nobody looks"
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_used(run: Run, chat_folder: Path, tmp_path: Pat
         (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {')
     else:
         (folder / "model.safetensors").unlink()
-    message = refused(run("--prompt", "hello", model=folder))
+    message = refused(run("--prompt", "hello", "--quiet", model=folder))
     assert said in message
     assert message.count("\n") == 1, message
 
@@ -130,9 +130,17 @@ def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
     assert "wieght" in refused(run("--prompt", "hello", "--var", "wieght=int4"))
 
 
+def test_what_the_plan_warns_of_is_said_once(run: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("""- match: {kind: experts, layers: "0-1,7"}\n  replace: {class: hybrid_experts}\n""")
+    result = run("--prompt", "hello", "--rules", rules, *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count(f"{rules}:1:34: warning: layers '7'") == 1
+
+
 def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraft.injection.load.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
-    message = refused(run("--prompt", "hello"))
+    message = refused(run("--prompt", "hello", "--quiet"))
     assert "memory" in message and message.count("\n") == 1
 
 
