@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.plan import Plan
-from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.base import BuildContext, ModelOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """What was done to a model; `model.moegraft` holds it."""
+    """What was done to a model; `model.moegraft` holds it.
+
+    `operators` are by the path of the module that each replaced; the empty path has the model's own operator, if any.
+    """
 
     plan: Plan
     operators: Mapping[str, Operator]
     context: BuildContext
+
+    @property
+    def model_operator(self) -> ModelOperator | None:
+        """The operator of kind `model`, which replaces nothing and answers `generate`."""
+        found = self.operators.get("")
+        return found if isinstance(found, ModelOperator) else None
 
     def placement(self) -> list[str]:
         """What runs where, a line for each group of equal operators."""
@@ -41,7 +51,7 @@ class InjectedModel:
         Raises:
             UnsupportedModelError: always; the experts are packed for a kernel, and a checkpoint without them would be a trap.
         """
-        replaced = len(self.moegraft.operators)
+        replaced = len(replacing(self.moegraft.operators))
         raise UnsupportedModelError(
             f"an injected model cannot be saved: {replaced} of its modules hold weights packed for their operator, not parameters; "
             "save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
@@ -56,8 +66,21 @@ class InjectedModel:
 
 
 def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, context: BuildContext) -> dict[str, Operator]:
-    """The plan's operators, still without weights, by the path of the module each will replace. `model` may be on meta."""
-    return {swap.module: registry[swap.operator].build(model.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+    """The plan's operators, still without weights, by the path of the module each will replace. `model` may be on meta.
+
+    Raises:
+        UnsupportedModelError: the model's own operator cannot work with the others.
+    """
+    operators = {swap.module: registry[swap.operator].build(model.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+    for operator in operators.values():
+        if isinstance(operator, ModelOperator):
+            operator.check()
+    return operators
+
+
+def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:
+    """Those that take a module's place and its weights: all but the model's own."""
+    return {path: operator for path, operator in operators.items() if not isinstance(operator, ModelOperator)}
 
 
 def place(model: nn.Module, path: str, operator: Operator) -> None:
@@ -78,8 +101,22 @@ def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator
         self.all_tied_weights_keys = {name: tie for name, tie in self.all_tied_weights_keys.items() if not name.startswith(gone)}
 
     body = {"__init__": __init__, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    if issubclass(base, GenerationMixin):
+        body["generate"] = _generate(base)
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), body)
+
+
+def _generate(base: type[GenerationMixin]) -> Callable[..., Any]:
+    """`generate` of an injected class: that of the model's own operator, if it has one."""
+
+    @functools.wraps(base.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(base.generate, self)
+        operator = self.moegraft.model_operator
+        return plain(*args, **kwargs) if operator is None else operator.generate(self, plain, *args, **kwargs)
+
+    return generate
 
 
 def injected(model: PreTrainedModel, injection: Injection) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.graft import Injection, build_operators, injected, injected_class, place
+from moegraft.injection.graft import Injection, build_operators, injected, injected_class, place, replacing
 from moegraft.injection.live import live_source, refuse_meta
 from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
 from moegraft.injection.plan import Plan, plan
@@ -148,10 +148,10 @@ def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _R
     check_memory(the_plan, machine, on_cpu=request.device_map in (None, "cpu"))
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
-    stream = Stream(source, skeleton, operators)
+    stream = Stream(source, skeleton, replacing(operators))
     with byte_bar(stream.total_bytes, enabled=request.progress) as advance:
         model = stream.load_rest(
-            injected_class(source.model_class, operators),
+            injected_class(source.model_class, replacing(operators)),
             advance,
             dtype=dtype,
             device_map=request.device_map,
@@ -181,12 +181,13 @@ def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, 
     if dry_run:
         return the_plan
     for swap in the_plan.swaps:
-        refuse_meta(swap.module, model.get_submodule(swap.module))
+        if swap.module:
+            refuse_meta(swap.module, model.get_submodule(swap.module))
     context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
     operators = build_operators(model, the_plan, request.registry, context)
-    total_bytes = sum(p.nbytes for path in operators for p in model.get_submodule(path).parameters())
+    total_bytes = sum(p.nbytes for path in replacing(operators) for p in model.get_submodule(path).parameters())
     with byte_bar(total_bytes, enabled=request.progress) as advance:
-        for path, operator in operators.items():
+        for path, operator in replacing(operators).items():
             module = model.get_submodule(path)
             operator.load(live_source(path, module), advance)
             place(model, path, operator)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import nn
 
 from moegraft.operators.machine import Machine
 from moegraft.operators.weights import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Kind = Literal["experts", "router", "linear", "model"]
 Shared = TypeVar("Shared")
@@ -85,3 +88,35 @@ class Operator(nn.Module, ABC):
         Raises:
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
+
+
+class ModelOperator(Operator):
+    """An operator that replaces no module and holds no weights: it does what the whole model does, `generate`, its own way.
+
+    `model` is only lent to it, call by call, so that an operator does not keep its model alive.
+    """
+
+    kind = "model"
+
+    @classmethod
+    def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
+        return Footprint({})
+
+    def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
+        raise AssertionError(f"{self.name} takes no weights")
+
+    @abstractmethod
+    def check(self) -> None:
+        """Called when all operators of the model are built and no weight is read yet.
+
+        Raises:
+            UnsupportedModelError: it cannot work with what the rules put into the model.
+        """
+
+    @abstractmethod
+    def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`model.generate(*args, **kwargs)`; `plain` is the stock one, bound to the model."""
+
+    def statistics(self) -> Mapping[str, object]:
+        """What it did so far, by name, for programs that show it."""
+        return {}

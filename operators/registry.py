@@ -14,6 +14,7 @@ ENTRY_POINT_GROUP = "moegraft.operators"
 BUILT_IN = (
     "moegraft.operators.experts.hybrid:HybridExperts",
     "moegraft.operators.linear.quantized:QuantizedLinear",
+    "moegraft.operators.speculative.operator:SpeculativeDraft",
 )
 
 

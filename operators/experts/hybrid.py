@@ -14,6 +14,7 @@ from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.traceable import experts, register_experts
 from moegraft.operators.weights import Part, WeightSource
 
@@ -56,7 +57,7 @@ class HybridExperts(Operator):
     options_type = HybridExpertsOptions
     summary = "routed experts on the CPU by the C++ kernel, in the stored or a quantised weight type"
 
-    def __init__(self, layout: ExpertsLayout, options: HybridExpertsOptions, runtime: Runtime) -> None:
+    def __init__(self, layout: ExpertsLayout, options: HybridExpertsOptions, runtime: Runtime, draft: DraftSwitch) -> None:
         super().__init__()
         self.layout = layout
         self.options = options
@@ -68,6 +69,7 @@ class HybridExperts(Operator):
     @classmethod
     def refuse(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
         return why_unsupported(module)
+        self._draft = draft
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -78,7 +80,9 @@ class HybridExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
         runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
-        return cls(read_layout(module), options, runtime)
+        draft = context.shared(DraftSwitch, DraftSwitch)
+        draft.join()
+        return cls(read_layout(module), options, runtime, draft)
 
     @property
     def weight_type(self) -> str | None:
@@ -141,3 +145,4 @@ class HybridExperts(Operator):
 
 def _packable(piece: torch.Tensor) -> torch.Tensor:
     return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()
+        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)

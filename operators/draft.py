@@ -1,0 +1,91 @@
+"""Running a model with fewer experts a token for a while: what draws the draft and what computes experts agree on it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """How experts run while a draft is drawn.
+
+    Attributes:
+        top_k: experts a token; at least 1.
+        renormalise: whether the weights that are kept are scaled to the sum of all.
+        resident: whether only experts with a slot on a GPU may run. An operator without such slots lets any expert run.
+    """
+
+    top_k: int
+    renormalise: bool = False
+    resident: bool = False
+
+
+class DraftSwitch:
+    """One a model, shared by its operators (`context.shared(DraftSwitch, DraftSwitch)`).
+
+    An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Turning a draft on or
+    off is one assignment, so no interruption leaves some layers drafting and others not.
+    """
+
+    def __init__(self) -> None:
+        self._settings: DraftSettings | None = None
+        self._layers = 0
+        self._resident_layers = 0
+
+    def join(self, *, has_slots: bool = False) -> None:
+        """Counts one layer of experts that will follow this switch; `has_slots`: its experts may be resident on a GPU."""
+        self._layers += 1
+        self._resident_layers += has_slots
+
+    @property
+    def layers(self) -> int:
+        """Layers of experts that follow this switch."""
+        return self._layers
+
+    @property
+    def resident_layers(self) -> int:
+        """Those of them whose experts may have a slot on a GPU."""
+        return self._resident_layers
+
+    @property
+    def settings(self) -> DraftSettings | None:
+        """None: no draft is being drawn and every chosen expert runs."""
+        return self._settings
+
+    @contextmanager
+    def drafting(self, settings: DraftSettings) -> Iterator[None]:
+        """Experts follow `settings` while the body runs, whatever ends it."""
+        before = self._settings
+        try:
+            self._settings = settings
+            yield
+        finally:
+            self._settings = before
+
+    def narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's routing, (T, K) and (T, K), as the draft has it; unchanged while none is drawn."""
+        settings = self._settings
+        if settings is None or settings.top_k >= top_k_index.shape[-1]:
+            return top_k_index, top_k_weights
+        return keep_largest(top_k_index, top_k_weights, settings)
+
+
+def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `settings.top_k` experts of each token with the largest weights, wherever they stand: many routers do not sort.
+
+    The others become padded slots: id -1, which no kernel reads, and weight 0.
+
+    Args:
+        top_k_index: (T, K) int64.
+        top_k_weights: (T, K) floating point.
+    """
+    largest = top_k_weights.topk(settings.top_k, dim=-1).indices
+    kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True)
+    weights = top_k_weights.where(kept, 0)
+    if settings.renormalise:
+        weights = weights * (top_k_weights.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
+    return top_k_index.where(kept, -1), weights

@@ -1,0 +1,68 @@
+"""The options of `speculative_draft`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moegraft.operators.draft import DraftSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeOptions:
+    """Options of `speculative_draft`.
+
+    Attributes:
+        draft: who drafts: `experts`, the model itself with fewer experts a token; or `ngram`, the text so far, by what followed the
+            last time its latest tokens occurred.
+        draft_top_k: experts a token while drafting.
+        max_draft: tokens a draft has at most.
+        schedule: `marginal` drafts only as far as measured to pay, and not at all where it does not; `fixed` always drafts
+            `max_draft` tokens.
+        mode: `lossless` leaves greedy text and sampled distribution as they are; `adaptive` accepts more and changes both.
+        confidence: a draft ends after a token of lower probability. In adaptive mode no such token is accepted.
+        tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
+        unverified: adaptive mode also accepts, whatever p is, each token with q above this.
+        experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights.
+        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: see `results/speculative.csv`.
+        ngram: the longest run of tokens that `draft: ngram` looks up.
+    """
+
+    draft: Literal["experts", "ngram"] = "experts"
+    draft_top_k: int = 1
+    max_draft: int = 5
+    schedule: Literal["fixed", "marginal"] = "marginal"
+    mode: Literal["lossless", "adaptive"] = "lossless"
+    confidence: float = 0.0
+    tolerance: float = 0.0
+    unverified: float | None = None
+    experts: Literal["any", "resident"] = "any"
+    renormalise: bool = False
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("draft_top_k", "max_draft", "ngram"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        if not 0 <= self.confidence < 1:
+            raise ValueError(f"confidence is a probability from 0 to below 1, not {self.confidence}")
+        if not 0 <= self.tolerance <= 1:
+            raise ValueError(f"tolerance is a share from 0 to 1, not {self.tolerance}")
+        if self.unverified is not None and not 0 < self.unverified < 1:
+            raise ValueError(f"unverified is a probability between 0 and 1, not {self.unverified}")
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        lossy = self.tolerance > 0 or self.unverified is not None
+        if self.mode == "lossless" and lossy:
+            name = "tolerance" if self.tolerance > 0 else "unverified"
+            raise ValueError(f"{name} changes what the model says; it needs 'mode: adaptive'")
+        if self.mode == "adaptive" and not lossy:
+            raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or 'unverified'")
+        if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
+            raise ValueError("draft ngram has no probabilities: neither 'confidence' nor 'mode: adaptive' can go with it")
+
+    @property
+    def settings(self) -> DraftSettings:
+        """How experts run while drafting."""
+        return DraftSettings(self.draft_top_k, self.renormalise, self.experts == "resident")
