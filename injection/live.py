@@ -24,6 +24,10 @@ class ModuleExperts:
     def dtype(self) -> torch.dtype:
         return self._parameters["down_proj"].dtype
 
+    @property
+    def fingerprint(self) -> str | None:
+        return None
+
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()
 
@@ -46,6 +50,10 @@ class ModuleLinear:
     @property
     def dtype(self) -> torch.dtype:
         return self._parameters["weight"].dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return None
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parameters)

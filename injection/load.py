@@ -172,6 +172,14 @@ def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> No
             f"this plan needs {needed / GIB:.1f} GiB of memory and {machine.available_bytes / GIB:.1f} GiB are free; "
             "a smaller weight type (weights: int4 in the rule file) or a smaller model would fit"
         )
+    mapped = the_plan.bytes_by_device.get("disk", 0)
+    if needed + mapped > machine.available_bytes:
+        logger.warning(
+            "%.1f GiB of packed experts and %.1f GiB of memory free: experts that do not fit are read from disk as they are used, "
+            "at the disk's speed",
+            mapped / GIB,
+            machine.available_bytes / GIB,
+        )
 
 
 def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dry_run: bool) -> PreTrainedModel | Plan:

@@ -22,7 +22,7 @@ Shared = TypeVar("Shared")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that an operator will hold once loaded, by device name (`cpu`, `cuda:0`)."""
+    """Bytes that an operator will hold once loaded, by device name (`cpu`, `cuda:0`, and `disk` for mapped files)."""
 
     by_device: Mapping[str, int]
 

@@ -22,6 +22,11 @@ class WeightSource(Protocol):
         """The dtype the weights are stored in."""
         ...
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What identifies the stored weights from one start of a program to the next; None where nothing does."""
+        ...
+
     def parts(self) -> Sequence[Part]:
         """The parts each expert has, in the order in which they are best read."""
         ...

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from moegraft.injection.checkpoint.convert import convert
-from moegraft.injection.checkpoint.files import SUPPORTED, LazyTensor
+from moegraft.injection.checkpoint.files import SUPPORTED, LazyTensor, fingerprint
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout
@@ -114,6 +114,7 @@ class CheckpointExperts:
             _check_dtypes([tensors[key] for key in target.all_keys])
             expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
             self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
+        self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
         any_key = next(iter(targets.values())).all_keys[0]
         dtype = tensors[any_key].dtype
         assert dtype is not None, "_check_dtypes lets floating dtypes pass only"
@@ -122,6 +123,10 @@ class CheckpointExperts:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return fingerprint(self._all_tensors)
 
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()

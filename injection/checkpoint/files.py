@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ class Checkpoint:
             found = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
             raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(found)}; {SUPPORTED}")
         return counts.most_common(1)[0][0]
+
+
+STRIPES, STRIPE_BYTES = 16, 1 << 16
+
+
+def fingerprint(tensors: Sequence[LazyTensor]) -> str:
+    """A hash that changes when the stored tensors do: names, dtypes, shapes, and each file's size, time and 16 stripes of its bytes."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.key} {tensor.stored_dtype} {tensor.shape} {tensor.file.name};".encode())
+    for path in sorted({tensor.file for tensor in tensors}):
+        status = path.stat()
+        digest.update(f"{status.st_size} {status.st_mtime_ns};".encode())
+        with path.open("rb") as file:
+            for stripe in range(STRIPES):
+                file.seek(stripe * max(0, status.st_size - STRIPE_BYTES) // (STRIPES - 1))
+                digest.update(file.read(STRIPE_BYTES))
+    return digest.hexdigest()
 
 
 SUPPORTED = "float32, float16 and bfloat16 safetensors are supported"

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.convert import convert
-from moegraft.injection.checkpoint.files import SUPPORTED, LazyTensor
+from moegraft.injection.checkpoint.files import SUPPORTED, LazyTensor, fingerprint
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weights import Part
@@ -36,6 +36,10 @@ class CheckpointLinear:
         dtype = self._tensors[self._targets["weight"].all_keys[0]].dtype
         assert dtype is not None, "checked when made"
         return dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return fingerprint([self._tensors[key] for target in self._targets.values() for key in target.all_keys])
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -12,9 +14,10 @@ from torch import nn
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.traceable import experts, register_experts
 from moegraft.operators.weights import Part, WeightSource
 
@@ -35,9 +38,12 @@ class HybridExpertsOptions:
     Attributes:
         weights: the type the experts are packed to; `stored` keeps what the checkpoint has. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight.
+        cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
+            the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
     """
 
     weights: WEIGHT_TYPES = "stored"
+    cache_dir: str | None = None
 
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
@@ -63,19 +69,21 @@ class HybridExperts(Operator):
         self.options = options
         self.num_experts = layout.num_experts
         self._runtime = runtime
+        self._draft = draft
         self._packed: PackedExperts | None = None
         self._number = register_experts(self)
 
     @classmethod
     def refuse(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
         return why_unsupported(module)
-        self._draft = draft
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
         expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype))
-        return Footprint({"cpu": layout.num_experts * expert_bytes})
+        # Pages of a mapped file can be dropped and read again: they are no demand on memory.
+        device = "cpu" if options.cache_dir is None else "disk"
+        return Footprint({device: layout.num_experts * expert_bytes})
 
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
@@ -94,7 +102,22 @@ class HybridExperts(Operator):
         return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({runtime.isa}, {runtime.threads} threads)"
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        packed = PackedExperts(self.layout.shape, self.layout.gate, _weight_type(self.options, source.dtype))
+        weight_type = _weight_type(self.options, source.dtype)
+        fingerprint = source.fingerprint
+        if self.options.cache_dir is not None and fingerprint is None:
+            warnings.warn("cache_dir is not used: it keeps experts of checkpoints, and this model is in memory already", stacklevel=2)
+        if self.options.cache_dir is None or fingerprint is None:
+            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type)
+            self._pack(packed, source, advance)
+        else:
+            cache, key = PackedCache(self.options.cache_dir), key_for(fingerprint, self.layout, weight_type)
+            found = cache.open(key, self.layout)
+            if found is not None:
+                advance(self._source_bytes(source))
+            packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, advance))
+        self._packed = packed
+
+    def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
             for part in self.layout.parts():
                 piece = self._checked(source, part, expert)
@@ -103,7 +126,10 @@ class HybridExperts(Operator):
                 else:
                     packed.pack(expert, part, as_array(_packable(piece)))
                 advance(piece.nbytes)
-        self._packed = packed
+
+    def _source_bytes(self, source: WeightSource) -> int:
+        values = sum(math.prod(self.layout.part_shape(part)) for part in self.layout.parts())
+        return self.num_experts * values * source.dtype.itemsize
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
         piece = source.read(part, expert)
@@ -126,6 +152,7 @@ class HybridExperts(Operator):
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         tokens = hidden_states.detach().to("cpu").contiguous()
         routed = torch.empty_like(tokens)
         self._runtime.forward(
@@ -145,4 +172,3 @@ class HybridExperts(Operator):
 
 def _packable(piece: torch.Tensor) -> torch.Tensor:
     return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()
-        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)

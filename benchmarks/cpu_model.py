@@ -1,0 +1,146 @@
+"""How fast is a whole model on the CPU? Six layers of Qwen3-30B-A3B's shapes, random weights: decode and a prompt of 512, by provider.
+
+Providers: ours by weight type (experts and linear layers alike), transformers as it is, and llama.cpp with the same shapes when
+`llama-cpp-python` and `gguf` are installed. A read-bandwidth probe runs beside each, since the limit of decode is reading the weights.
+The models are too large to be held side by side: providers run one after the other, and their ratios to the probe compare best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from record import write_rows
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection import optimize_and_load
+
+DISTINCT_EXPERTS = 8  # the others repeat them byte by byte: their memory is as distinct as a real model's
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}}}}}
+"""
+LINEAR_RULE = """
+- match: {{kind: linear}}
+  replace: {{class: quantized_linear, kwargs: {{weights: {weights}}}}}
+"""
+
+
+def config(layers: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=8192,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        dtype=torch.bfloat16,
+    )
+
+
+def make_model(layers: int) -> PreTrainedModel:
+    """A bfloat16 model with random routers; experts repeat `DISTINCT_EXPERTS` random ones."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(layers))
+    model = model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        drawn = torch.empty(DISTINCT_EXPERTS, *parameter.shape[1:]) if ".experts." in name else torch.empty(parameter.shape)
+        drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
+        repeated = drawn.repeat(parameter.shape[0] // DISTINCT_EXPERTS, 1, 1) if ".experts." in name else drawn
+        parameter.data.copy_(repeated)
+    model.model.rotary_emb.__init__(config=model.config)  # its buffers were emptied with the rest
+    return model.eval()
+
+
+@contextmanager
+def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
+    """`stock` or one of our weight types; the model is freed at the end."""
+    model = make_model(layers)
+    if name != "stock":
+        weights = name.removeprefix("ours-").removesuffix("-experts")
+        text = RULES.format(weights=weights)
+        if weights in ("int8", "int4") and not name.endswith("-experts"):
+            text += LINEAR_RULE.format(weights=weights)
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as rules:
+            rules.write(text)
+            rules.flush()
+            model = optimize_and_load(model, rules.name, progress=False)
+    try:
+        yield model
+    finally:
+        del model
+        gc.collect()
+
+
+def timed(run: Callable[[], object], rounds: int) -> list[float]:
+    run()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def read_gbps() -> float:
+    """Median of reading 1 GiB, by PyTorch's own threads."""
+    block = torch.ones(1 << 28)
+    return block.nbytes / statistics.median(timed(lambda: block.sum(), 5)) / 1e9
+
+
+def measure(name: str, model: PreTrainedModel, rounds: int, new_tokens: int) -> list[dict[str, object]]:
+    prompt = torch.randint(0, 8192, (1, 512), generator=torch.Generator().manual_seed(1))
+    greedy = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    rows = []
+    with torch.inference_mode():
+        one = statistics.median(timed(lambda: model.generate(prompt[:, :8], do_sample=False, min_new_tokens=1, max_new_tokens=1), rounds))
+        whole = [taken - one for taken in timed(lambda: model.generate(prompt[:, :8], **greedy), rounds)]
+        prefill = timed(lambda: model(prompt, logits_to_keep=1), rounds)
+    for phase, times, tokens in (("decode", whole, new_tokens - 1), ("prompt-512", prefill, 512)):
+        rates = statistics.quantiles([tokens / taken for taken in times], n=10)
+        rows.append(
+            {
+                "provider": name,
+                "phase": phase,
+                "p20_tokens_s": round(rates[1], 1),
+                "p50_tokens_s": round(rates[4], 1),
+                "p80_tokens_s": round(rates[7], 1),
+                "read_probe_gb_s": round(read_gbps(), 1),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
+    parser.add_argument("--providers", nargs="+", default=names, choices=names)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for name in arguments.providers:
+        with provider(name, arguments.layers) as model:
+            rows += measure(name, model, arguments.rounds, arguments.new)
+    if not arguments.no_write:
+        print(write_rows("cpu_model", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Packed experts on disk: one file a layer, mapped at the next start, so that loading is reading nothing and processes share pages.
+
+A file is named by everything its bytes depend on, the checkpoint's fingerprint among it, so a stale one is never found. Its header
+holds a checksum for each expert, verified at every open; a damaged file is rebuilt. While a file is being made the experts are
+packed straight into its mapping, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts.layout import ExpertsLayout
+
+logger = logging.getLogger(__name__)
+MAGIC = b"moegraft-experts"
+HEADER_BYTES = 1 << 16  # a whole number of pages: the mapping behind it starts where the kernel wants it
+CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s a thread, and reading ahead of it hides the disk
+
+Fill = Callable[[PackedExperts], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """What the packed bytes of a layer depend on."""
+
+    fingerprint: str  # of the source's stored weights, the module's name included
+    weight_type: str
+    layout: str
+    layout_version: int = LAYOUT_VERSION
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str) -> CacheKey:
+    """The key of one layer; `fingerprint` comes from its `WeightSource`."""
+    return CacheKey(fingerprint, weight_type, repr(layout))
+
+
+class PackedCache:
+    """The cache files in one folder, which is made when the first is written."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).expanduser()
+
+    def path(self, key: CacheKey) -> Path:
+        return self.folder / f"{key.digest}.experts"
+
+    def open(self, key: CacheKey, layout: ExpertsLayout) -> PackedExperts | None:
+        """The mapped experts, or None where there is no file or it is damaged, which is logged."""
+        path = self.path(key)
+        if not path.is_file():
+            return None
+        start = time.perf_counter()
+        try:
+            checksums = _read_header(path, key)
+            packed = _map(path, key, layout, mode="r")
+            if _checksums(packed) != checksums:
+                raise _DamagedError("its bytes do not match their checksums")
+        except (_DamagedError, OSError, ValueError) as error:
+            logger.warning("%s: damaged cache file (%s); it is made anew from the checkpoint", path, error)
+            return None
+        seconds = time.perf_counter() - start
+        logger.info("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
+        return packed
+
+    def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:
+        """Packs a layer into a new file and maps that: the file appears under its name only when it is whole.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or the disk is full.
+        """
+        path = self.path(key)
+        scratch = path.with_suffix(f".{os.getpid()}.part")
+        size = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with scratch.open("wb") as file:
+                _reserve(file.fileno(), HEADER_BYTES + size)
+            packed = _map(scratch, key, layout, mode="r+")
+            fill(packed)
+            _write_header(scratch, key, _checksums(packed))
+            scratch.replace(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: the packed experts cannot be kept there ({error}); free space or take cache_dir out"
+            ) from error
+        finally:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                scratch.unlink()
+        return _map(path, key, layout, mode="r")
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the space now where the system can: a full disk must be an error here and not a crash while packing into the mapping."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.truncate(descriptor, size)
+
+
+class _DamagedError(Exception):
+    """Why a cache file cannot be used."""
+
+
+def _map(path: Path, key: CacheKey, layout: ExpertsLayout, *, mode: Any) -> PackedExperts:
+    size = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type)
+    if path.stat().st_size != HEADER_BYTES + size:
+        raise _DamagedError(f"it has {path.stat().st_size} bytes, not {HEADER_BYTES + size}")
+    buffer = np.memmap(path, dtype=np.uint8, mode=mode, offset=HEADER_BYTES, shape=(size,))
+    return PackedExperts(layout.shape, layout.gate, key.weight_type, np.asarray(buffer))
+
+
+def _checksums(packed: PackedExperts) -> list[int]:
+    blocks = packed.buffer.reshape(-1, packed.expert_bytes)
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        return list(pool.map(zlib.crc32, blocks))
+
+
+def _write_header(path: Path, key: CacheKey, checksums: list[int]) -> None:
+    body = json.dumps({"key": asdict(key), "checksums": checksums}).encode()
+    header = MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+    assert len(header) <= HEADER_BYTES, "the header holds 10 digits an expert: enough for thousands"
+    with path.open("r+b") as file:
+        file.write(header)
+        os.fsync(file.fileno())
+
+
+def _read_header(path: Path, key: CacheKey) -> list[int]:
+    start = len(MAGIC) + 8
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    body = head[start : start + int.from_bytes(head[len(MAGIC) : len(MAGIC) + 4], "little")]
+    if not head.startswith(MAGIC) or zlib.crc32(body) != int.from_bytes(head[len(MAGIC) + 4 : start], "little"):
+        raise _DamagedError("its header is not whole")
+    found = json.loads(body)
+    if found["key"] != asdict(key):
+        raise _DamagedError("it belongs to other weights")
+    checksums: list[int] = found["checksums"]
+    return checksums
