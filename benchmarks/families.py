@@ -1,0 +1,117 @@
+"""Does an injected model say what the stock one says? One row for each family of the installed transformers.
+
+Tiny random models of the cases in tests/family_rows.py, saved in float32, loaded by transformers and by `optimize_and_load` with the
+rules `cpu-exact`. Run `python benchmarks/families.py`; writes results/families.csv.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+# Before this file's own folder, which has a module of the same name.
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import torch
+from families import family_cases, prompt, save_checkpoint, stock_model
+from family_rows import FamilyCase
+from record import write_rows
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import MoegraftError
+from moegraft.operators.experts.hybrid import HybridExperts
+
+NEW_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Row:
+    """What one case gave; the fields are the columns."""
+
+    model_type: str
+    model_class: str
+    outcome: str = "served"  # or refused, or failed
+    layers: int | None = None
+    experts_modules: int | None = None
+    layout: str = ""
+    activation: str = ""
+    max_relative_error: str = ""
+    equal_greedy_tokens: str = ""
+    reason: str = ""
+
+
+@torch.no_grad()
+def relative_error(injected: PreTrainedModel, stock: PreTrainedModel) -> float:
+    """max|a - b| / max|b| of the logits of two prompts of 9 tokens."""
+    found, expected = (model(input_ids=prompt(9, batch=2)).logits.double() for model in (injected, stock))
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def equal_tokens(injected: PreTrainedModel, stock: PreTrainedModel) -> int:
+    """How many greedy tokens agree before the first that does not."""
+    ids = prompt(7)
+    found, expected = (model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :] for model in (injected, stock))
+    return int((found == expected).long().cumprod(0).sum())
+
+
+def describe(operator: HybridExperts) -> tuple[str, str]:
+    """The stored layout and the gate of an experts module, in words."""
+    layout = operator.layout
+    words = {
+        "gated": layout.gated,
+        "ungated": not layout.gated,
+        "interleaved": layout.interleaved,
+        "transposed": layout.transposed,
+        "bias": layout.bias,
+    }
+    limits = {"gate": layout.gate.gate_limit, "act": layout.gate.act_limit, "up": layout.gate.up_limit}
+    clamps = [f"{name}<={limit:g}" for name, limit in limits.items() if limit != float("inf")]
+    return " ".join(word for word, holds in words.items() if holds), " ".join([layout.gate.activation, *clamps])
+
+
+def measure(case: FamilyCase, folder: Path) -> Row:
+    row = Row(case.model_type, case.model_class)
+    if not case.buildable:
+        row.outcome, row.reason = "refused", case.reason or ""
+        return row
+    save_checkpoint(case, folder, shards=3)
+    stock = stock_model(case, folder)
+    row.layers = stock.config.get_text_config().num_hidden_layers
+    try:
+        injected = optimize_and_load(folder, "cpu-exact", progress=False)
+    except (MoegraftError, AttributeError, KeyError, RuntimeError, TypeError) as error:  # one failed family is one row
+        row.outcome = "refused" if case.reason and isinstance(error, MoegraftError) else "failed"
+        row.reason = " ".join(str(error).split("error: ")[-1].replace(str(folder), "checkpoint").split())
+        return row
+    operators = [module for module in injected.modules() if isinstance(module, HybridExperts)]
+    row.experts_modules = len(operators)
+    row.layout, row.activation = describe(operators[0])
+    row.max_relative_error = f"{relative_error(injected, stock):.1e}"
+    if case.generates:
+        row.equal_greedy_tokens = f"{equal_tokens(injected, stock)}/{NEW_TOKENS}"
+    return row
+
+
+def main() -> None:
+    rows = []
+    for case in family_cases():
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(case, Path(folder))
+        print(f"{row.model_type:24} {row.outcome:8} {row.max_relative_error:8} {row.equal_greedy_tokens:6} {row.reason}", flush=True)
+        rows.append(dataclasses.asdict(row))
+    print(write_rows("families", rows))
+    failed = [row["model_type"] for row in rows if row["outcome"] == "failed"]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
