@@ -1,0 +1,104 @@
+"""The rule files that come with moegraft, and their guide, hold what they say."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from families import FamilyCase, build_config, family_cases
+from rule_support import findings_of, write
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from moegraft.injection.plan import plan
+from moegraft.injection.rulefile import default_rules, read_rules
+from moegraft.operators.registry import load_registry
+from moegraft.rules import shipped_rules
+
+FAMILIES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe"),
+    *("gpt_oss", "granitemoe", "glm4_moe", "qwen3_next", "qwen3_5_moe"),
+)
+REGISTRY = load_registry()
+GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
+
+
+def cases() -> dict[str, FamilyCase]:
+    return {case.model_type: case for case in family_cases() if case.buildable}
+
+
+def on_meta(case: FamilyCase) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(build_config(case), dtype=torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(shipped_rules()))
+def test_a_shipped_file_is_valid(name: str) -> None:
+    assert read_rules(name, registry=REGISTRY).rules
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_file_is_for_its_type_alone(name: str) -> None:
+    rules = read_rules(name, registry=REGISTRY)
+    (requirement,) = rules.requires
+    assert requirement.values[0] == name
+    assert all(default_rules(value) == name for value in requirement.values)
+    assert name in CONFIG_MAPPING
+    assert [Path(file).stem for file in rules.files] == [name, "cpu"]
+
+
+@pytest.mark.parametrize("name", sorted(shipped_rules()))
+def test_weights_can_be_chosen_in_every_file(name: str) -> None:
+    for weights in ("int4", "bfloat16"):
+        rules = read_rules(name, vars={"weights": weights}, registry=REGISTRY).rules
+        assert [getattr(rule.options, "weights", None) for rule in rules if rule.match.kind == "experts"] == [weights]
+
+
+@pytest.mark.parametrize(("name", "weights"), [("cpu", "int8"), ("cpu-exact", "stored")])
+def test_the_generic_files(name: str, weights: str) -> None:
+    (rule,) = read_rules(name, registry=REGISTRY).rules
+    assert (rule.operator, getattr(rule.options, "weights", None)) == ("hybrid_experts", weights)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_moe_text"])
+def test_a_family_file_plans_its_model_and_refuses_another(name: str) -> None:
+    model = on_meta(cases()[name])
+    found = plan(model, read_rules(default_rules(name), registry=REGISTRY), registry=REGISTRY, dtype=torch.bfloat16)
+    experts = [path for path, _ in model.named_modules() if path.endswith(".experts")]
+    assert [swap.module for swap in found.swaps] == experts
+    assert found.notices == ()
+    assert sum(swap.footprint.total_bytes for swap in found.swaps) > 0
+    other = read_rules("olmoe" if name == "mixtral" else "mixtral", registry=REGISTRY)
+    (finding,) = findings_of(lambda: plan(model, other, registry=REGISTRY, dtype=torch.bfloat16))
+    assert "is for models of type" in finding.message
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's blocks of a language, as they would be saved."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(body) for _, body in found]
+
+
+@pytest.mark.parametrize("index", range(len(blocks("yaml"))))
+def test_the_examples_of_the_guide_are_valid(index: int, tmp_path: Path) -> None:
+    text = blocks("yaml")[index]
+    assert findings_of(lambda: read_rules(write(tmp_path, text), registry=REGISTRY)) == (), text
+
+
+def test_the_guide_names_every_file_and_operator() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    for name in [*shipped_rules(), *REGISTRY]:
+        assert f"`{name}`" in text, name
+    for operator in REGISTRY:
+        assert all(f"`{option}`" in text for option in REGISTRY.options_of(operator)), operator
+
+
+def test_the_guides_file_of_ktransformers_says_what_to_write(tmp_path: Path) -> None:
+    (text,) = [block for block in blocks("") if "KTransformersExperts" in block]
+    found = findings_of(lambda: read_rules(write(tmp_path, text), registry=REGISTRY))
+    assert [finding.position.line for finding in found] == [4, 11, 11]
+    assert all("is KTransformers'" in finding.message for finding in found)
