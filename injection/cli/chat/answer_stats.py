@@ -28,8 +28,8 @@ class AnswerStats:
         computed = f" ({self.prompt_tokens - self.kept_tokens} new)" if self.kept_tokens else ""
         decode = f" at {self.decode_tokens_per_s:.1f} tokens/s" if self.decode_tokens_per_s else ""
         return (
-            f"prompt: {self.prompt_tokens} tokens{computed} at {self.prefill_tokens_per_s:.1f} tokens/s, "
-            f"first token after {self.first_token_s:.2f} s; answer: {self.generated_tokens} tokens{decode}"
+            f"prompt: {_tokens(self.prompt_tokens)}{computed} at {self.prefill_tokens_per_s:.1f} tokens/s, "
+            f"first token after {self.first_token_s:.2f} s; answer: {_tokens(self.generated_tokens)}{decode}"
         )
 
 
@@ -58,6 +58,10 @@ class ChatStats:
         prefill = f" at {self.computed_tokens / self.prefill_s:.1f} tokens/s" if self.prefill_s else ""
         decode = f" at {self.decode_steps / self.decode_s:.1f} tokens/s" if self.decode_s else ""
         return (
-            f"{self.answers} answers so far: {self.computed_tokens} prompt tokens computed{prefill}, "
-            f"{self.generated_tokens} tokens generated{decode}"
+            f"answers so far: {self.answers}; computed of prompts: {_tokens(self.computed_tokens)}{prefill}; "
+            f"generated: {_tokens(self.generated_tokens)}{decode}"
         )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

@@ -105,6 +105,8 @@ class Chat:
         }
         if answer.ending in reasons:
             self.terminal.notice(reasons[answer.ending])
+        elif not answer.text:
+            self.terminal.notice("(the model ended its answer at once)")
         if answer.stats and self._show_stats:
             self.terminal.notice(f"[{answer.stats.line()}]")
             for line in self.loaded.placement():

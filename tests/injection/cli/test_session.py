@@ -152,6 +152,18 @@ def test_a_second_ctrl_c_does_not_wait(loaded: LoadedModel) -> None:
     assert chat.turn("go on").text, "the half-written cache was given up, not used"
 
 
+def test_an_answer_without_text_is_an_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = open_chat(loaded)
+    first = loaded.tokenizer(chat.turn("hello").text)["input_ids"][0]
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", first)  # what the model says first now ends its answer
+    chat = open_chat(loaded)
+    monkeypatch.setattr(loaded.tokenizer, "decode", lambda *args, **options: "")  # as of an ending token
+    answer = chat.turn("hello")
+    assert (answer.ending, answer.text) == ("finished", "")
+    assert "ended its answer at once" in shown(chat) and "answer: 1 token]" in shown(chat)
+    assert [message.role for message in chat.conversation.messages] == ["user", "assistant"]
+
+
 def test_a_full_context_ends_the_answer(loaded: LoadedModel) -> None:
     chat = open_chat(loaded, SamplingOptions(do_sample=False, max_new_tokens=60))
     question = "x" * ((loaded.context_tokens or 0) - 3 - 5)
@@ -193,7 +205,7 @@ def test_stats_sum_up(loaded: LoadedModel) -> None:
     chat.turn("hello")
     chat.turn("more")
     run_command(chat, "/stats")
-    assert "2 answers so far" in shown(chat) and "24 tokens generated" in shown(chat)
+    assert "answers so far: 2; " in shown(chat) and "; generated: 24 tokens at " in shown(chat)
     assert "model: tiny; seed: 11" in shown(chat)
     assert "of 4096 tokens after the last answer" in shown(chat)
 

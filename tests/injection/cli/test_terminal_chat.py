@@ -26,7 +26,7 @@ def test_a_conversation(person: Callable[..., Any], chat_folder: Path, tmp_path:
     someone.say("/staats")
     assert "did you mean /stats?" in someone.sees(PROMPT)
     someone.say("/stats")
-    assert "2 answers so far" in someone.sees(PROMPT)
+    assert "answers so far: 2;" in someone.sees(PROMPT)
 
     record = tmp_path / "talk.md"
     for reply in ("saved 4 messages", "was left as it is"):
