@@ -56,7 +56,7 @@ def outline(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -
     """
     source = find_model(model, trust_remote_code=trust_remote_code, weights=False)
     stored = _stored_dtype(source)
-    dtype = source.config.dtype or stored
+    dtype = source.config.dtype if isinstance(source.config.dtype, torch.dtype) else stored
     return Outline(source, meta_skeleton(source, dtype), stored, dtype, _why_unloadable(source))
 
 

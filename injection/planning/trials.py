@@ -71,5 +71,7 @@ def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
         misses.append(f"it is of kind {found}, not {match.kind}" if found else f"it is of no kind, so not of kind {match.kind}")
     if match.layers is not None and modules.layer(path) not in match.layers:
         layer = modules.layer(path)
-        misses.append(f"it is in layer {layer}, not in {match.layers}" if layer is not None else f"it is in no layer, not in {match.layers}")
+        misses.append(
+            f"it is in layer {layer}, not in {match.layers}" if layer is not None else f"it is in no layer, not in {match.layers}"
+        )
     return misses

@@ -13,8 +13,8 @@ Json = Mapping[str, Any]  # what a command reports differs from command to comma
 
 
 def write_json(terminal: Terminal, data: Json) -> None:
-    """One object; numbers that JSON lacks (NaN, infinity) become null."""
-    terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """One object; numbers that JSON lacks (NaN, infinity) become null, paths and the like their text."""
+    terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,36 @@
+"""From a command's options to rules and the outline of the model that they are for. Imports torch: commands import this when they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moegraft.injection.cli.loading import model_of, quiet_libraries
+from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.outline import Outline, outline
+from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
+from moegraft.operators.registry import OperatorRegistry, load_registry
+
+
+@dataclass(frozen=True, slots=True)
+class OutlinedRules:
+    """Rules and the model that they are for."""
+
+    outline: Outline
+    rules: RuleFile
+    registry: OperatorRegistry
+
+
+def outlined_rules(options: ModelOptions) -> OutlinedRules:
+    """
+    Raises:
+        RuleErrors: mistakes that show without a model.
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+    """
+    quiet_libraries()
+    registry = load_registry()
+    # Rules first: what is wrong with them shows at once, where a model takes seconds.
+    rules = read_rules(options.rules, vars=options.vars(), registry=registry) if options.rules else None
+    outlined = outline(model_of(options), trust_remote_code=options.trust_remote_code)
+    if rules is None:
+        rules = read_rules(default_rules(outlined.model_type), vars=options.vars(), registry=registry)
+    return OutlinedRules(outlined, rules, registry)
