@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 
@@ -48,28 +49,64 @@ PIECES = (
 )
 
 
+WORD = re.compile(r"[A-Za-z0-9_.\\$^-]+")
+WORDS = (
+    *WORD.findall(VALID),
+    "0",
+    "-1",
+    "1.5",
+    "true",
+    "no",
+    "null",
+    "hybrid_expert",
+    "layers.1.",
+    "(",
+    "KExpertsCPU",
+    "0-99",
+    "9-1",
+    "router",
+)
+
+
 def damaged(chance: random.Random) -> bytes:
-    """VALID after one to five edits: a piece put in, a stretch cut, doubled or swapped with another, a byte changed."""
+    """VALID after one to three edits, most of which leave it YAML."""
     text = VALID
-    for _ in range(chance.randint(1, 5)):
-        at = chance.randrange(len(text) + 1)
-        end = min(len(text), at + chance.randint(1, 30))
-        edit = chance.randrange(4)
-        if edit == 0:
-            text = text[:at] + chance.choice(PIECES) + text[at:]
-        elif edit == 1:
-            text = text[:at] + text[end:]
-        elif edit == 2:
-            text = text[:end] + text[at:end] * chance.randint(1, 3) + text[end:]
-        else:
-            lines = text.splitlines(keepends=True)
-            chance.shuffle(lines)
-            text = "".join(lines)
-        text = text or "x"
+    for _ in range(chance.randint(1, 3)):
+        text = chance.choice((_reworded, _reworded, _reworded, _pierced, _cut, _doubled, _shuffled))(text, chance) or "x"
     data = bytearray(text.encode())
-    if chance.random() < 0.2:
+    if chance.random() < 0.1:
         data[chance.randrange(len(data))] = chance.randrange(256)
     return bytes(data)
+
+
+def _reworded(text: str, chance: random.Random) -> str:
+    found = list(WORD.finditer(text))
+    if not found:
+        return text
+    word = chance.choice(found)
+    return text[: word.start()] + chance.choice(WORDS) + text[word.end() :]
+
+
+def _pierced(text: str, chance: random.Random) -> str:
+    at = chance.randrange(len(text) + 1)
+    return text[:at] + chance.choice(PIECES) + text[at:]
+
+
+def _cut(text: str, chance: random.Random) -> str:
+    at = chance.randrange(len(text) + 1)
+    return text[:at] + text[at + chance.randint(1, 30) :]
+
+
+def _doubled(text: str, chance: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    at = chance.randrange(len(lines) + 1)
+    return "".join([*lines[:at], *lines[at : at + chance.randint(1, 4)] * 2, *lines[at:]])
+
+
+def _shuffled(text: str, chance: random.Random) -> str:
+    lines = text.splitlines(keepends=True)
+    chance.shuffle(lines)
+    return "".join(lines)
 
 
 @pytest.mark.parametrize("seed", range(8))
