@@ -91,7 +91,10 @@ def _near_class(name: str, modules: ModelModules, indent: str) -> str:
 
 def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
     for mended in _mended(pattern, modules):
-        found = modules.matching(Match(name=mended))
+        try:
+            found = modules.matching(Match(name=mended))
+        except re.error:
+            continue  # a word of the pattern's own syntax was renamed, such as the P of (?P<layer>
         if found:
             return f"{indent}nearest: {found[0]} ({_count(found)}); did you mean '{mended}'?"
     near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)

@@ -234,6 +234,13 @@ def test_experts_of_another_form_are_named(tmp_path: Path) -> None:
     assert found.message.endswith("model.experts (ModuleList) is named so, but does not hold its experts in 3-D parameters")
 
 
+def test_the_syntax_of_a_pattern_is_not_mended(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.Pe = nn.Identity()  # near the P of (?P<...>
+    (found,) = findings_of(lambda: plan_for(write(tmp_path, f"- {{match: {{name: '(?P<layers>mlp).expertz'}}, {EXPERTS}}}\n"), model))
+    assert found.message.endswith("did you mean '(?P<layers>mlp).experts'?")
+
+
 def test_an_inherited_rule_that_is_overridden_is_a_notice(tmp_path: Path) -> None:
     found = plan_for(write(tmp_path, f"extends: cpu\nrules:\n- {{id: mine, match: {{kind: experts}}, {EXPERTS}}}\n"))
     (notice,) = found.notices
