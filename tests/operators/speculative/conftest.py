@@ -1,0 +1,47 @@
+"""Tiny models that draft: one factory, and the stock model beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, served_cases
+from family_rows import FamilyCase
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+
+RULES = """
+version: 1
+extends: cpu-exact
+rules:
+- match: {{kind: model}}
+  replace: {{class: speculative_draft, kwargs: {{{options}}}}}
+"""
+Drafting = Callable[..., PreTrainedModel]
+
+
+def case(model_type: str) -> FamilyCase:
+    return next(case for case in served_cases() if case.model_type == model_type)
+
+
+@pytest.fixture
+def drafting(tmp_path: Path) -> Drafting:
+    """`drafting("qwen3_moe", draft_top_k=1, ...)`: that family's tiny model with `speculative_draft` and a fixed schedule."""
+
+    def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+        options = {"schedule": "fixed", "max_draft": 4} | options
+        rules = tmp_path / "rules.yaml"
+        rules.write_text(RULES.format(options=", ".join(f"{name}: {value}" for name, value in options.items())))
+        return optimize_and_load(build_model(case(model_type)).to(dtype), rules, progress=False)
+
+    return make
+
+
+@pytest.fixture
+def stock() -> Callable[..., PreTrainedModel]:
+    """`stock("qwen3_moe")`: the same model as transformers has it."""
+    return lambda model_type="qwen3_moe", dtype=torch.float32: build_model(case(model_type)).to(dtype)

@@ -1,0 +1,171 @@
+"""What a drafting model says is what it says without drafts: token by token when greedy, in distribution when sampled."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from families import prompt
+from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
+
+from moegraft.operators.draft import DraftSettings
+from moegraft.operators.speculative import decoding
+from moegraft.operators.speculative.answer import Answer
+from moegraft.operators.speculative.decoding import SpeculativeDecoding
+from moegraft.operators.speculative.drafting import ExpertsDrafter
+from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.schedule import FixedSchedule
+from moegraft.operators.speculative.statistics import Statistics
+
+FAMILIES = [
+    "deepseek_v3",  # its router does not sort the chosen experts; one shared expert
+    "qwen3_moe",
+    "mixtral",  # every layer has a sliding window
+    "gpt_oss",  # sliding and full layers in turn, experts with biases
+    "olmoe",
+]
+MORE_FAMILIES = [
+    "gemma4_text",  # layers that share keys and values
+    "qwen3_vl_moe",  # positions in three dimensions
+    "glm4_moe_lite",  # latent attention
+    "granitemoe",
+]
+STEPS = 40  # past the tiny models' window of 16
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    found = model.generate(ids, do_sample=False, **{"max_new_tokens": STEPS} | arguments)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def statistics(model: PreTrainedModel) -> Any:
+    return model.moegraft.model_operator._statistics
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *MORE_FAMILIES])
+def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, stock: Any) -> None:
+    model = drafting(model_type)
+    assert torch.equal(greedy(model, prompt(20)), greedy(stock(model_type), prompt(20)))
+    assert 0 < statistics(model).rounds < STEPS - 1  # some drafts stood, some fell
+    assert any(share < 1 for share in statistics(model).acceptance)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"draft_top_k": 1, "max_draft": 1}, STEPS),
+        ({"draft_top_k": 1, "max_draft": 30}, STEPS),  # longer than the windows, and than what is left
+        ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token of room: nothing can be drafted
+        ({"draft_top_k": 1, "max_draft": 4, "confidence": 0.5}, STEPS),
+        ({"draft_top_k": 1, "max_draft": 4, "renormalise": "true"}, STEPS),
+        ({"draft": "ngram", "max_draft": 6}, STEPS),
+        ({"schedule": "marginal", "max_draft": 5}, STEPS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_greedy_text_is_the_same_for_every_option(options: dict[str, Any], steps: int, model_type: str, drafting: Any, stock: Any) -> None:
+    found = greedy(drafting(model_type, **options), prompt(12), max_new_tokens=steps)
+    assert torch.equal(found, greedy(stock(model_type), prompt(12), max_new_tokens=steps))
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_with_all_experts_always_stands(samples: bool, drafting: Any) -> None:
+    model = drafting(draft_top_k=2, max_draft=3)
+    torch.manual_seed(0)
+    model.generate(prompt(10), max_new_tokens=4 * 8 + 1, do_sample=samples)
+    assert statistics(model).acceptance == (1.0, 1.0, 1.0)
+    assert statistics(model).tokens_per_round == 4.0  # three drafts and the bonus token
+
+
+class Remembered(Answer):
+    """An answer whose forward passes are run once for each context, so that thousands of texts can be drawn."""
+
+    seen: dict[tuple[Any, ...], torch.Tensor]
+
+    def read_prompt(self) -> torch.Tensor:
+        return self.forward((), feed=1)[0]
+
+    def forward(self, tokens: Any, feed: int) -> torch.Tensor:
+        switch = self._model.moegraft.model_operator._switch
+        ids, known = self.with_tokens(tokens), self.length - 1
+        key = (tuple(ids[0].tolist()), known, feed, switch.settings)
+        if key not in self.seen:
+            with switch.drafting(ALL_EXPERTS):
+                cache = self._model(ids[:, :known], use_cache=True).past_key_values
+            self.seen[key] = self._model(ids[:, known:], past_key_values=cache, use_cache=True).logits[0, -feed:]
+        return self.seen[key]
+
+
+ALL_EXPERTS = DraftSettings(top_k=1000)
+WORDS = 4  # tokens that top_k leaves at each step
+LENGTH = 3
+DRAWS = 5000
+
+
+def processors() -> LogitsProcessorList:
+    return LogitsProcessorList([TemperatureLogitsWarper(1.5), TopKLogitsWarper(WORDS)])
+
+
+def exact_distribution(logits_after: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, steps: int) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `steps` tokens after `ids`, by the chain rule."""
+    if steps == 0:
+        return {(): 1.0}
+    p = processors()(ids, logits_after(ids))[0].softmax(-1)
+    found = {}
+    for token in p.nonzero().flatten().tolist():
+        rest = exact_distribution(logits_after, torch.cat([ids, torch.tensor([[token]])], -1), steps - 1)
+        found |= {(token, *text): float(p[token]) * share for text, share in rest.items()}
+    return found
+
+
+def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[int, ...], float]) -> float:
+    return sum(abs(one.get(text, 0) - other.get(text, 0)) for text in {*one, *other}) / 2
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, drafting: Any, stock: Any, monkeypatch: Any) -> None:
+    model, plain, ids = drafting(model_type), stock(model_type), prompt(8)
+    exact = exact_distribution(lambda text: plain(text).logits[:, -1], ids, LENGTH)
+    operator = model.moegraft.model_operator
+
+    def drafted(text: torch.Tensor) -> torch.Tensor:
+        with operator._switch.drafting(operator.options.settings):
+            return model(text).logits[:, -1]
+
+    far = total_variation(exact, exact_distribution(drafted, ids, LENGTH))
+    assert far > 0.25, f"the draft is too close to the target ({far:.2f}) for a wrong rule to show"
+    found = Counter(draw_texts(model, ids, monkeypatch))
+    distance = total_variation(exact, {text: count / DRAWS for text, count in found.items()})
+    # The mean distance of that many honest draws, and a margin that one honest run in a million exceeds (McDiarmid).
+    expected = sum(math.sqrt(2 / math.pi * share * (1 - share) / DRAWS) for share in exact.values()) / 2
+    assert distance < expected + math.sqrt(math.log(1e6) / (2 * DRAWS))
+
+
+def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> list[tuple[int, ...]]:
+    Remembered.seen = {}
+    monkeypatch.setattr(decoding, "Answer", Remembered)
+    operator = model.moegraft.model_operator
+    loop = SpeculativeDecoding(
+        options=SpeculativeOptions(max_draft=LENGTH - 1),
+        drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
+        schedule=FixedSchedule(LENGTH - 1),
+        statistics=Statistics(),
+        say_once=pytest.fail,
+    )
+    config = model.generation_config
+    config.update(do_sample=True, max_length=ids.shape[1] + LENGTH, return_dict_in_generate=False)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + LENGTH)])
+    torch.manual_seed(0)
+    texts = []
+    for _ in range(DRAWS):
+        result = loop(model, ids, processors(), criteria, config, past_key_values=DynamicCache(), use_cache=True)
+        texts.append(tuple(result[0, ids.shape[1] :].tolist()))
+    return texts
