@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,27 +20,27 @@ rules:
 - match: {{kind: model}}
   replace: {{class: speculative_draft, kwargs: {{{options}}}}}
 """
-Drafting = Callable[..., PreTrainedModel]
+Make = Callable[..., PreTrainedModel]
 
 
 def case(model_type: str) -> FamilyCase:
     return next(case for case in served_cases() if case.model_type == model_type)
 
 
-@pytest.fixture
-def drafting(tmp_path: Path) -> Drafting:
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """`drafting("qwen3_moe", draft_top_k=1, ...)`: that family's tiny model with `speculative_draft` and a fixed schedule."""
+    rules = tmp_path_factory.mktemp("speculative") / "rules.yaml"
 
     def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
         options = {"schedule": "fixed", "max_draft": 4} | options
-        rules = tmp_path / "rules.yaml"
         rules.write_text(RULES.format(options=", ".join(f"{name}: {value}" for name, value in options.items())))
         return optimize_and_load(build_model(case(model_type)).to(dtype), rules, progress=False)
 
     return make
 
 
-@pytest.fixture
-def stock() -> Callable[..., PreTrainedModel]:
+@pytest.fixture(scope="session")
+def stock() -> Make:
     """`stock("qwen3_moe")`: the same model as transformers has it."""
     return lambda model_type="qwen3_moe", dtype=torch.float32: build_model(case(model_type)).to(dtype)

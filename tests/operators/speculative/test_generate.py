@@ -1,0 +1,266 @@
+"""`generate` of a drafting model takes what it always takes, and gives what it always gives."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB_SIZE, prompt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+STEPS = 24
+IDS = prompt(9)
+
+
+@pytest.fixture(scope="module")
+def pair(drafting: Any, stock: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A drafting model and its stock twin; no test changes them."""
+    return drafting("qwen3_moe", max_draft=4), stock("qwen3_moe")
+
+
+def both(pair: tuple[PreTrainedModel, PreTrainedModel], ids: torch.Tensor = IDS, **arguments: Any) -> tuple[Any, Any]:
+    given = {"max_new_tokens": STEPS, "do_sample": False} | arguments
+    return pair[0].generate(ids, **given), pair[1].generate(ids, **given)
+
+
+def plain_text(pair: tuple[PreTrainedModel, PreTrainedModel]) -> list[int]:
+    return pair[1].generate(IDS, max_new_tokens=STEPS, do_sample=False)[0, IDS.shape[1] :].tolist()
+
+
+def drafted_rounds(model: PreTrainedModel) -> int:
+    return model.moegraft.model_operator._statistics.rounds
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB_SIZE])}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_the_end_token_ends_the_text_wherever_in_a_draft_it_stands(pair: Any) -> None:
+    text, before = plain_text(pair), drafted_rounds(pair[0])
+    for position, token in enumerate(text[:12]):
+        found, expected = both(pair, eos_token_id=token, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found.past_key_values.get_seq_length() == found.sequences.shape[1] - 1, f"cache after an end at {position}"
+    assert drafted_rounds(pair[0]) > before
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+def test_the_text_is_never_longer_than_asked(pair: Any, steps: int) -> None:
+    found, expected = both(pair, max_new_tokens=steps)
+    assert torch.equal(found, expected)
+
+
+def test_a_stop_string_ends_the_text_though_rounds_cut_it(pair: Any) -> None:
+    words, text = tokenizer(), plain_text(pair)
+    for start in range(6):  # so that some of them are cut by the end of a round
+        stop = words.decode(text[start : start + 3])
+        found, expected = both(pair, stop_strings=[stop], tokenizer=words)
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="tokenizer"):
+        pair[0].generate(IDS, stop_strings=["x"], max_new_tokens=4)
+    config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, stop_strings=stop, pad_token_id=0)
+    assert torch.equal(pair[0].generate(IDS, config, tokenizer=words), expected)
+
+
+class Count(StoppingCriteria):
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= self.tokens])
+
+
+def test_a_stopping_criterion_sees_every_token_once(pair: Any) -> None:
+    criterion = Count(IDS.shape[1] + 11)
+    found = pair[0].generate(IDS, max_new_tokens=STEPS, do_sample=False, stopping_criteria=[criterion])
+    assert found.shape[1] == IDS.shape[1] + 11
+    assert criterion.lengths == list(range(IDS.shape[1] + 1, IDS.shape[1] + 12))
+
+
+class Collect(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_and_then_token_by_token(pair: Any) -> None:
+    found, expected = Collect(), Collect()
+    both(pair)
+    for model, streamer in zip(pair, (found, expected), strict=True):
+        model.generate(IDS, max_new_tokens=STEPS, do_sample=False, streamer=streamer)
+    assert found.pieces == expected.pieces
+    assert found.ended
+
+
+def test_returned_scores_and_logits_are_those_of_plain_decoding(pair: Any) -> None:
+    found, expected = both(pair, return_dict_in_generate=True, output_scores=True, output_logits=True, repetition_penalty=1.3)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(found.logits) == STEPS
+    for name in ("scores", "logits"):
+        for one, other in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 1.5},  # every processor after the first depends on the drafted tokens too
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10, "eos_token_id": 7},
+        {"bad_words_ids": [[5], [8, 9]]},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1] * 7 + step) % VOCAB_SIZE for step in range(9)]},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+    ],
+    ids=lambda arguments: next(iter(arguments)) + str(arguments.get("cache_implementation", "")),
+)
+def test_arguments_mean_what_they_mean_without_drafts(pair: Any, arguments: dict[str, Any]) -> None:
+    before = drafted_rounds(pair[0])
+    found, expected = both(pair, **arguments)
+    assert torch.equal(found, expected)
+    assert drafted_rounds(pair[0]) > before
+
+
+def test_left_padding_of_one_sequence(pair: Any) -> None:
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.int64), IDS], -1)
+    mask = torch.cat([torch.zeros(1, 4, dtype=torch.int64), torch.ones_like(IDS)], -1)
+    found, expected = both(pair, ids, attention_mask=mask)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[:, 4:], both(pair)[0])
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+def test_the_returned_cache_goes_on_in_the_next_call(pair: Any, samples: bool) -> None:
+    torch.manual_seed(3)
+    first = pair[0].generate(IDS, max_new_tokens=9, do_sample=samples, return_dict_in_generate=True, temperature=2.0 if samples else None)
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    longer = torch.cat([first.sequences, prompt(4, seed=5)], -1)
+    found = pair[0].generate(longer, past_key_values=first.past_key_values, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, pair[1].generate(longer, max_new_tokens=12, do_sample=False))
+
+
+def test_sampling_repeats_with_its_seed_and_its_logits_are_the_full_models(pair: Any) -> None:
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        made = pair[0].generate(
+            IDS, max_new_tokens=STEPS, do_sample=True, temperature=2.0, top_k=20, return_dict_in_generate=True, output_logits=True
+        )
+        texts.append(made.sequences)
+    assert torch.equal(*texts)
+    with torch.no_grad():
+        logits = pair[1](made.sequences).logits[0, IDS.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.cat(made.logits), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"inputs": prompt(6, batch=2)}, "a batch of 2 sequences"),
+        ({"num_return_sequences": 2, "do_sample": True, "top_k": 1}, "num_return_sequences=2"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+        ({"guidance_scale": 1.5, "negative_prompt_ids": prompt(4)}, "classifier-free guidance"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states"),
+        ({"custom_generate": lambda model, input_ids, **rest: input_ids}, "custom_generate"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_draft_is_decoded_plainly_and_said_once(
+    arguments: dict[str, Any], reason: str, drafting: Any, pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = drafting("qwen3_moe")
+    given = {"inputs": IDS, "max_new_tokens": 6, "do_sample": False} | arguments
+    with caplog.at_level(logging.WARNING):
+        found = [model.generate(**given) for _ in range(2)][-1]
+    expected = pair[1].generate(**given)
+    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+    said = [record.message for record in caplog.records if "decoding plainly" in record.message]
+    assert len(said) == 1 and reason in said[0]
+    assert drafted_rounds(model) == 0
+
+
+def test_an_assistant_model_assists_as_without_drafts(pair: Any, drafting: Any) -> None:
+    model = drafting("qwen3_moe")
+    found = model.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=pair[1])
+    assert torch.equal(found, pair[1].generate(IDS, max_new_tokens=6, do_sample=False))
+    assert drafted_rounds(model) == 0
+
+
+class Broken(Exception):
+    """What a test raises."""
+
+
+class BreaksAt:
+    """A logits processor, so called in drafts and in verification, that raises at its `call`-th call."""
+
+    def __init__(self, call: int, error: type[BaseException]) -> None:
+        self.left = call
+        self.error = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return scores
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [2, 4, 6, 7, 9])  # the first is the prompt's; then drafts, then verification
+def test_an_interrupted_round_leaves_cache_and_experts_as_they_were(pair: Any, call: int, error: type[BaseException]) -> None:
+    model, stock = pair
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(error):
+        model.generate(IDS, max_new_tokens=STEPS, do_sample=False, past_key_values=cache, logits_processor=[BreaksAt(call, error)])
+    assert model.moegraft.model_operator._switch.settings is None
+    held = cache.get_seq_length()
+    text = stock.generate(IDS, max_new_tokens=STEPS, do_sample=False)
+    found = model.generate(text[:, : held + 1], past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, text[:, : held + 6])
+
+
+def test_a_forward_pass_that_breaks_halfway_leaves_layers_of_one_length(pair: Any) -> None:
+    model, _ = pair
+    cache = DynamicCache(config=model.config)
+    calls = 0
+
+    def break_fourth(module: Any, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(break_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(IDS, max_new_tokens=STEPS, do_sample=False, past_key_values=cache)
+    hook.remove()
+    assert {layer.get_seq_length() for layer in cache.layers} == {IDS.shape[1]}
+
+
+def test_two_models_generate_in_turn(drafting: Any, stock: Any) -> None:
+    models = [drafting("qwen3_moe", draft_top_k=1), drafting("gpt_oss", draft_top_k=1, max_draft=2)]
+    twins = [stock("qwen3_moe"), stock("gpt_oss")]
+    for seed in range(3):
+        for model, twin in zip(models, twins, strict=True):
+            ids = prompt(7, seed=seed)
+            assert torch.equal(
+                model.generate(ids, max_new_tokens=10, do_sample=False), twin.generate(ids, max_new_tokens=10, do_sample=False)
+            )
+    assert models[0].moegraft.model_operator._switch is not models[1].moegraft.model_operator._switch
