@@ -114,6 +114,36 @@ SLIDING_THEN_FULL: Mapping[str, Any] = {"layer_types": ["sliding_attention", "fu
 DENSE_THEN_SPARSE: Mapping[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
 EVERY_HEAD_ITS_KEYS: Mapping[str, Any] = {"num_key_value_heads": 4}  # latent attention expands to one key a head
 NO_ROTARY_PART: Mapping[str, Any] = {"qk_rope_head_dim": 0, "index_kpool": 4}
+SMALL_DOTS3: Mapping[str, Any] = {
+    "head_dim": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 16,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+SMALL_QWEN4: Mapping[str, Any] = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 64,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SMALL_GEMMA4: Mapping[str, Any] = {
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 UNKNOWN_GATE = "{} has a gate function of a form that the kernel does not know"
 NO_INTERFACE = "{} does not follow transformers' shared experts interface"
 NOT_IN_ONE_MODULE = "({}) is named so, but does not hold its experts in 3-D parameters"
@@ -173,13 +203,13 @@ ROWS: tuple[FamilyCase, ...] = (
     ),
     _row("diffusion_gemma", "", reason="not a causal language model: it denoises blocks of text"),
     _row("dots1", "Dots1ForCausalLM"),
+    _row("dots3_note_text", "Dots3NoteForCausalLM", EVERY_HEAD_ITS_KEYS, SMALL_DOTS3, family="dots3_note"),
     _row(
-        "dots3_note_text",
-        "Dots3NoteForCausalLM",
+        "dots3_note",
+        "Dots3NoteForConditionalGeneration",
         EVERY_HEAD_ITS_KEYS,
-        {"head_dim": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24},
-        {"swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16},
-        family="dots3_note",
+        SMALL_DOTS3,
+        towers={"vision_config": {"mlp_layer_types": ["sparse"], "num_local_experts": 4, "moe_intermediate_size": 32}},
     ),
     _row("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     _row(
@@ -191,19 +221,8 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("exaone_moe", "ExaoneMoeForCausalLM", SLIDING_THEN_FULL),
     _row("flex_olmo", "FlexOlmoForCausalLM"),
     _row("flint", "FlintForCausalLM"),
-    _row(
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        SLIDING_THEN_FULL,
-        {"enable_moe_block": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE},
-        family="gemma4",
-    ),
-    _row(
-        "gemma4",
-        "Gemma4ForConditionalGeneration",
-        SLIDING_THEN_FULL,
-        {"enable_moe_block": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE},
-    ),
+    _row("gemma4_text", "Gemma4ForCausalLM", SLIDING_THEN_FULL, SMALL_GEMMA4, family="gemma4"),
+    _row("gemma4", "Gemma4ForConditionalGeneration", SLIDING_THEN_FULL, SMALL_GEMMA4),
     _row("glm4_moe", "Glm4MoeForCausalLM"),
     _row("glm4_moe_lite", "Glm4MoeLiteForCausalLM", EVERY_HEAD_ITS_KEYS),
     _row(
@@ -262,15 +281,8 @@ ROWS: tuple[FamilyCase, ...] = (
         whole={"vision_start_token_id": 151652},
     ),
     _row("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-    _row(
-        "qwen4_exp_text",
-        "Qwen4ExpForCausalLM",
-        LINEAR_THEN_FULL,
-        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4},
-        {"hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "split_ngram_parts": 2},
-        {"make_ngram_vocab_size_divisible_by": 8, "eos_token_id": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        family="qwen4_exp",
-    ),
+    _row("qwen4_exp_text", "Qwen4ExpForCausalLM", LINEAR_THEN_FULL, SMALL_QWEN4, family="qwen4_exp"),
+    _row("qwen4_exp", "Qwen4ExpForConditionalGeneration", LINEAR_THEN_FULL, SMALL_QWEN4),
     _row("solar_open", "SolarOpenForCausalLM"),
     _row("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", towers=SMALL_SAM),
     _row("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1}),
