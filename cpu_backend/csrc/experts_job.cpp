@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "engine.h"
+#include "prefetch.h"
 
 namespace moegraft {
 namespace {
@@ -128,7 +129,10 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
     const std::uint32_t* hidden = tile_records(segment, tile, mine);
     for (int b = 0; b < blocks; ++b) {
       const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group * blocks + b);
-      kernels_.tile[static_cast<int>(format_)]({block, hidden, hidden_groups_, tile.tokens, mine.rows});
+      TileArgs args = tile_args(block, experts_.type(), hidden_groups_, tile, index, tiling.count());
+      args.records = hidden;
+      args.out = mine.rows;
+      kernels_.tile[static_cast<int>(format_)](args);
       kernels_.gate({&experts_.gate(), mine.rows, gate_bias ? gate_bias + b * width : nullptr, up_bias ? up_bias + b * width : nullptr,
                      tile.tokens, shape.gated, mine.neurons + b * width});
     }
@@ -160,8 +164,10 @@ void ExpertsJob::compute_rows(int unit, Worker& mine) {
       const float* block_bias = bias ? bias + (first_block + b) * kBlockRows : nullptr;
       for (int index = 0; index < tiling.count(); ++index) {
         const Tile tile = tiling[index];
-        kernels_.tile[static_cast<int>(format_)](
-            {block, records + static_cast<std::size_t>(tile.first) * neuron_words_, neuron_groups_, tile.tokens, mine.rows});
+        TileArgs args = tile_args(block, experts_.type(), neuron_groups_, tile, index, tiling.count());
+        args.records = records + static_cast<std::size_t>(tile.first) * neuron_words_;
+        args.out = mine.rows;
+        kernels_.tile[static_cast<int>(format_)](args);
         for (int i = 0; i < tile.tokens; ++i) {
           const Pair& pair = pairs[tile.first + i];
           kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, mine.rows + i * kBlockRows, block_bias, pair.weight);

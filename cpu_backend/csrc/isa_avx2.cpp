@@ -15,7 +15,6 @@ struct Avx2 {
   static constexpr int kFloatTokens = 6;    // in halves: 12 sums, 2 weights and a broadcast in 16 registers
   static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums come and go once a group
   static constexpr int kWholeTokens = 1;    // a lone token reads each line once, in order
-  static constexpr int kPrefetchBytes = 2048;  // tuned on EPYC Zen 5
   static constexpr bool kHasBf16 = false;
 
   static F zero() { return _mm256_setzero_ps(); }

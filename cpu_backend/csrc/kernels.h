@@ -41,7 +41,12 @@ struct TileArgs {
   int groups;                    // columns / 32
   int tokens;                    // 1 to Kernels::max_tokens
   float* out;                    // (tokens, 32)
+  const std::byte* ahead;        // what will be read next: `ahead_lines` lines of it are prefetched with each group
+  int ahead_lines;
 };
+
+// 64-byte lines that one group of 32 columns takes in a block.
+constexpr int lines_per_group(WeightType type) { return static_cast<int>(block_bytes(type, kGroup) / 64); }
 
 struct GateArgs {
   const GateSpec* spec;

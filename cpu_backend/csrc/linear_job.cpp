@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "routing.h"
 
 namespace moegraft {
@@ -69,8 +70,10 @@ void LinearJob::compute_rows(int unit) {
     const int present = std::min(kBlockRows, linear_.rows() - block * kBlockRows);
     for (int index = 0; index < tiling.count(); ++index) {
       const Tile tile = tiling[index];
-      const auto* records = reinterpret_cast<const std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(tile.first) * words_;
-      kernels_.tile[static_cast<int>(format_)]({linear_.block(block), records, groups_, tile.tokens, rows});
+      TileArgs args = tile_args(linear_.block(block), linear_.type(), groups_, tile, index, tiling.count());
+      args.records = reinterpret_cast<const std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(tile.first) * words_;
+      args.out = rows;
+      kernels_.tile[static_cast<int>(format_)](args);
       for (int i = 0; i < tile.tokens; ++i) {
         const float* result = rows + i * kBlockRows;
         if (bias) {

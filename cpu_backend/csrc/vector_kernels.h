@@ -17,11 +17,10 @@
 namespace moegraft {
 namespace {
 
-constexpr int kPrefetchTokens = 4;  // with more tokens than this a tile is bound by arithmetic and the prefetches only cost slots
-
-template <class T, int N>
-inline void prefetch(const std::byte* line) {
-  if constexpr (N <= kPrefetchTokens && T::kPrefetchBytes > 0) __builtin_prefetch(line + T::kPrefetchBytes, 0, 3);
+// A burst a group: hardware prefetchers stop at 4 KiB and start late, and a tile of several tokens computes longer than it reads.
+inline void prefetch_ahead(const TileArgs& args, int group) {
+  const std::byte* line = args.ahead + static_cast<std::size_t>(group) * static_cast<std::size_t>(args.ahead_lines) * 64;
+  for (int i = 0; i < args.ahead_lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
 }
 
 template <class T, int V, int N>
@@ -40,6 +39,7 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
   const std::byte* line = args.block + first_vector * T::kWidth * kBytes;
   const std::uint32_t* words = args.records;
   for (int col = 0; col < args.groups * kGroup; ++col, line += kBlockRows * kBytes, words += N) {
+    if (col % kGroup == 0) prefetch_ahead(args, col / kGroup);
     typename T::F weights[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -47,8 +47,6 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
       if constexpr (Kind == Format::kFloat32) weights[v] = T::load(reinterpret_cast<const float*>(source));
       else weights[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(source));
     }
-    prefetch<T, N>(line);
-    if constexpr (Kind == Format::kFloat32) prefetch<T, N>(line + 64);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       const typename T::F value = T::broadcast_float(words + n);
@@ -66,11 +64,10 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   const std::byte* line = args.block + first_vector * T::kWidth * 4;
   const std::uint32_t* words = args.records;
   for (int pair = 0; pair < args.groups * kGroup / 2; ++pair, line += 128, words += Kind == Format::kBFloat16 ? 2 * N : N) {
+    if (pair % (kGroup / 2) == 0) prefetch_ahead(args, pair / (kGroup / 2));
     typename T::I weights[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
-    prefetch<T, N>(line);
-    prefetch<T, N>(line + 64);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
@@ -105,6 +102,7 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
   const std::byte* base = args.block;
   const std::uint32_t* words = args.records;
   for (int group = 0; group < args.groups; ++group, words += 10 * N) {
+    prefetch_ahead(args, group);
     I dots[N][V];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n)
@@ -113,15 +111,12 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
     F scales[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) scales[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(base) + (first_vector + v) * T::kWidth);
-    prefetch<T, N>(base);
     const std::byte* line = base + kScaleBytes + first_vector * T::kWidth * 4;
 #pragma GCC unroll 8
     for (int step = 0; step < (kWide ? 8 : 4); ++step, line += 128) {
       I weights[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
-      prefetch<T, N>(line);
-      prefetch<T, N>(line + 64);
       if constexpr (kWide) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
