@@ -86,7 +86,12 @@ def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:
 def place(model: nn.Module, path: str, operator: Operator) -> None:
     """Puts one operator in a module's place."""
     parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, operator)
+    block = model.get_submodule(parent)
+    setattr(block, leaf, operator)
+    # Some families would fill the experts' parameters from the block above them, where there are none any more. What is stored
+    # needs no filling, for a checkpoint that lacks a parameter is refused; buffers that are not stored do.
+    if not block._non_persistent_buffers_set:
+        block._is_hf_initialized = True  # type: ignore[assignment] # transformers' own mark
 
 
 def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator] | None = None) -> type[PreTrainedModel]:
@@ -100,7 +105,12 @@ def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator
         gone = tuple(f"{path}." for path in operators or ())
         self.all_tied_weights_keys = {name: tie for name, tie in self.all_tied_weights_keys.items() if not name.startswith(gone)}
 
-    body = {"__init__": __init__, "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    body: dict[str, Any] = {
+        "__init__": __init__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
     if issubclass(base, GenerationMixin):
         body["generate"] = _generate(base)
     # Both names are kept: transformers looks classes up by name and source file, and users read them.

@@ -12,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
@@ -95,27 +95,34 @@ def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
 
 
 def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """The class that generates text with this config: its causal language model, else the first of its architectures.
+    """The class that generates text with this config: the architecture the config names, else its causal language model.
+
+    The architecture comes first since it says what the checkpoint holds: an image-text model's weights have other names than
+    those of its language model alone.
 
     Raises:
         UnsupportedModelError: transformers has no such class.
     """
-    auto_map = getattr(config, "auto_map", None) or {}
-    remote = auto_map.get("AutoModelForCausalLM")
-    found: Any
+    remote = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    found: Any = None
     if remote and trust_remote_code:
         found = get_class_from_dynamic_module(remote, str(folder))
-    elif type(config) in AutoModelForCausalLM._model_mapping:
-        found = AutoModelForCausalLM._model_mapping[type(config)]
     else:
-        names = config.architectures or []
-        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        named = [getattr(transformers, name, None) for name in config.architectures or []]
+        generating = [one for one in named if isinstance(one, type) and issubclass(one, GenerationMixin)]
+        found = generating[0] if generating else AutoModelForCausalLM._model_mapping.get(type(config), None)
     if found is None:
         hint = "; it brings code of its own: pass trust_remote_code=True if you trust it" if remote else ""
         raise UnsupportedModelError(f"{folder}: transformers has no text-generating class for model type '{config.model_type}'{hint}")
     assert issubclass(found, PreTrainedModel), f"{found} is no PreTrainedModel"
     model_class: type[PreTrainedModel] = found
     return model_class
+
+
+def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a composite config that `model_class` is built from."""
+    text_class = config.sub_configs.get("text_config")
+    return config.get_text_config() if text_class is not None and model_class.config_class == text_class else config
 
 
 def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> ModelSource:
@@ -126,7 +133,8 @@ def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False
     """
     folder = resolve_folder(model, weights=weights)
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    return ModelSource(folder, config, find_class(folder, config, trust_remote_code=trust_remote_code))
+    model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
+    return ModelSource(folder, _config_of(model_class, config), model_class)
 
 
 def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
