@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def relative_error(injected: PreTrainedModel, stock: PreTrainedModel) -> float:
 def equal_tokens(injected: PreTrainedModel, stock: PreTrainedModel) -> int:
     """How many greedy tokens agree before the first that does not."""
     ids = prompt(7)
-    found, expected = (model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :] for model in (injected, stock))
+    generates: list[Callable[..., torch.Tensor]] = [injected.generate, stock.generate]  # type: ignore[list-item]
+    found, expected = (generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :] for generate in generates)
     return int((found == expected).long().cumprod(0).sum())
 
 

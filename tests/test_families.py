@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,8 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path[path.find("layers.") :]: module for path, module in model.named_modules() if path.rpartition(".")[2] == "experts"}
 
 
-def inject(model: Path | PreTrainedModel, rules: str = "cpu-exact", **options: object) -> PreTrainedModel:
-    injected = optimize_and_load(model, rules, progress=False, threads=1, **options)
-    assert isinstance(injected, PreTrainedModel), "only a dry run returns a plan"
+def inject(model: Path | PreTrainedModel, rules: str = "cpu-exact", **options: Any) -> PreTrainedModel:
+    injected: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1, **options)
     return injected
 
 
@@ -67,8 +67,8 @@ def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor) -> list[list[int]]:
     """The `NEW_TOKENS` tokens that follow each row of `ids`."""
-    tokens: list[list[int]] = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[:, ids.shape[1] :].tolist()
-    return tokens
+    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
+    return generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[:, ids.shape[1] :].tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,10 @@ def test_quantised_experts_are_close(case: FamilyCase, weights: str) -> None:
 def test_continuous_batching_equals_generate(model_type: str) -> None:
     model = inject(build_model(named(model_type)))
     prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 9, 3)]
-    settings = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
     small = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)  # by default it takes most of the memory
-    batched = model.generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small)
+    generate_batch: Callable[..., dict[str, Any]] = model.generate_batch  # type: ignore[assignment]
+    batched = generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small)
     found = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
     assert found == {tuple(ids): greedy(model, torch.tensor([ids]))[0][:16] for ids in prompts}
 
