@@ -8,44 +8,14 @@ from functools import partial
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from moegraft.cpu_backend import GateSpec
+from moegraft.cpu_backend import GateSpec, activations
+from moegraft.operators.experts.reference import reference_activation, reference_gate
 
 # A clamp wider than this cannot be told from no clamp by probing, and no model's activations reach it.
 PROBE_RANGE = 64.0
 TOLERANCE = 1e-5  # float32 evaluations of one formula in two orders of operations differ by less
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _silu(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    return x * torch.sigmoid(alpha * x)
-
-
-def activation(name: str, alpha: float = 1.0) -> Activation:
-    """The eager function of an activation that the kernel knows by `name`; `alpha` scales silu's sigmoid argument."""
-    table: dict[str, Activation] = {
-        "silu": partial(_silu, alpha=alpha),
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-        "relu": F.relu,
-        "relu2": lambda x: F.relu(x).square(),
-        "identity": lambda x: x,
-    }
-    return table[name]
-
-
-def apply_gate(spec: GateSpec, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """`min(act(min(gate, gate_limit)), act_limit) * (clamp(up, +-up_limit) + up_offset)`, and `act(gate)` with no `up`.
-
-    `gate` and `up`: (..., I) of any float dtype; returns the same shape and dtype.
-    """
-    act = activation(spec.activation, spec.alpha)
-    if up is None:
-        return act(gate)
-    hidden = act(gate.clamp(max=spec.gate_limit)).clamp(max=spec.act_limit)
-    return hidden * (up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset)
 
 
 def _scalars(module: nn.Module) -> list[float]:
@@ -64,10 +34,10 @@ def _evaluate(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.
 
 
 def _match_activation(module: nn.Module, values: torch.Tensor, curve: torch.Tensor) -> tuple[str, float] | None:
-    plain = [(name, 1.0) for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")]
+    plain = [(name, 1.0) for name in activations()]
     scaled = [("silu", alpha) for alpha in (1.702, *_scalars(module))]
     for name, alpha in plain + scaled:
-        if torch.allclose(activation(name, alpha)(values), curve, rtol=TOLERANCE, atol=TOLERANCE):
+        if torch.allclose(reference_activation(name, values, alpha), curve, rtol=TOLERANCE, atol=TOLERANCE):
             return name, alpha
     return None
 
@@ -104,7 +74,7 @@ def _splits_as_stored(module: nn.Module) -> bool:
 
 def _recognise_ungated(module: nn.Module) -> GateSpec | None:
     values = torch.linspace(-8.0, 8.0, 257)
-    act: Activation = module.act_fn  # type: ignore[assignment]
+    act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
     found = _match_activation(module, values, act(values))
     return None if found is None else GateSpec(activation=found[0], alpha=found[1])
 
@@ -122,11 +92,11 @@ def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> G
     spec = _closest(specs, gate, small, _evaluate(module, gate, small).flatten())
     # An activation's own rounding is multiplied by up, so the absolute tolerance grows with the range of up.
     agrees = torch.allclose(
-        apply_gate(spec, gate[:, None], up[None, :]), _evaluate(module, gate, up), rtol=TOLERANCE, atol=TOLERANCE * PROBE_RANGE
+        reference_gate(spec, gate[:, None], up[None, :]), _evaluate(module, gate, up), rtol=TOLERANCE, atol=TOLERANCE * PROBE_RANGE
     )
     return spec if agrees else None
 
 
 def _closest(specs: list[GateSpec], gate: torch.Tensor, up: torch.Tensor, expected: torch.Tensor) -> GateSpec:
     """The first spec of least error: a clamp before a saturating activation and one after it nearly agree."""
-    return min(specs, key=lambda spec: float((apply_gate(spec, gate, up) - expected).abs().max()))
+    return min(specs, key=lambda spec: float((reference_gate(spec, gate, up) - expected).abs().max()))

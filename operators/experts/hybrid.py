@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.cpu import as_array, describe
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
@@ -99,7 +99,7 @@ class HybridExperts(Operator):
 
     def placement(self) -> str:
         runtime = self._runtime
-        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({runtime.isa}, {runtime.threads} threads)"
+        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)})"
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         weight_type = _weight_type(self.options, source.dtype)

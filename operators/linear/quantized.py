@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
-from moegraft.operators.arrays import as_array
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.cpu import as_array, describe
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.traceable import linear, register_linear
 from moegraft.operators.weights import Part, WeightSource
@@ -66,7 +66,7 @@ class QuantizedLinear(Operator):
         return cls(module, options, context.shared(Runtime, lambda: Runtime(threads=context.threads)))
 
     def placement(self) -> str:
-        return f"linear: {self.name}, {self.options.weights} on the CPU ({self._runtime.isa}, {self._runtime.threads} threads)"
+        return f"linear: {self.name}, {self.options.weights} on the CPU ({describe(self._runtime)})"
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         packed = PackedLinear(self.out_features, self.in_features, self.options.weights)

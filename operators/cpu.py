@@ -1,4 +1,4 @@
-"""Tensors as the kernel takes them."""
+"""Tensors as the kernel takes them, and the words for what computes them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from moegraft.cpu_backend import Runtime
+
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     """A CPU tensor as an array over the same memory: bfloat16, which numpy lacks, crosses as its bits in uint16."""
     tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def describe(runtime: Runtime) -> str:
+    """The instruction set and threads of a runtime: `avx512_bf16, 2 threads`."""
+    return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}"
