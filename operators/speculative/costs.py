@@ -12,7 +12,7 @@ WINDOW = 11  # samples a median is taken of: one disturbed step moves nothing
 FIRST_GUESS_DRAFT = 0.5  # a draft step and each verified token, in plain steps, before anything is measured
 FIRST_GUESS_VERIFY = 0.25
 FADE = 0.98  # weight of what is known at each new observation: about 50 of them count
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is assumed, and how many observations outweigh it
 BINS = 10
 
 
@@ -64,7 +64,7 @@ class AcceptanceRates:
 
     def add(self, done: Round) -> None:
         while len(self._positions) < done.judged:
-            self._positions.append([PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT])
+            self._positions.append([0.0, 0.0])
         for position in range(done.judged):
             stood = position < done.accepted
             for counts in (self._positions[position], self._bins[_bin(done.confidences[position])]):
@@ -72,11 +72,11 @@ class AcceptanceRates:
                 counts[1] = FADE * counts[1] + 1
 
     def at(self, position: int) -> float:
-        """By position alone, for a token that is not drafted yet."""
-        if not self._positions:
-            return PRIOR_RATE
-        accepted, judged = self._positions[min(position, len(self._positions) - 1)]
-        return accepted / judged
+        """By position alone, for a token that is not drafted yet; a position seen seldom is taken to be like the one before."""
+        rate = PRIOR_RATE
+        for accepted, judged in self._positions[: position + 1]:
+            rate = (accepted + PRIOR_WEIGHT * rate) / (judged + PRIOR_WEIGHT)
+        return rate
 
     def after(self, confidences: Sequence[float]) -> float:
         """The chance that all of these tokens stand."""

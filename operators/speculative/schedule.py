@@ -13,9 +13,11 @@ logger = logging.getLogger(__name__)
 
 PLAIN_FIRST = 3  # plain steps that are timed before anything is drafted
 PLAIN_EVERY = 48  # rounds between plain steps while drafting pays, so that the comparison stays true as the text grows
-START_CREDIT = 4.0  # plain steps that may be lost to finding out whether drafting pays
-CREDIT_SHARE = 0.015  # and this share of all steps since: with the credit, under 3% of 300 tokens and more
+START_CREDIT = 3.0  # plain steps that may be lost to finding out whether drafting pays
+CREDIT_SHARE = 0.01  # and this share of all steps since: with the credit, under 3% of a text of 300 tokens and more
+LONGER_EVERY = 24  # rounds between drafts of one token more than seems best, lest an early mishap settles the length
 PROBE_LENGTH = 3
+FIRST_PROBES = 4  # before a draft that seems not to pay is probed less and less often
 PROBE_GAP, LONGEST_PROBE_GAP = 16, 512  # plain steps between probes; doubled after each that did not pay
 
 
@@ -71,9 +73,11 @@ class MarginalSchedule:
         self._rates = AcceptanceRates()
         self._credit = START_CREDIT
         self._debt = 0.0  # plain steps lost so far; what is won pays it back, down to 0
+        self._rounds = 0  # with a draft
         self._rounds_since_plain = 0
         self._steps_since_probe = PROBE_GAP
         self._probe_gap = PROBE_GAP
+        self._probes = 0
         self._probing = False
         self._planned = 0
         self._pays: bool | None = None  # None: not known yet
@@ -87,7 +91,8 @@ class MarginalSchedule:
         best = self._best_length(limit)
         probe = min(limit, PROBE_LENGTH)
         if best > 0 and self._costs.measured and self._debt < self._credit:
-            self._planned = best
+            self._probing = best < limit and self._rounds % LONGER_EVERY == 0
+            self._planned = best + self._probing
         elif self._steps_since_probe >= self._probe_gap and self._debt + self._expected_loss(probe) <= self._credit:
             self._probing, self._planned = True, probe
         return self._planned
@@ -110,9 +115,10 @@ class MarginalSchedule:
             self._steps_since_probe += 1
             return
         self._rounds_since_plain += 1
+        self._rounds += 1
         plain_ms = self._costs.verify_ms(0)
         self._debt = max(0.0, self._debt + (done.draft_ms + done.verify_ms) / plain_ms - done.emitted)
-        self._learn(length)
+        self._learn()
 
     def state(self) -> str:
         if self._pays is None:
@@ -123,13 +129,13 @@ class MarginalSchedule:
             return f"off, as no draft pays (a plain step is {plain_ms:.2f} ms); probed now and then"
         return f"{best} tokens a draft, {self._ms_per_token(best):.2f} ms a token expected against {plain_ms:.2f} ms plain"
 
-    def _learn(self, length: int) -> None:
-        if self._probing:
-            self._steps_since_probe = 0
+    def _learn(self) -> None:
         pays = self._best_length(self._max_draft) > 0
         if self._probing:
-            settled = self._pays is not None
-            self._probe_gap = PROBE_GAP if pays else min(2 * self._probe_gap, LONGEST_PROBE_GAP) if settled else self._probe_gap
+            self._probes += 1
+            self._steps_since_probe = 0
+            settled = self._probes >= FIRST_PROBES
+            self._probe_gap = min(2 * self._probe_gap, LONGEST_PROBE_GAP) if settled and not pays else PROBE_GAP
         if pays != self._pays:
             self._pays = pays
             logger.info("speculative_draft: %s", self.state())

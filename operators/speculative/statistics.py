@@ -108,7 +108,5 @@ class Statistics:
         shares = " ".join(f"{share:.2f}" for share in self.acceptance)
         text = f"{self.tokens_per_round:.2f} tokens a round, accepted by position {shares}, {self.plain_tokens} tokens without a draft"
         if self.agreement is not None and self.perplexity is not None:
-            text += (
-                f"; lossy: {self.agreement:.1%} as lossless decoding would have it, perplexity {self.perplexity:.2f} under the full model"
-            )
+            text += f"; {self.agreement:.1%} as lossless decoding has it, perplexity {self.perplexity:.2f} under the full model"
         return text

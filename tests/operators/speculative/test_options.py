@@ -1,0 +1,181 @@
+"""What the options mean, what they refuse, and what lossy ones cost and say of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
+from moegraft.operators.errors import RuleFileError, UnsupportedModelError
+from moegraft.operators.speculative.acceptance import Adaptive, DraftToken, Greedy, Sampling
+from moegraft.operators.speculative.drafting import continuation
+from moegraft.operators.speculative.options import SpeculativeOptions
+
+IDS = prompt(10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_top_k": 0}, "draft_top_k must be 1 or more"),
+        ({"max_draft": 0}, "max_draft must be 1 or more"),
+        ({"confidence": 1.0}, "confidence is a probability"),
+        ({"tolerance": -0.1}, "tolerance is a share"),
+        ({"mode": "adaptive", "unverified": 1.0}, "unverified is a probability"),
+        ({"tolerance": 0.3}, "tolerance changes what the model says; it needs 'mode: adaptive'"),
+        ({"unverified": 0.9}, "unverified changes what the model says"),
+        ({"mode": "adaptive"}, "needs a tolerance above 0"),
+        ({"draft": "ngram", "confidence": 0.5}, "draft ngram has no probabilities"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeOptions(**options)
+
+
+def test_a_wrong_option_is_reported_where_it_stands(drafting: Any) -> None:
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:6:.*tolerance changes"):
+        drafting("qwen3_moe", tolerance=0.3)
+
+
+def test_the_largest_weights_draft_wherever_they_stand() -> None:
+    index = torch.tensor([[7, 3, 5, 1], [0, 2, 4, 6]])
+    weights = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.1, 0.4]])
+    kept, shares = keep_largest(index, weights, DraftSettings(top_k=2))
+    assert kept.tolist() == [[-1, 3, -1, 1], [0, -1, -1, 6]]
+    assert torch.equal(shares, torch.tensor([[0, 0.4, 0, 0.3], [0.4, 0, 0, 0.4]]))
+    _, shares = keep_largest(index, weights, DraftSettings(top_k=2, renormalise=True))
+    torch.testing.assert_close(shares.sum(-1), weights.sum(-1))
+    assert keep_largest(index[:0], weights[:0], DraftSettings(top_k=2))[0].shape == (0, 4)
+
+
+def test_a_switch_is_off_again_whatever_happens() -> None:
+    switch, index, weights = DraftSwitch(), torch.tensor([[1, 0]]), torch.tensor([[0.3, 0.7]])
+    with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(top_k=1)):
+        assert switch.narrow(index, weights)[0].tolist() == [[-1, 0]]
+        with switch.drafting(DraftSettings(top_k=2)):
+            assert switch.narrow(index, weights)[0] is index
+        raise KeyboardInterrupt
+    assert switch.settings is None and switch.narrow(index, weights)[0] is index
+
+
+def test_a_draft_runs_the_experts_it_says(drafting: Any, stock: Any) -> None:
+    """Against the stock model with fewer experts a token in its config: renormalised there, so here as well."""
+    model, fewer = drafting("mixtral", renormalise="true"), stock("mixtral")
+    for layer in fewer.model.layers:
+        layer.mlp.gate.top_k = 1
+    operator = model.moegraft.model_operator
+    with torch.no_grad(), operator._switch.drafting(operator.options.settings):
+        torch.testing.assert_close(model(IDS).logits, fewer(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
+    rules = tmp_path / "rules.yaml"
+    text = "version: 1\nrules:\n- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: experts}}\n"
+    rules.write_text(text)
+    model = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    with pytest.raises(UnsupportedModelError, match="class: hybrid_experts"):
+        optimize_and_load(copy.deepcopy(model), rules, progress=False)
+    rules.write_text(text.replace("draft: experts", "draft: ngram"))
+    expected = model.generate(IDS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(optimize_and_load(model, rules, progress=False).generate(IDS, max_new_tokens=20, do_sample=False), expected)
+
+
+def test_resident_experts_are_any_where_none_has_a_slot(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        drafting("qwen3_moe", experts="resident")
+    assert "experts: resident means any expert here" in caplog.text
+
+
+def test_the_shipped_file_drafts(stock: Any) -> None:
+    model = optimize_and_load(stock("qwen3_moe"), "speculative", vars={"weights": "stored"}, progress=False)
+    found = model.generate(IDS, max_new_tokens=30, do_sample=False)
+    assert torch.equal(found, stock("qwen3_moe").generate(IDS, max_new_tokens=30, do_sample=False))
+    assert any(line.startswith("1 x draft: speculative_draft, lossless, 1 experts a token") for line in model.moegraft.placement())
+
+
+def test_ngrams_are_looked_up_in_the_text() -> None:
+    text = torch.tensor([5, 6, 7, 8, 9, 6, 7, 4, 6, 7])
+    assert continuation(text, ngram=2, length=3) == [4, 6, 7]  # the latest place
+    assert continuation(text, ngram=3, length=3) == [4, 6, 7]  # no longer run: a shorter one
+    assert continuation(text, ngram=2, length=0) == []
+    assert continuation(torch.tensor([1, 2, 3]), ngram=3, length=2) == []
+    assert continuation(torch.tensor([1]), ngram=3, length=2) == []
+    assert continuation(torch.tensor([4, 4, 4]), ngram=3, length=5) == [4]
+
+
+def test_ngram_drafts_are_judged_without_a_distribution() -> None:
+    scores = torch.tensor([0.7, 0.2, 0.1]).log()
+    torch.manual_seed(0)
+    accepted = sum(Sampling().accepts(DraftToken(0), scores) for _ in range(4000)) / 4000
+    assert abs(accepted - 0.7) < 0.03  # p(d)
+    instead = [Sampling().instead(DraftToken(0), scores) for _ in range(4000)]
+    assert 0 not in instead
+    assert abs(instead.count(1) / 4000 - 2 / 3) < 0.03
+
+
+def test_adaptive_accepts_by_the_methods_rule() -> None:
+    rule = Adaptive(Greedy(), confidence=0.5, tolerance=0.3, unverified=None)
+    scores = torch.tensor([0.5, 0.45, 0.05]).log()
+    sure = DraftToken(1, torch.tensor([0.3, 0.6, 0.1]))
+    assert not Greedy().accepts(sure, scores)
+    assert rule.accepts(sure, scores)  # q 0.6 > 0.5 and p/q 0.75 > 0.7
+    assert not rule.accepts(DraftToken(1, torch.tensor([0.3, 0.65, 0.05])), scores)  # p/q 0.69
+    assert not rule.accepts(DraftToken(0, torch.tensor([0.4, 0.3, 0.3])), scores)  # q 0.4, though greedy would say it
+    assert rule.instead(sure, scores) == 0
+    blind = Adaptive(Greedy(), confidence=0.0, tolerance=0.0, unverified=0.8)
+    assert blind.accepts(DraftToken(2, torch.tensor([0.05, 0.05, 0.9])), scores)
+    assert not blind.accepts(DraftToken(2, torch.tensor([0.1, 0.2, 0.7])), scores)
+
+
+@pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"unverified": 0.05}], ids=str)
+def test_lossy_modes_report_what_they_cost(options: dict[str, Any], drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        model = drafting("qwen3_moe", mode="adaptive", **options)
+        text = model.generate(IDS, max_new_tokens=40, do_sample=False)
+    assert "changes what the model says" in caplog.text
+    found = model.moegraft.model_operator.statistics()
+    assert 0 < found["agreement"] < 1
+    assert f"{found['agreement']:.1%} as lossless decoding has it" in caplog.text
+    with torch.no_grad():
+        logits = model(text).logits[0, :-1].log_softmax(-1)
+    nll = -logits.gather(1, text[0, 1:, None])[IDS.shape[1] :].mean()  # the first token is the prompt's, not a round's
+    assert found["perplexity"] == pytest.approx(float(nll.exp()), rel=1e-3)
+
+
+def test_statistics_count_rounds_and_positions(drafting: Any) -> None:
+    model = drafting("qwen3_moe", max_draft=3)
+    text = model.generate(IDS, max_new_tokens=30, do_sample=False)
+    found = model.moegraft.model_operator.statistics()
+    assert found["round_tokens"] + found["plain_tokens"] == text.shape[1] - IDS.shape[1] - 1
+    assert len(found["acceptance_by_position"]) == 3
+    assert found["draft_ms"] > 0 and found["verify_ms"] > 0
+    assert "tokens a round" in model.moegraft.model_operator.placement()
+
+
+def test_bfloat16_differs_only_at_near_ties(drafting: Any, stock: Any) -> None:
+    """A batched verification rounds otherwise than one token at a time. Where greedy text first differs, the two tokens' logits
+    are within a few units in the last place; how many texts differ is counted here so that it shows when it grows."""
+    model, plain = drafting("qwen3_moe", dtype=torch.bfloat16), stock("qwen3_moe", dtype=torch.bfloat16)
+    plain = optimize_and_load(plain, "cpu-exact", progress=False)
+    differing = 0
+    for seed in range(12):
+        ids = prompt(8, seed=seed)
+        found = model.generate(ids, max_new_tokens=24, do_sample=False)
+        expected = plain.generate(ids, max_new_tokens=24, do_sample=False)
+        if torch.equal(found, expected):
+            continue
+        differing += 1
+        place = int((found != expected)[0].nonzero()[0])
+        with torch.no_grad():
+            logits = plain(expected[:, :place]).logits[0, -1].float()
+        gap = float(logits[expected[0, place]] - logits[found[0, place]])
+        step = float(logits.abs().max()) * 2**-8  # a unit in the last place of a bfloat16
+        assert abs(gap) <= 4 * step, f"text {seed} differs at token {place} by {gap / step:.1f} units"
+    assert differing <= 6, f"{differing} of 12 texts differ"

@@ -1,0 +1,122 @@
+"""A rolled-back cache is the cache of a model that never saw the tokens, for every kind of layer; other kinds are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build_config, build_model, prompt, served_cases
+from transformers import DynamicCache, StaticCache
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import RuleFileError
+from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, why_model_not_rewindable, why_not_rewindable
+
+WINDOW = 16  # of the tiny models with sliding layers
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=64),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # full layers; sliding and full ones
+@pytest.mark.parametrize(
+    ("before", "fed", "kept"),
+    [
+        (5, 4, 2),  # inside the window
+        (5, 4, 0),
+        (5, 4, 4),  # nothing to take out
+        (13, 5, 1),  # feeding crosses the window, keeping does not
+        (13, 5, 4),  # both do
+        (15, 1, 0),  # the window fills with the token that is taken out
+        (16, 3, 1),  # the window is just full
+        (30, 6, 3),  # long past it
+        (30, 6, 0),
+    ],
+)
+@torch.no_grad()
+def test_rewound_is_as_if_never_fed(kind: str, model_type: str, before: int, fed: int, kept: int, stock: Any) -> None:
+    model, ids, other = stock(model_type), prompt(60), prompt(60, seed=1)
+
+    def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+        inputs = model.prepare_inputs_for_generation(tokens, past_key_values=cache, use_cache=True)
+        return model(**inputs).logits
+
+    found, expected = (CACHES[kind](model.config) for _ in range(2))
+    for cache in (found, expected):
+        feed(cache, ids[:, :before])
+    mark = CacheMark(found)
+    feed(found, other[:, :3])  # a draft, and back
+    mark.rewind()
+    feed(found, torch.cat([ids[:, before : before + kept], other[:, kept:fed]], -1))
+    mark.rewind(keep=kept)
+    for token in range(kept):
+        feed(expected, ids[:, before + token : before + token + 1])
+    assert int(found.get_seq_length()) == int(expected.get_seq_length()) == before + kept
+    for token in range(before + kept, before + kept + 5):
+        one = ids[:, token : token + 1]
+        torch.testing.assert_close(feed(found, one), feed(expected, one), rtol=1e-4, atol=1e-4)
+
+
+def test_windows_bound_how_far_back_a_mark_can_be(stock: Any) -> None:
+    config = stock("gpt_oss").config
+    assert longest_rewind(DynamicCache(config=config)) == WINDOW - 1
+    assert longest_rewind(StaticCache(config=config, max_cache_len=64)) == WINDOW
+    assert longest_rewind(DynamicCache()) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_next", "layers 0, 2 are of kind linear_attention: each keeps a recurrent state"),
+        ("qwen3_5_moe_text", "layers 0, 2 are of kind linear_attention"),
+        ("minimax", "layer 1 is of kind linear_attention"),
+        ("jamba", "layers 0, 2 are of kind linear_attention"),
+        ("nemotron_h", "layer 0 is of kind linear_attention"),
+        ("granitemoehybrid", "linear_attention"),
+        ("lfm2_moe", "layers 0, 2 are of kind conv: each keeps the state of a convolution"),
+        ("deepseek_v32", "layers 0, 1, 2 are of kind indexed_attention: each picks other tokens to attend to"),
+        ("deepseek_v4", "compressed_sparse_attention"),
+    ],
+)
+def test_models_that_cannot_go_back_are_named_by_the_kind_of_layer(model_type: str, reason: str) -> None:
+    case = next((case for case in served_cases() if case.model_type == model_type), None)
+    if case is None:
+        pytest.skip(f"this transformers has no {model_type}")
+    assert reason in (why_model_not_rewindable(build_config(case)) or "it can")
+
+
+def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Any) -> None:
+    case = next(case for case in served_cases() if case.model_type == "qwen3_next")
+    build_config(case).save_pretrained(tmp_path)
+    with pytest.raises(RuleFileError, match="linear_attention"):
+        optimize_and_load(tmp_path, "speculative", dry_run=True)
+
+
+def test_unknown_caches_are_decoded_plainly(drafting: Any, stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert "cannot be rolled back" in (why_not_rewindable(object()) or "")
+    model = drafting("qwen3_moe")
+    cache = DynamicCache(config=model.config, offloading=False)
+    cache.offloading = True  # as an offloaded cache would say of itself; nothing is moved here
+    assert "offloaded" in (why_not_rewindable(cache) or "")
+    model.generate(prompt(5), max_new_tokens=4, do_sample=False, cache_implementation="offloaded" if torch.cuda.is_available() else None)
+
+
+def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
+    """A draft of 30 where 14 tokens can be taken back out."""
+    model = drafting("gpt_oss", draft_top_k=2, max_draft=30)
+    found = model.generate(prompt(20), max_new_tokens=40, do_sample=False)
+    assert torch.equal(found, stock("gpt_oss").generate(prompt(20), max_new_tokens=40, do_sample=False))
+    assert len(model.moegraft.model_operator._statistics.judged_at) == WINDOW - 2
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
+def test_static_caches_with_windows(model_type: str, drafting: Any) -> None:
+    """Against stock with the same cache; `build_model` is the same model anew."""
+    model = drafting(model_type, max_draft=4)
+    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    arguments = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}
+    assert torch.equal(model.generate(prompt(6), **arguments), stock.generate(prompt(6), **arguments))
+    assert model.moegraft.model_operator._statistics.rounds > 0

@@ -1,0 +1,138 @@
+"""The marginal schedule on simulated machines: it finds what pays, and loses next to nothing where nothing does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from moegraft.operators.speculative.costs import AcceptanceRates, RoundCosts
+from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
+from moegraft.operators.speculative.statistics import Round
+
+PLAIN_MS = 10.0
+TOKENS = 2000
+
+
+@dataclass
+class FakeMachine:
+    """Times and chances of a machine and a model, all of them known.
+
+    `sure` is the chance that a token is one the draft is sure of; those stand with `stands_sure`, the others with `stands_unsure`.
+    """
+
+    draft_ms: float
+    token_ms: float  # that each drafted token adds to verification
+    stands_sure: float
+    stands_unsure: float
+    sure: float = 0.5
+    noise: float = 0.0
+    seed: int = 0
+
+    def run(self, schedule: Schedule, tokens: int = TOKENS) -> float:
+        """Writes a text; ms a token but for the noise, which only the schedule sees."""
+        chance = random.Random(self.seed)
+        written, spent_ms = 0, 0.0
+        while written < tokens:
+            planned, confidences = schedule.plan(tokens), []
+            while len(confidences) < planned:
+                confidences.append(0.95 if chance.random() < self.sure else 0.35)
+                if not schedule.goes_on(confidences):
+                    break
+            accepted = 0
+            for confidence in confidences:
+                if chance.random() >= (self.stands_sure if confidence > 0.5 else self.stands_unsure):
+                    break
+                accepted += 1
+            draft_ms = len(confidences) * self.draft_ms
+            verify_ms = PLAIN_MS + len(confidences) * self.token_ms
+            judged = min(accepted + 1, len(confidences))
+            measured = draft_ms * self._jitter(chance), verify_ms * self._jitter(chance)
+            schedule.record(Round(confidences, judged, accepted, accepted + 1, *measured))
+            written += accepted + 1
+            spent_ms += draft_ms + verify_ms
+        return spent_ms / written
+
+    def _jitter(self, chance: random.Random) -> float:
+        slow = 3.0 if chance.random() < 0.02 else 1.0  # something else ran
+        return 1.0 if not self.noise else slow * max(0.5, chance.gauss(1.0, self.noise))
+
+
+HOPELESS = [
+    FakeMachine(draft_ms=5.0, token_ms=8.0, stands_sure=0.7, stands_unsure=0.3),  # all experts in memory, a small model
+    FakeMachine(draft_ms=9.0, token_ms=1.0, stands_sure=0.9, stands_unsure=0.1),  # a draft step as dear as a plain one
+    FakeMachine(draft_ms=1.0, token_ms=1.0, stands_sure=0.0, stands_unsure=0.0),  # cheap drafts that never stand
+    FakeMachine(draft_ms=5.0, token_ms=5.0, stands_sure=1.0, stands_unsure=1.0),  # all stand, and it is just as fast
+]
+PAYING = [
+    FakeMachine(draft_ms=1.0, token_ms=1.0, stands_sure=0.95, stands_unsure=0.8),  # long drafts
+    FakeMachine(draft_ms=2.0, token_ms=2.0, stands_sure=0.95, stands_unsure=0.5),  # short ones
+    FakeMachine(draft_ms=0.0, token_ms=2.0, stands_sure=0.8, stands_unsure=0.8),  # n-grams
+]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("machine", HOPELESS, ids=lambda machine: f"draft {machine.draft_ms} token {machine.token_ms}")
+@pytest.mark.parametrize("tokens", [400, 2000])
+def test_where_drafting_does_not_pay_it_costs_under_three_percent(machine: FakeMachine, noise: float, tokens: int) -> None:
+    for seed in range(5):
+        noisy = FakeMachine(**{**vars(machine), "noise": noise, "seed": seed})
+        assert noisy.run(MarginalSchedule(max_draft=5), tokens) <= 1.03 * PLAIN_MS
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("machine", PAYING, ids=lambda machine: f"draft {machine.draft_ms} token {machine.token_ms}")
+def test_where_drafting_pays_it_is_about_as_fast_as_the_best_length(machine: FakeMachine, noise: float) -> None:
+    best = min(machine.run(FixedSchedule(length)) for length in range(6))
+    assert best < 0.85 * PLAIN_MS
+    for seed in range(3):
+        noisy = FakeMachine(**{**vars(machine), "noise": noise, "seed": seed})
+        # From plain decoding to the best fixed length, at least 85% of the way; less sure tokens may even end drafts better.
+        assert noisy.run(MarginalSchedule(max_draft=5)) <= best + 0.15 * (PLAIN_MS - best)
+
+
+def test_it_notices_when_drafting_comes_to_pay() -> None:
+    schedule = MarginalSchedule(max_draft=5)
+    HOPELESS[2].run(schedule)
+    assert "off" in schedule.state()
+    late = PAYING[0].run(schedule, tokens=4000)
+    assert late < 0.8 * PLAIN_MS
+    assert "tokens a draft" in schedule.state()
+
+
+def test_a_draft_goes_on_only_after_tokens_it_is_sure_of() -> None:
+    schedule, machine = MarginalSchedule(max_draft=5), FakeMachine(1.5, 1.5, stands_sure=0.98, stands_unsure=0.2, sure=0.7)
+    machine.run(schedule)
+    while schedule.plan(5) < 2 or schedule._probing:
+        schedule.record(Round((), 0, 0, 1, 0.0, PLAIN_MS))
+    assert schedule.goes_on([0.95])
+    assert not schedule.goes_on([0.35])
+
+
+def test_nothing_is_drafted_without_room() -> None:
+    schedule = MarginalSchedule(max_draft=5)
+    PAYING[0].run(schedule, tokens=200)
+    assert schedule.plan(0) == 0
+    assert schedule.plan(1) <= 1
+    assert FixedSchedule(4).plan(2) == 2
+
+
+def test_costs_that_were_not_measured_lie_on_the_line_through_those_that_were() -> None:
+    costs = RoundCosts()
+    costs.add(0, 0.0, 10.0)
+    assert costs.verify_ms(2) > 10.0  # a first guess
+    costs.add(3, 6.0, 16.0)
+    assert (costs.verify_ms(1), costs.verify_ms(5), costs.draft_ms) == (12.0, 20.0, 2.0)
+    for ms in (16.0, 16.0, 90.0):  # one disturbed step
+        costs.add(3, 6.0, ms)
+    assert costs.verify_ms(3) == 16.0
+
+
+def test_rates_follow_position_and_confidence() -> None:
+    rates = AcceptanceRates()
+    for _ in range(200):
+        rates.add(Round((0.9, 0.3), 2, 1, 2, 1.0, 1.0))
+    assert rates.at(0) > 0.95 and rates.at(1) < 0.1
+    assert rates.after([0.9]) > 0.9 > 0.1 > rates.after([0.9, 0.3])
+    assert 1.9 < rates.expected_tokens(2) < 2.1
