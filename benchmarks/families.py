@@ -21,7 +21,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from families import family_cases, prompt, save_checkpoint, stock_model
+from families import build_model, family_cases, prompt, save_checkpoint, stock_model
 from family_rows import FamilyCase
 from record import write_rows
 from transformers import PreTrainedModel
@@ -88,7 +88,7 @@ def measure(case: FamilyCase, folder: Path) -> Row:
     stock = stock_model(case, folder)
     row.layers = stock.config.get_text_config().num_hidden_layers
     try:
-        injected = optimize_and_load(folder, "cpu-exact", progress=False)
+        injected = optimize_and_load(folder if case.generates else build_model(case), "cpu-exact", progress=False)
     except (MoegraftError, AttributeError, KeyError, RuntimeError, TypeError) as error:  # one failed family is one row
         row.outcome = "refused" if case.reason and isinstance(error, MoegraftError) else "failed"
         row.reason = " ".join(str(error).split("error: ")[-1].replace(str(folder), "checkpoint").split())

@@ -160,7 +160,7 @@ class FamilyCase:
     text: Mapping[str, Any] = field(default_factory=dict)
     towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # other sub-configurations by name
     whole: Mapping[str, Any] = field(default_factory=dict)  # fields beside the sub-configurations
-    generates: bool = True  # False: it labels tokens, so logits are all there is to compare
+    generates: bool = True  # False: it labels tokens; served as a loaded model, refused as a checkpoint
     reason: str | None = None  # why it cannot be served, where a model can be built in the words of the refusal; None: it is
 
     @property
