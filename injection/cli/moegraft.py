@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moegraft.injection.cli.commands.check import check
+from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.explain import explain
 from moegraft.injection.cli.commands.options import PROGRAM
 from moegraft.injection.cli.commands.schema import schema
@@ -45,6 +46,7 @@ def moegraft(
 app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)
 app.command(epilog="Example: moegraft explain rules.yaml --model Qwen/Qwen3-30B-A3B --module model.layers.3.mlp.experts")(explain)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
+app.command(epilog="Example: moegraft doctor --measure")(doctor)
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)
 
 

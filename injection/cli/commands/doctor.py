@@ -1,0 +1,132 @@
+"""`moegraft doctor`: what this machine and this installation have, and how to mend what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegraft.injection.cli.commands.options import PROGRAM, JsonOption
+from moegraft.injection.cli.commands.output import Json, columns, write_json
+from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.terminal import Terminal, open_terminal
+
+if TYPE_CHECKING:
+    from moegraft.injection.doctor.facts import Facts
+    from moegraft.injection.doctor.problems import Problem
+    from moegraft.injection.predict.measure import Measurements
+
+BUSY = 0.5  # load average by core; from half a core on, rates are of the other programs too
+
+
+@user_errors(PROGRAM)
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and keep the rates for plan and init.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what this machine and installation have, test the kernel, and say how to mend what is wrong.
+
+    Exit code 0: nothing stands in the way; 1: something does.
+    """
+    from moegraft.injection.cli.loading import quiet_libraries
+    from moegraft.injection.doctor.facts import gather
+    from moegraft.injection.doctor.problems import find_problems
+    from moegraft.injection.predict import store
+
+    quiet_libraries()
+    terminal = open_terminal()
+    facts = gather()
+    measured = measure_and_save(terminal) if measure else store.load()
+    problems = find_problems(facts)
+    if json:
+        write_json(terminal, _as_json(facts, problems, measured))
+    else:
+        _write(facts, problems, measured, terminal)
+    if any(problem.severity == "error" for problem in problems):
+        raise typer.Exit(FINDINGS)
+
+
+def measure_and_save(terminal: Terminal) -> Measurements:
+    """Measures this machine and keeps the rates.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    from moegraft.injection.predict import store
+    from moegraft.injection.predict.measure import measure
+
+    measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
+    terminal.notice(f"kept in {store.save(measured)}")
+    if measured.load > BUSY:
+        terminal.notice(f"other programs kept each core {measured.load:.1f} times busy: measure again when they are done", style="yellow")
+    return measured
+
+
+def _write(facts: Facts, problems: list[Problem], measured: Measurements | None, terminal: Terminal) -> None:
+    lines = columns([(name, value) for name, value in _rows(facts)])
+    if measured is not None:
+        lines += ["", *_measured_lines(measured)]
+    else:
+        lines += ["", "speed: not measured with these versions; run: moegraft doctor --measure"]
+    lines += ["", *(str(problem) for problem in problems)] if problems else ["", "no problems"]
+    terminal.write("\n".join(lines) + "\n")
+
+
+def _rows(facts: Facts) -> list[tuple[str, str]]:
+    packages = [f"{package.name} {package.version}" for package in facts.packages if package.version]
+    absent = [package.name for package in facts.packages if not package.version]
+    return [
+        ("Python", f"{facts.python}, {facts.platform}"),
+        ("packages", ", ".join(packages) + (f"; not installed: {', '.join(absent)}" if absent else "")),
+        ("CUDA", f"PyTorch is built for {facts.cuda}" if facts.cuda else "this PyTorch is a CPU build"),
+        ("compiler", facts.compiler or "none"),
+        ("CPU", f"{facts.cpu}; {', '.join(sorted(facts.cpu_flags)) or 'flags unknown'}"),
+        ("kernel", _kernel_text(facts)),
+        ("cores", _cores_text(facts)),
+        ("NUMA nodes", str(facts.numa_nodes)),
+        ("memory", _memory_text(facts)),
+        ("GPUs", ", ".join(f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free" for gpu in facts.gpus) or "none"),
+    ]
+
+
+def _kernel_text(facts: Facts) -> str:
+    states = []
+    for isa in facts.instruction_sets:
+        state = f"wrong in {', '.join(isa.wrong)}" if isa.wrong else "tested" if isa.usable else "not on this CPU"
+        states.append(f"{isa.name} ({state}{', in use' if isa.name == facts.isa else ''})")
+    return ", ".join(states)
+
+
+def _cores_text(facts: Facts) -> str:
+    quota = f", {facts.quota_cores:g} by quota" if facts.quota_cores is not None else ""
+    return f"{facts.cores} to use{quota}; threads: {facts.kernel_threads} of the kernel, {facts.torch_threads} of PyTorch"
+
+
+def _memory_text(facts: Facts) -> str:
+    limit = f", limit {_gib(facts.memory_limit_bytes)}" if facts.memory_limit_bytes is not None else ""
+    pinned = "no limit" if facts.pinned_limit_bytes is None else f"{facts.pinned_limit_bytes >> 20} MiB"
+    swap = f", {_gib(facts.swap_bytes)} of swap" if facts.swap_bytes else ", no swap"
+    return f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} free{limit}{swap}; may be locked: {pinned}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _measured_lines(measured: Measurements) -> list[str]:
+    rows = [("measured", "one token, GB/s", "many tokens, GFLOP/s"), ("plain memory", f"{measured.read_gbps:.1f}", "")]
+    for kind, rates in (("experts", measured.experts), ("linear", measured.linear)):
+        rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
+    return [*columns(rows, right=(1, 2)), f"each decoder layer takes {measured.layer_overhead_ms:.2f} ms a token beside its weights"]
+
+
+def _as_json(facts: Facts, problems: list[Problem], measured: Measurements | None) -> Json:
+    return {
+        "ok": not any(problem.severity == "error" for problem in problems),
+        "facts": {**asdict(facts), "cpu_flags": sorted(facts.cpu_flags)},
+        "problems": [asdict(problem) for problem in problems],
+        "measured": asdict(measured) if measured else None,
+    }

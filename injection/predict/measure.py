@@ -1,0 +1,169 @@
+"""Rates of this machine: how fast memory is read, and how fast the operators and PyTorch's own layers run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.injection.live import live_source
+from moegraft.injection.load import optimize_and_load
+from moegraft.operators.base import BuildContext
+from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
+from moegraft.operators.linear.quantized import QuantizedLinear, QuantizedLinearOptions
+from moegraft.operators.machine import probe_machine
+
+# Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
+READ_BYTES = 1 << 28
+PREFILL_TOKENS = 256
+EXPERT_TYPES = ("float32", "bfloat16", "int8", "int4")
+LINEAR_TYPES = ("float32", "bfloat16")
+QUANTIZED_TYPES = ("int8", "int4")
+OVERHEAD_LAYERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One kind of layer: bytes of weights read a second with one token, arithmetic a second with many."""
+
+    decode_gbps: float
+    prefill_gflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Rates that one call in five reaches, with the threads that programs take by themselves.
+
+    The fastest fifth is what the machine can do; medians would be of the machine and of what else runs on it.
+
+    Attributes:
+        read_gbps: of plain memory.
+        experts, linear: by weight type; linear has PyTorch's own layers and `quantized_linear`.
+        layer_overhead_ms: of a decoder layer with next to no weights: what Python and PyTorch take for each layer and token.
+        load: of each core by other programs when measuring began (the load average over cores); near 0 on a quiet machine.
+    """
+
+    read_gbps: float
+    experts: Mapping[str, Rate]
+    linear: Mapping[str, Rate]
+    layer_overhead_ms: float
+    load: float
+
+
+def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:
+    """Measures everything; takes some ten seconds. `progress` is told what comes next."""
+    machine = probe_machine()
+    context = BuildContext(machine=machine, dtype=torch.float32)
+    load = os.getloadavg()[0] / machine.cores
+    with torch.no_grad():
+        progress("memory")
+        reading = _seconds(_reader(), budget_s=1.5, most=25)
+        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, dtype=torch.bfloat16)
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config).to(torch.bfloat16)
+        _filled(module)
+        experts = {}
+        for weights in EXPERT_TYPES:
+            progress(f"experts, {weights}")
+            experts[weights] = _experts_rate(weights, module, context)
+        linear = {}
+        for weights in (*LINEAR_TYPES, *QUANTIZED_TYPES):
+            progress(f"linear layers, {weights}")
+            linear[weights] = _linear_rate(weights, context)
+        progress("overhead")
+        overhead_ms = _overhead_ms()
+    return Measurements(READ_BYTES / _best_fifth(reading) / 1e9, experts, linear, overhead_ms, load)
+
+
+def _seconds(call: Callable[[], object], *, budget_s: float = 0.6, most: int = 15) -> list[float]:
+    """Sorted times of a call, after one to warm up: 3 at least, then as many as the budget allows."""
+    call()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < budget_s and len(times) < most):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)
+
+
+def _best_fifth(times: list[float]) -> float:
+    return times[len(times) // 5]
+
+
+def _reader() -> Callable[[], object]:
+    data = torch.ones(READ_BYTES // 4)
+    return data.sum
+
+
+def _filled(module: nn.Module) -> nn.Module:
+    """A module on meta with weights: one random row again and again, which takes no time and times like any other."""
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape[-1]) / parameter.shape[-1] ** 0.5)
+    return module
+
+
+def _experts_rate(weights: str, module: nn.Module, context: BuildContext) -> Rate:
+    options: Any = HybridExpertsOptions(weights=weights)  # type: ignore[arg-type]
+    operator = HybridExperts.build(module, options, context)
+    operator.load(live_source("experts", module), lambda size: None)
+    dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+    held_bytes = HybridExperts.footprint(module, options, torch.bfloat16).total_bytes
+
+    def run(tokens: int) -> Callable[[], object]:
+        hidden, shares = torch.randn(tokens, HIDDEN, dtype=dtype), torch.full((tokens, TOP_K), 1 / TOP_K)
+        turns = iter(range(1 << 30))
+        # Other experts at every call, so that none is still in a cache.
+        return lambda: operator(hidden, (torch.arange(tokens * TOP_K).view(tokens, TOP_K) + next(turns) * TOP_K) % EXPERTS, shares)
+
+    decode_s, prefill_s = _best_fifth(_seconds(run(1), most=100)), _best_fifth(_seconds(run(PREFILL_TOKENS)))
+    flops = 6 * HIDDEN * INTERMEDIATE * TOP_K * PREFILL_TOKENS
+    return Rate(held_bytes * TOP_K / EXPERTS / decode_s / 1e9, flops / prefill_s / 1e9)
+
+
+def _linear_rate(weights: str, context: BuildContext) -> Rate:
+    columns = 4096
+    rows = READ_BYTES // (2 * columns)
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    layer: nn.Module = _filled(nn.Linear(columns, rows, bias=False, dtype=dtype, device="meta"))
+    held_bytes = sum(parameter.nbytes for parameter in layer.parameters())
+    if weights in QUANTIZED_TYPES:
+        options: Any = QuantizedLinearOptions(weights=weights)  # type: ignore[arg-type]
+        held_bytes = QuantizedLinear.footprint(layer, options, dtype).total_bytes
+        operator = QuantizedLinear.build(layer, options, context)
+        operator.load(live_source("linear", layer), lambda size: None)
+        layer = operator
+    one, many = torch.randn(1, columns, dtype=dtype), torch.randn(PREFILL_TOKENS, columns, dtype=dtype)
+    decode_s, prefill_s = _best_fifth(_seconds(lambda: layer(one))), _best_fifth(_seconds(lambda: layer(many)))
+    return Rate(held_bytes / decode_s / 1e9, 2 * rows * columns * PREFILL_TOKENS / prefill_s / 1e9)
+
+
+def _overhead_ms() -> float:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=OVERHEAD_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    model = optimize_and_load(Qwen3MoeForCausalLM(config), "cpu", progress=False)
+    token = torch.ones(1, 1, dtype=torch.int64)
+    cache = model(token, use_cache=True).past_key_values
+    return _best_fifth(_seconds(lambda: model(token, past_key_values=cache, use_cache=True))) / OVERHEAD_LAYERS * 1e3
+
+
+def linear_rate(measured: Measurements, dtype: torch.dtype) -> Rate:
+    """That of PyTorch's own layers in `dtype`; float16 runs as bfloat16 does."""
+    return measured.linear["float32" if dtype == torch.float32 else "bfloat16"]

@@ -1,0 +1,82 @@
+"""Which instruction sets the experts kernel was compiled for, which this CPU has, and whether each computes what it should here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+from moegraft.operators.cpu import as_array
+from moegraft.operators.experts.reference import reference_experts
+
+SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
+TOKENS = 5
+# The reference takes the packed weights, so only activations are rounded: bfloat16 with bfloat16 weights, int8 with int8 and int4.
+LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """One instruction set of the kernel.
+
+    Attributes:
+        usable: compiled, and this CPU has it.
+        errors: relative error of the kernel's output by weight type; empty where it is not usable.
+    """
+
+    name: str
+    usable: bool
+    errors: Mapping[str, float]
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The weight types that give wrong results."""
+        return tuple(name for name, error in self.errors.items() if not error <= LIMITS[name])
+
+
+def instruction_sets() -> list[InstructionSet]:
+    """Every compiled instruction set, each tested on a small layer in every weight type."""
+    usable = Runtime.available_isas()
+    return [
+        InstructionSet(name, name in usable, {weights: _error(name, weights) for weights in LIMITS} if name in usable else {})
+        for name in Runtime.compiled_isas()
+    ]
+
+
+def kernel_threads() -> int:
+    """The threads that the kernel takes by itself: physical cores within affinity and quota."""
+    return Runtime().threads
+
+
+def kernel_isa() -> str:
+    """The instruction set that the kernel takes by itself."""
+    return Runtime(threads=1).isa
+
+
+def _error(isa: str, weight_type: str) -> float:
+    """Relative error on random tokens; infinite where the output is not finite. Only bfloat16 weights take bfloat16 tokens."""
+    random = np.random.default_rng(0)
+    gate_spec = GateSpec()
+    packed = PackedExperts(SHAPE, gate_spec, weight_type)
+    shapes = {
+        "gate": (SHAPE.intermediate, SHAPE.hidden),
+        "up": (SHAPE.intermediate, SHAPE.hidden),
+        "down": (SHAPE.hidden, SHAPE.intermediate),
+    }
+    for expert in range(SHAPE.num_experts):
+        for part, shape in shapes.items():
+            packed.pack(expert, part, random.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[1])))
+    dtype = torch.bfloat16 if weight_type == "bfloat16" else torch.float32
+    tokens = torch.from_numpy(random.standard_normal((TOKENS, SHAPE.hidden), dtype=np.float32)).to(dtype)
+    index = np.stack([random.permutation(SHAPE.num_experts)[:2] for _ in range(TOKENS)]).astype(np.int64)
+    weights = random.random((TOKENS, 2), dtype=np.float32)
+    out = torch.empty_like(tokens)
+    Runtime(threads=1, isa=isa).forward(packed, as_array(tokens), index, weights, as_array(out))
+    gate, up, down = (torch.from_numpy(np.stack([packed.unpack(expert, part) for expert in range(SHAPE.num_experts)])) for part in shapes)
+    expected = reference_experts(tokens, torch.from_numpy(index), torch.from_numpy(weights), gate, up, down, gate_spec)
+    error = float((out - expected).norm() / expected.norm())
+    return error if math.isfinite(error) else math.inf
