@@ -2,6 +2,11 @@
 
 #include <chrono>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 namespace moegraft {
 namespace {
 
@@ -35,9 +40,22 @@ void wait_until(const Ready& ready) {
   while (!ready()) std::this_thread::yield();  // someone we wait for is not on a core: give ours
 }
 
+// Empty when there are not enough for every thread to have its own, or the system cannot say.
+std::vector<int> usable_cores(int threads) {
+  std::vector<int> cores;
+#if defined(__linux__)
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < threads) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+#endif
+  return cores;
+}
+
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : gate_(kClosed) {
+ThreadPool::ThreadPool(int threads) : gate_(kClosed), cores_(usable_cores(threads)) {
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
   } catch (...) {
@@ -58,8 +76,23 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
+void ThreadPool::leave_core_to_caller() {
+#if defined(__linux__)
+  const int core = cores_.empty() ? -1 : sched_getcpu();
+  if (core < 0 || core == left_core_) return;
+  left_core_ = core;
+  cpu_set_t others;
+  CPU_ZERO(&others);
+  for (const int other : cores_)
+    if (other != core) CPU_SET(other, &others);
+  // A refusal leaves the workers where they are: slower at worst.
+  for (auto& worker : workers_) (void)pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+#endif
+}
+
 void ThreadPool::run(Job& job) {
   if (workers_.empty()) return job.run(0);
+  leave_core_to_caller();
   job_.store(&job);
   gate_.fetch_and(~kClosed);
   epoch_.fetch_add(1);

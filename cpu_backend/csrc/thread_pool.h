@@ -3,6 +3,9 @@
 // Who blocks: run() works as worker 0 and returns when the job is complete; workers spin for some tens of microseconds after a job,
 // because the next layer of a model comes soon, and then sleep. A job is open to whoever arrives: run() never waits for a worker that
 // has not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else.
+//
+// Where: a scheduler likes to wake a thread on the core of whoever wakes it, and there it would wait for run() to end. So workers are kept
+// off the core on which run() was called, and are free to use all others that the process may use.
 #pragma once
 
 #include <atomic>
@@ -37,6 +40,7 @@ class ThreadPool {
   void work(int worker);
   void stop();
   bool wait_for_job(unsigned seen);  // false: the pool stops
+  void leave_core_to_caller();
 
   std::atomic<Job*> job_{nullptr};
   std::atomic<unsigned> epoch_{0};
@@ -46,6 +50,8 @@ class ThreadPool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
+  std::vector<int> cores_;  // that the process may use; empty where threads cannot be kept off one
+  int left_core_ = -1;
 };
 
 // Units 0 .. n-1 of one phase of a job: each worker has a contiguous range, so that it reads memory in order, and takes from the

@@ -1,0 +1,227 @@
+"""How fast is one MoE layer on the CPU, beside the limits of the machine? Shapes of Qwen3-30B-A3B, by provider and tokens a call.
+
+Providers: ours by weight type and instruction set; stock transformers with `grouped_mm` and with its loop over experts (both oneDNN);
+kt-kernel when it is installed (on one thread: at two on two cores its idle workers spin). llama.cpp has no Python API for a layer: its
+figures are those of whole models in `cpu_model.py`. Every provider's answer is checked against the reference first. Providers take turns
+within each round, probes of reading and of GEMM among them, so that a change of the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from _probe import ReadProbe, gemm_probe
+from record import write_rows
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+from moegraft.operators.experts.reference import reference_experts
+
+NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+DISTINCT = 8  # experts that are drawn; the others repeat them byte by byte, at other addresses
+ROUNDS = {1: 300, 4: 100, 16: 40, 64: 20, 512: 10}
+# Largest relative error against float64 with the original weights: the rounding of weights and activations to the type.
+ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2}
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One way to compute the layer: `run(hidden_states (T, H) bfloat16, top_k_index (T, K), top_k_weights (T, K))`."""
+
+    name: str
+    weights: str
+    threads: int
+    expert_bytes: int
+    run: Forward
+    tokens: tuple[int, ...] = tuple(ROUNDS)
+
+
+def draw_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    return {part: (torch.randn(DISTINCT, *size, generator=generator) * 0.02).bfloat16() for part, size in sizes.items()}
+
+
+def routings(tokens: int, count: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and weights for `count` calls. Few tokens walk through permutations of the experts, so that weights are never in cache."""
+    generator = np.random.default_rng((tokens, seed))
+    pool = np.empty(0, np.int64)
+    for _ in range(count):
+        if tokens * TOP_K <= NUM_EXPERTS:
+            if len(pool) < tokens * TOP_K:
+                pool = np.concatenate([pool, generator.permutation(NUM_EXPERTS)])
+            ids, pool = pool[: tokens * TOP_K].reshape(tokens, TOP_K), pool[tokens * TOP_K :]
+            if tokens * TOP_K == NUM_EXPERTS:  # 16 tokens: as routing falls, not every expert exactly once
+                ids = generator.random((tokens, NUM_EXPERTS)).argsort(-1)[:, :TOP_K]
+        else:
+            ids = generator.random((tokens, NUM_EXPERTS)).argsort(-1)[:, :TOP_K]
+        weights = generator.random((tokens, TOP_K), dtype=np.float32)
+        yield torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(weights / weights.sum(-1, keepdims=True))
+
+
+def pack(weights: dict[str, torch.Tensor], weight_type: str) -> PackedExperts:
+    packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type)
+    for expert in range(DISTINCT):
+        for part, matrix in weights.items():
+            packed.pack(expert, part, matrix[expert].view(torch.uint16).numpy())
+    blocks = packed.buffer.reshape(NUM_EXPERTS, -1)
+    for expert in range(DISTINCT, NUM_EXPERTS):
+        blocks[expert] = blocks[expert % DISTINCT]
+    sealed = packed.buffer[:]
+    sealed.flags.writeable = False
+    return PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed)
+
+
+def ours(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
+    best = Runtime.available_isas()[-1]
+    for weight_type in ("int4", "int8", "bfloat16"):
+        packed = pack(weights, weight_type)
+        for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
+            runtime = Runtime(threads, isa)
+
+            def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, runtime=runtime, packed=packed) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                out = torch.empty_like(x)
+                arrays = (x.view(torch.uint16).numpy(), ids.numpy(), share.numpy(), out.view(torch.uint16).numpy())
+                runtime.forward(packed, *arrays)
+                return out
+
+            tokens = tuple(ROUNDS) if isa == best else (1, 512)
+            yield Provider(f"ours-{isa}", weight_type, threads, packed.expert_bytes, run, tokens)
+
+
+def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K}
+    experts = None
+    for implementation in ("grouped_mm", "eager"):
+        config = Qwen3MoeConfig(**sizes, dtype=torch.bfloat16)
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config).to(torch.bfloat16)
+        if experts is None:
+            experts = module.to_empty(device="cpu").requires_grad_(False)
+            repeat = (NUM_EXPERTS // DISTINCT, 1, 1)
+            experts.gate_up_proj.data.copy_(torch.cat([weights["gate"], weights["up"]], dim=1).repeat(repeat))
+            experts.down_proj.data.copy_(weights["down"].repeat(repeat))
+        module.gate_up_proj, module.down_proj = experts.gate_up_proj, experts.down_proj
+
+        def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, module=module) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return module(x, ids, share.to(x.dtype))
+
+        yield Provider(f"transformers-{implementation}", "bfloat16", threads, 3 * HIDDEN * INTERMEDIATE * 2, run)
+
+
+def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
+    """The relative error against float64; a provider whose answer is wrong is not measured."""
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ids, share = next(routings(16, 1))
+    ids, share = ids[:5].contiguous(), share[:5].contiguous()
+    expected = reference_experts(x, ids % DISTINCT, share, weights["gate"], weights["up"], weights["down"], GateSpec("silu"))
+    found = provider.run(x, ids, share).double()
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= ERROR_LIMIT[provider.weights]:
+        raise SystemExit(f"{provider.name} {provider.weights}: relative error {error:.2e} against the reference; not measured")
+    return error
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(providers: list[Provider], errors: dict[Provider, float], tokens: int, rounds: int, read: ReadProbe) -> list[dict[str, object]]:
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    probes = {kind: gemm_probe(kind) for kind in ("bfloat16", "int8")}
+    present = [provider for provider in providers if tokens in provider.tokens]
+    times: dict[Provider, list[float]] = {provider: [] for provider in present}
+    read_rates: list[float] = []
+    gemm_rates: dict[str, list[float]] = {kind: [] for kind in probes}
+    distinct = []
+    # Each walks its own way: providers that share weights would find them in the last-level cache.
+    ways = [routings(tokens, rounds + 2, seed) for seed in range(len(present))]
+    with torch.inference_mode():
+        for turn, calls in enumerate(zip(*ways, strict=True)):
+            for provider, (ids, share) in zip(present, calls, strict=True):
+                distinct.append(len(ids.unique()))
+                taken = timed(lambda: provider.run(x, ids, share))  # noqa: B023  run at once
+                if turn >= 2:  # the first two warm up
+                    times[provider].append(taken)
+            if turn % max(1, rounds // 20) == 0:
+                read_rates.append(read.run())
+                for kind, (run, operations) in probes.items():
+                    gemm_rates[kind].append(operations / timed(run))
+    read_rate = statistics.median(read_rates)
+    gemm_rate = {kind: statistics.median(rates[1:]) for kind, rates in gemm_rates.items()}
+    loaded, operations = statistics.mean(distinct), 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
+    rows: list[dict[str, object]] = []
+    for provider in present:
+        p20, p50, p80 = np.percentile(times[provider], (20, 50, 80))
+        limit = gemm_rate["bfloat16" if provider.weights == "bfloat16" else "int8"]
+        bytes_read = loaded * provider.expert_bytes
+        rows.append(
+            {
+                "provider": provider.name,
+                "weights": provider.weights,
+                "threads": provider.threads,
+                "tokens": tokens,
+                "p20_ms": round(p20 * 1e3, 3),
+                "p50_ms": round(p50 * 1e3, 3),
+                "p80_ms": round(p80 * 1e3, 3),
+                "tokens_s": round(tokens / p50, 1),
+                "gb_s": round(bytes_read / p50 / 1e9, 1),
+                "read_probe_gb_s": round(read_rate / 1e9, 1),
+                "read_share": round(bytes_read / p50 / read_rate, 3),
+                "gop_s": round(operations / p50 / 1e9, 1),
+                "gemm_probe_gop_s": round(limit / 1e9, 1),
+                "gemm_share": round(operations / p50 / limit, 3),
+                "relative_error": f"{errors[provider]:.1e}",
+            }
+        )
+    return rows
+
+
+def show(row: dict[str, object]) -> None:
+    print(
+        f"{row['provider']:24s} {row['weights']:9s} T={row['tokens']:<4d} {row['p50_ms']:9.3f} ms  {row['gb_s']:6.1f} GB/s ({row['read_share']:.2f} "
+        f"of read)  {row['gop_s']:7.1f} GOP/s ({row['gemm_share']:.2f} of GEMM)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=Runtime().threads)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
+    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    weights = draw_weights()
+    providers = [*ours(weights, arguments.threads), *stock(weights, arguments.threads)]
+    try:
+        from _kt_layer import kt_providers
+
+        providers += kt_providers(weights, DISTINCT, NUM_EXPERTS, TOP_K)
+    except ImportError as missing:
+        print(f"kt-kernel is left out: {missing}")
+    errors = {provider: check(provider, weights) for provider in providers}
+    read = ReadProbe(arguments.threads)
+    rows: list[dict[str, object]] = []
+    for tokens in arguments.tokens:
+        rows += measure(providers, errors, tokens, max(3, int(ROUNDS[tokens] * arguments.rounds)), read)
+        for row in rows[-sum(tokens in provider.tokens for provider in providers) :]:
+            show(row)
+    if not arguments.no_write:
+        print(write_rows("cpu_experts", rows, ("torch", "transformers", "numpy", "kt-kernel")))
+
+
+if __name__ == "__main__":
+    main()
