@@ -57,6 +57,7 @@ def healthy() -> Facts:
     )
 
 
+AVX512 = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
 GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
 
 
@@ -69,11 +70,11 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
             {"instruction_sets": (InstructionSet("avx2", True, {"int8": 0.5}),)},
             "error",
             "wrong results here in int8",
-            "MOEGRAFT_ISA=scalar",
+            "ISA=scalar",
         ),
         ({"instruction_sets": (InstructionSet("avx2", True, {"int8": float("nan")}),)}, "error", "int8", "report"),
         (
-            {"cpu_flags": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})},
+            {"cpu_flags": AVX512},
             "warning",
             "has avx512",
             "g++ 12",
@@ -164,7 +165,7 @@ def test_rates_are_kept_and_shown(run: Run, run_json: RunJson, cache: Path) -> N
         lambda text: text.replace('"threads": ', '"threads": 9'),
         lambda text: text[:-9],
         lambda text: "[]",
-        lambda text: text.replace("spread", "s"),
+        lambda text: text.replace("load", "l"),
     ],
     ids=["another machine", "cut off", "no object", "a key that is not"],
 )
@@ -185,6 +186,6 @@ def test_measuring_gives_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJso
     assert set(found["experts"]) == {"float32", "bfloat16", "int8", "int4"} == set(found["linear"])
     rates = [rate for kind in ("experts", "linear") for rate in found[kind].values()]
     assert all(rate["decode_gbps"] > 0 and rate["prefill_gflops"] > 0 for rate in rates)
-    assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["spread"] >= 1
+    assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["load"] >= 0
     loaded = store.load()
     assert loaded is not None and loaded.read_gbps == found["read_gbps"]
