@@ -12,11 +12,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 STATELESS_KINDS = ("DummyLayer",)  # by name: transformers 5.17 does not have it
+RECURRENT = "keeps a recurrent state, which a rejected draft token cannot be taken out of again"
+CONVOLVED = "keeps the state of a convolution, which a rejected draft token cannot be taken out of again"
+INDEXED = "picks other tokens to attend to for several tokens at once than for one, so verified text would differ"
 REASONS = {
-    "linear_attention": "keeps a recurrent state, which a rejected draft token cannot be taken out of again",
-    "conv": "keeps the state of a convolution, which a rejected draft token cannot be taken out of again",
-    "hybrid": "keeps the state of a convolution, which a rejected draft token cannot be taken out of again",
-    "indexed_attention": "picks other tokens to attend to for several tokens at once than for one, so verified text would differ",
+    "linear_attention": RECURRENT,
+    "conv": CONVOLVED,
+    "hybrid": CONVOLVED,
+    "indexed_attention": INDEXED,
+    "deepseek_sparse_attention": INDEXED,  # its name in transformers 5.17
 }
 UNKNOWN_REASON = "keeps a state that a rejected draft token cannot be taken out of again"
 SHOWN_LAYERS = 3
