@@ -78,7 +78,7 @@ def load(
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write("\n".join(lines) + "\n")
         file.flush()
-        return optimize_and_load(model, file.name, dtype=dtype, progress=False)
+        return optimize_and_load(model, file.name, dtype=dtype, threads=torch.get_num_threads(), progress=False)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None) -> torch.Tensor:
@@ -269,7 +269,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "lossy", "shapes"))
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for a machine that is shared")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     for part in arguments.parts:
         match part:
             case "acceptance":
@@ -280,7 +282,7 @@ def main() -> None:
                 rows = lossy(arguments.prompts, arguments.rounds)
             case _:
                 rows = shapes(20 * arguments.rounds)
-        print(write_rows(f"speculative_{part}", rows))
+        print(write_rows(f"speculative_{part}", [{**row, "threads": arguments.threads} for row in rows]))
 
 
 if __name__ == "__main__":
