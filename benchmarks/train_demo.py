@@ -9,12 +9,25 @@ import argparse
 import math
 import random
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_recipe import CONTEXT, TEXT, Evaluation, build_model, evaluate, expert_share, export, router_logits, split_text, train_tokenizer
+from demo_recipe import (
+    CONTEXT,
+    TEXT,
+    Evaluation,
+    build_model,
+    evaluate,
+    expert_share,
+    export,
+    router_logits,
+    split_text,
+    to_bfloat16,
+    train_tokenizer,
+)
 from record import write_rows
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,16 +41,16 @@ class TrainOptions:
     out: Path
     work: Path
     minutes: float = 60.0
-    steps: int = 8000
+    steps: int = 2000
     seed: int = 1623
     resume: bool = False
     step_tokens: int = 2048
     peak_rate: float = 1.5e-3
     warmup: float = 0.03  # share of the run
     weight_decay: float = 0.1
-    dropout: float = 0.1
+    dropout: float = 0.2
     balance: float = 0.02  # weight of the load-balancing loss
-    eval_every: int = 250  # steps
+    eval_every: int = 100  # steps
 
     def __post_init__(self) -> None:
         for name in ("minutes", "steps", "peak_rate", "eval_every"):
@@ -104,7 +117,7 @@ def balance_loss(layers: list[Tensor], top_k: int) -> Tensor:
 
     transformers' own sums the layers first, so that an expert idle in one layer may hide behind its namesake in another.
     """
-    terms = [logits.shape[-1] * (expert_share(logits, top_k) * logits.softmax(-1).mean(0)).sum() for logits in layers]
+    terms = [logits.shape[-1] * (expert_share(logits, top_k) * logits.float().softmax(-1).mean(0)).sum() for logits in layers]
     return torch.stack(terms).mean()
 
 
@@ -128,18 +141,24 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
     return torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.95), fused=True)
 
 
-def take_step(model: Any, optimizer: torch.optim.Optimizer, windows: Tensor, options: TrainOptions, rate: float) -> Tensor:
-    """One step on windows `(B, S + 1)`; returns the cross-entropy in nats a token, without the balancing loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    model.train()
-    with router_logits(model) as layers:
-        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    (loss + options.balance * balance_loss(layers, model.config.num_experts_per_tok)).backward()
+def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: Tensor, options: TrainOptions) -> Tensor:
+    """One step of `model` in float32, by the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`.
+
+    Returns the cross-entropy in nats a token, without the balancing loss.
+    """
+    twin.train()
+    with router_logits(twin) as layers:
+        logits = twin(input_ids=windows[:, :-1], use_cache=False).logits  # (B, S, V)
+    loss = functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+    (loss + options.balance * balance_loss(layers, twin.config.num_experts_per_tok)).backward()
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    for weight, low in pairs:
+        weight.grad, low.grad = low.grad.float(), None
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad()
+    with torch.no_grad():
+        for weight, low in pairs:
+            low.copy_(weight)
     return loss.detach()
 
 
@@ -170,21 +189,24 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: TrainOptions)
     optimizer = make_optimizer(model, options)
     checkpoint = options.work / "state.pt"
     progress = load_state(checkpoint, model, optimizer) if options.resume else Progress()
-    add_dropout(model, options.dropout)
+    twin = to_bfloat16(deepcopy(model))
+    add_dropout(twin, options.dropout)
     since, losses, stream = time.monotonic(), [], torch.empty(0)
     done = share_done(progress, options)
     while done < 1:
         if not len(stream) or progress.step % pass_steps == 0:
             stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed + progress.step // pass_steps)
         windows = draw_windows(stream, options.step_tokens, options.seed + progress.step)
-        losses.append(take_step(model, optimizer, windows, options, learning_rate(options, done)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, done)
+        losses.append(take_step(model, twin, optimizer, windows, options))
         progress.step += 1
         now = time.monotonic()
         progress.elapsed_s += now - since
         since = now
         done = share_done(progress, options)
         if progress.step % options.eval_every == 0 or done >= 1:
-            record(model, evaluate(model, tokenizer, validation), progress, torch.stack(losses).mean().item(), options)
+            record(twin, evaluate(twin, tokenizer, validation), progress, torch.stack(losses).mean().item(), options)
             losses.clear()
             save_state(checkpoint, model, optimizer, progress)
     return progress
@@ -215,7 +237,7 @@ def parse_options() -> TrainOptions:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the trained model")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
     parser.add_argument("--minutes", type=float, default=60.0, help="the schedule ends by then, whatever the speed")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1623)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
     return TrainOptions(**vars(parser.parse_args()))
