@@ -3,6 +3,8 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -13,10 +15,15 @@ namespace {
 
 volatile std::uint64_t sink;  // keeps the reads
 
+// With prefetches in bursts, which reads faster than the hardware's prefetcher alone does.
 void read_all(const std::uint64_t* words, std::size_t count) {
+  constexpr std::size_t kBurst = 128, kAhead = 512;  // words: 1 KiB, 4 KiB
   std::uint64_t lanes[32] = {};
-  for (std::size_t i = 0; i + 32 <= count; i += 32)
-    for (int lane = 0; lane < 32; ++lane) lanes[lane] ^= words[i + lane];
+  for (std::size_t start = 0; start + kBurst <= count; start += kBurst) {
+    for (std::size_t line = 0; line < kBurst; line += 8) __builtin_prefetch(words + start + kAhead + line, 0, 2);
+    for (std::size_t i = start; i < start + kBurst; i += 32)
+      for (int lane = 0; lane < 32; ++lane) lanes[lane] ^= words[i + lane];
+  }
   std::uint64_t all = 0;
   for (const std::uint64_t lane : lanes) all ^= lane;
   sink = all;
@@ -49,17 +56,24 @@ extern "C" void* probe_allocate(std::size_t bytes) {
   return data;
 }
 
-// Seconds that `threads` threads take to read `bytes`, each a part in order.
+// Seconds that `threads` threads take to read `bytes`, each a part in order, once all of them are running.
 extern "C" double probe_read(const void* data, std::size_t bytes, int threads) {
-  const auto begin = std::chrono::steady_clock::now();
+  using Clock = std::chrono::steady_clock;
   const std::size_t words = bytes / 8 / static_cast<std::size_t>(threads);
+  std::atomic<int> ready{0};
+  std::vector<Clock::time_point> begins(static_cast<std::size_t>(threads)), ends(static_cast<std::size_t>(threads));
   std::vector<std::thread> readers;
   for (int t = 0; t < threads; ++t) {
-    readers.emplace_back([=] {
+    readers.emplace_back([&, t] {
       pin(t);
+      ready.fetch_add(1);
+      while (ready.load() < threads) std::this_thread::yield();
+      begins[static_cast<std::size_t>(t)] = Clock::now();
       read_all(static_cast<const std::uint64_t*>(data) + words * static_cast<std::size_t>(t), words);
+      ends[static_cast<std::size_t>(t)] = Clock::now();
     });
   }
   for (auto& reader : readers) reader.join();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  const auto begin = *std::min_element(begins.begin(), begins.end());
+  return std::chrono::duration<double>(*std::max_element(ends.begin(), ends.end()) - begin).count();
 }

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("_probe.cpp")
-READ_BYTES = 512 << 20  # far beyond the caches
+HELD_BYTES = 1 << 30  # far beyond the caches
+READ_BYTES = 64 << 20  # a time: as short as a layer, so that what interrupts one interrupts the other
 GEMM_SIZE = 1024
 
 
 class ReadProbe:
-    """Reads 512 MiB with `threads` threads; `run()` returns bytes a second."""
+    """Reads 64 MiB, another part of 1 GiB each time, with `threads` threads; `run()` returns bytes a second."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -28,12 +29,14 @@ class ReadProbe:
         self._library.probe_allocate.restype = ctypes.c_void_p
         self._library.probe_read.restype = ctypes.c_double
         self._library.probe_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._data = self._library.probe_allocate(ctypes.c_size_t(READ_BYTES))
+        self._data = self._library.probe_allocate(ctypes.c_size_t(HELD_BYTES))
+        self._offset = 0
         if self._data is None:
-            raise MemoryError(f"read probe: no memory for {READ_BYTES} bytes")
+            raise MemoryError(f"read probe: no memory for {HELD_BYTES} bytes")
 
     def run(self) -> float:
-        return READ_BYTES / float(self._library.probe_read(self._data, READ_BYTES, self.threads))
+        self._offset = (self._offset + READ_BYTES) % HELD_BYTES
+        return READ_BYTES / float(self._library.probe_read(self._data + self._offset, READ_BYTES, self.threads))
 
 
 def gemm_probe(kind: str) -> tuple[Callable[[], object], float]:

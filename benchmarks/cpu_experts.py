@@ -3,7 +3,8 @@
 Providers: ours by weight type and instruction set; stock transformers with `grouped_mm` and with its loop over experts (both oneDNN);
 kt-kernel when it is installed (on one thread: at two on two cores its idle workers spin). llama.cpp has no Python API for a layer: its
 figures are those of whole models in `cpu_model.py`. Every provider's answer is checked against the reference first. Providers take turns
-within each round, probes of reading and of GEMM among them, so that a change of the machine meets all alike.
+within each round, probes of reading and of GEMM among them, so that a change of the machine meets all alike. How layers fare among
+PyTorch's own threads is measured by `cpu_model.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from moegraft.operators.experts.reference import reference_experts
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 DISTINCT = 8  # experts that are drawn; the others repeat them byte by byte, at other addresses
-ROUNDS = {1: 300, 4: 100, 16: 40, 64: 20, 512: 10}
+ROUNDS = {1: 40, 4: 25, 16: 15, 64: 10, 512: 10}
+CALLS = {1: 8, 4: 4, 16: 3, 64: 2, 512: 1}  # timed in a row when a provider has its turn
+SETTLE_S = 0.01  # before a turn: OpenMP's threads spin for some milliseconds after PyTorch's last call, on a core that another needs
 # Largest relative error against float64 with the original weights: the rounding of weights and activations to the type.
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2}
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -146,18 +149,23 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
     gemm_rates: dict[str, list[float]] = {kind: [] for kind in probes}
     distinct = []
     # Each walks its own way: providers that share weights would find them in the last-level cache.
-    ways = [routings(tokens, rounds + 2, seed) for seed in range(len(present))]
+    ways = [routings(tokens, (rounds + 1) * (CALLS[tokens] + 1), seed) for seed in range(len(present))]
     with torch.inference_mode():
-        for turn, calls in enumerate(zip(*ways, strict=True)):
-            for provider, (ids, share) in zip(present, calls, strict=True):
-                distinct.append(len(ids.unique()))
-                taken = timed(lambda: provider.run(x, ids, share))  # noqa: B023  run at once
-                if turn >= 2:  # the first two warm up
-                    times[provider].append(taken)
-            if turn % max(1, rounds // 20) == 0:
-                read_rates.append(read.run())
-                for kind, (run, operations) in probes.items():
-                    gemm_rates[kind].append(operations / timed(run))
+        for turn in range(rounds + 1):
+            for provider, way in zip(present, ways, strict=True):
+                time.sleep(SETTLE_S)
+                for call in range(CALLS[tokens] + 1):
+                    ids, share = next(way)
+                    distinct.append(len(ids.unique()))
+                    if call == 0 and CALLS[tokens] == 1 and turn > 0:
+                        continue  # long calls need no warming beyond the first turn's
+                    taken = timed(lambda: provider.run(x, ids, share))  # noqa: B023  run at once
+                    if turn > 0 and call > 0:
+                        times[provider].append(taken)
+            time.sleep(SETTLE_S)
+            read_rates.extend(read.run() for _ in range(3))
+            for kind, (run, operations) in probes.items():
+                gemm_rates[kind].append(operations / min(timed(run), timed(run)))
     read_rate = statistics.median(read_rates)
     gemm_rate = {kind: statistics.median(rates[1:]) for kind, rates in gemm_rates.items()}
     loaded, operations = statistics.mean(distinct), 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
@@ -189,11 +197,9 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
 
 
 def show(row: dict[str, object]) -> None:
-    print(
-        f"{row['provider']:24s} {row['weights']:9s} T={row['tokens']:<4d} {row['p50_ms']:9.3f} ms  {row['gb_s']:6.1f} GB/s ({row['read_share']:.2f} "
-        f"of read)  {row['gop_s']:7.1f} GOP/s ({row['gemm_share']:.2f} of GEMM)",
-        flush=True,
-    )
+    name = f"{row['provider']:24s} {row['weights']:9s} T={row['tokens']:<4d}"
+    reading = f"{row['gb_s']:6.1f} GB/s ({row['read_share']:.2f} of read)"
+    print(f"{name} {row['p50_ms']:9.3f} ms  {reading}  {row['gop_s']:7.1f} GOP/s ({row['gemm_share']:.2f} of GEMM)", flush=True)
 
 
 def main() -> None:
