@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+
 from torch import nn
 
 from moegraft.operators.base import Kind
@@ -25,6 +28,22 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
     return num_experts is not None and any(p.dim() == 2 and p.shape[0] == num_experts for p in module.parameters())
 
 
+@lru_cache(maxsize=512)
+def _source(owner: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):  # typed into a prompt, or built in C
+        return ""
+
+
+def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
+    """A plain linear layer that its owner calls and does not take apart (`self.kv_b_proj.weight`, as absorbed attention does)."""
+    if type(module) is not nn.Linear:
+        return False
+    parent, _, leaf = path.rpartition(".")
+    return f"self.{leaf}.weight" not in _source(type(model.get_submodule(parent)))
+
+
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
     """Every kind that `module` at `path` (empty for the model itself) is."""
     found: set[Kind] = set()
@@ -34,6 +53,6 @@ def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
         found.add("experts")
     if is_router(path, module, model):
         found.add("router")
-    if isinstance(module, nn.Linear):
+    if is_linear(path, module, model):
         found.add("linear")
     return frozenset(found)

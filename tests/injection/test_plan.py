@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rule_support import REGISTRY, ExpertsOptions, findings_of, plan_for, read, tiny_model, write
+from rule_support import REGISTRY, findings_of, plan_for, read, tiny_model, write
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.rulefile import read_rules
+from moegraft.operators.registry import load_registry
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "num_experts_per_tok": 2}
 EXPERTS = "match: {kind: experts}, replace: {class: hybrid_experts}"
@@ -51,28 +52,58 @@ def deepseek_v3() -> nn.Module:
     )
 
 
-# One expert has 3 matrices of 24 x 64; the test operator keeps 2 bytes a weight, so 4 experts are 36 KiB a layer.
+# Packed rows come in blocks of 16, inputs in groups of 32 with a 16-bit scale: 34 bytes hold 32 int8 weights.
 GOLDEN = (
     (
         mixtral,
         "mixtral",
-        "model.layers.{0-2}.mlp.experts  experts (cpu.yaml:5)  hybrid_experts  weights=int8  108.0 KiB cpu\n"
-        "replaced: 108.0 KiB become 108.0 KiB; the rest: 99.7 KiB\n"
-        "in all: 207.7 KiB cpu",
+        """
+model.layers.{0-2}.self_attn.q_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-2}.self_attn.k_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{0-2}.self_attn.v_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{0-2}.self_attn.o_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-2}.mlp.experts       experts (cpu.yaml:5)   hybrid_experts    weights=int8  76.5 KiB cpu
+lm_head                              linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+replaced: 192.6 KiB become 123.2 KiB; the rest: 15.1 KiB
+in all: 138.3 KiB cpu
+""",
     ),
     (
         qwen3_moe,
         "qwen3_moe",
-        "model.layers.{1,3-4}.mlp.experts  experts (cpu.yaml:5)  hybrid_experts  weights=int8  108.0 KiB cpu\n"
-        "replaced: 108.0 KiB become 108.0 KiB; the rest: 184.5 KiB\n"
-        "in all: 292.5 KiB cpu",
+        """
+model.layers.{0-4}.self_attn.q_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  21.2 KiB cpu
+model.layers.{0-4}.self_attn.k_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  10.6 KiB cpu
+model.layers.{0-4}.self_attn.v_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  10.6 KiB cpu
+model.layers.{0-4}.self_attn.o_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  21.2 KiB cpu
+model.layers.{0,2}.mlp.gate_proj     linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0,2}.mlp.up_proj       linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0,2}.mlp.down_proj     linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{1,3-4}.mlp.experts     experts (cpu.yaml:5)   hybrid_experts    weights=int8  76.5 KiB cpu
+lm_head                              linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+replaced: 276.6 KiB become 174.2 KiB; the rest: 15.9 KiB
+in all: 190.1 KiB cpu
+""",
     ),
     (
         deepseek_v3,
         "deepseek_v3",
-        "model.layers.{1-3}.mlp.experts  experts (cpu.yaml:5)  hybrid_experts  weights=int8  108.0 KiB cpu\n"
-        "replaced: 108.0 KiB become 108.0 KiB; the rest: 163.3 KiB\n"
-        "in all: 271.3 KiB cpu",
+        """
+model.layers.{0-3}.self_attn.q_a_proj            linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-3}.self_attn.q_b_proj            linears (cpu.yaml:11)  quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-3}.self_attn.kv_a_proj_with_mqa  linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-3}.self_attn.o_proj              linears (cpu.yaml:11)  quantized_linear  weights=int8  17.0 KiB cpu
+model.layers.0.mlp.gate_proj                     linears (cpu.yaml:11)  quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.0.mlp.up_proj                       linears (cpu.yaml:11)  quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.0.mlp.down_proj                     linears (cpu.yaml:11)  quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.{1-3}.mlp.experts                   experts (cpu.yaml:5)   hybrid_experts    weights=int8  76.5 KiB cpu
+model.layers.{1-3}.mlp.shared_experts.gate_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{1-3}.mlp.shared_experts.up_proj    linears (cpu.yaml:11)  quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{1-3}.mlp.shared_experts.down_proj  linears (cpu.yaml:11)  quantized_linear  weights=int8  6.4 KiB cpu
+lm_head                                          linears (cpu.yaml:11)  quantized_linear  weights=int8  8.5 KiB cpu
+replaced: 239.6 KiB become 163.6 KiB; the rest: 31.6 KiB
+in all: 195.3 KiB cpu
+""",
     ),
 )
 
@@ -81,17 +112,18 @@ GOLDEN = (
     ("build", "rules", "table"), GOLDEN, ids=lambda value: value if isinstance(value, str) and "\n" not in value else ""
 )
 def test_golden_plans(build: Callable[[], nn.Module], rules: str, table: str) -> None:
-    found = plan(build(), read_rules(rules, registry=REGISTRY), registry=REGISTRY, dtype=torch.bfloat16)
-    assert found.describe() == table
-    assert all(swap.options == ExpertsOptions(weights="int8") for swap in found.swaps)
+    registry = load_registry()
+    found = plan(build(), read_rules(rules, registry=registry), registry=registry, dtype=torch.bfloat16)
+    assert found.describe() == table.strip()
 
 
 def test_planning_changes_nothing_and_repeats_itself() -> None:
     model = qwen3_moe()
     before = [(path, id(module), sorted(vars(module))) for path, module in model.named_modules()]
     parameters = [(name, id(parameter), parameter.device.type) for name, parameter in model.named_parameters()]
-    rules = read_rules("qwen3_moe", registry=REGISTRY)
-    first, second = (plan(model, rules, registry=REGISTRY, dtype=torch.bfloat16) for _ in range(2))
+    registry = load_registry()
+    rules = read_rules("qwen3_moe", registry=registry)
+    first, second = (plan(model, rules, registry=registry, dtype=torch.bfloat16) for _ in range(2))
     assert first == second
     assert before == [(path, id(module), sorted(vars(module))) for path, module in model.named_modules()]
     assert parameters == [(name, id(parameter), parameter.device.type) for name, parameter in model.named_parameters()]
@@ -179,9 +211,10 @@ def test_nothing_to_replace_is_said(tmp_path: Path) -> None:
 
 
 def test_requires_takes_the_type_from_the_config() -> None:
-    rules = read_rules("mixtral", registry=REGISTRY)
-    assert plan(mixtral(), rules, registry=REGISTRY, dtype=torch.bfloat16).swaps
-    (found,) = findings_of(lambda: plan(qwen3_moe(), rules, registry=REGISTRY, dtype=torch.bfloat16))
+    registry = load_registry()
+    rules = read_rules("mixtral", registry=registry)
+    assert plan(mixtral(), rules, registry=registry, dtype=torch.bfloat16).swaps
+    (found,) = findings_of(lambda: plan(qwen3_moe(), rules, registry=registry, dtype=torch.bfloat16))
     assert found.message == "this rule file is for models of type 'mixtral', and this model is of type 'qwen3_moe'"
 
 

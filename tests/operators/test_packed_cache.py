@@ -50,10 +50,11 @@ class Setup:
         monkeypatch.setattr(packed_cache, "CHECK_THREADS", 2)
         monkeypatch.setattr(PackedExperts, "pack", counting)
 
-    def load(self) -> PreTrainedModel:
+    def load(self, *, cached: bool = True) -> PreTrainedModel:
+        cache = f", cache_dir: '{self.cache}'" if cached else ""
         self._rules.write_text(
             "version: 1\nrules:\n- match: {kind: experts}\n"
-            f"  replace: {{class: hybrid_experts, kwargs: {{weights: {self.weights}, cache_dir: '{self.cache}'}}}}\n"
+            f"  replace: {{class: hybrid_experts, kwargs: {{weights: {self.weights}{cache}}}}}\n"
         )
         self.packs = 0
         return optimize_and_load(self.checkpoint, self._rules, progress=False)
@@ -81,7 +82,7 @@ def test_second_load_maps_what_the_first_packed(setup: Setup, weights: str) -> N
     assert setup.packs == 0
     assert torch.equal(first, second)
     with torch.no_grad():
-        in_memory = optimize_and_load(setup.checkpoint, "cpu", vars={"weights": weights}, progress=False)(IDS).logits
+        in_memory = setup.load(cached=False)(IDS).logits
     assert torch.equal(first, in_memory)
 
 
@@ -120,7 +121,7 @@ def test_changed_weights_are_never_served_from_the_cache(setup: Setup) -> None:
     after = setup.logits()
     assert setup.packs == LAYERS * 5 * 3
     with torch.no_grad():
-        fresh = optimize_and_load(setup.checkpoint, "cpu", progress=False)(IDS).logits
+        fresh = setup.load(cached=False)(IDS).logits
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
