@@ -60,7 +60,7 @@ Row = dict[str, object]
 def prompts(count: int) -> list[torch.Tensor]:
     """Evenly spread places of the held-out text, each (1, PROMPT_TOKENS)."""
     text = TEXT.read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(demo_path())(text[int(len(text) * HELD_OUT) :])["input_ids"]
+    ids = AutoTokenizer.from_pretrained(demo_path(), model_max_length=len(text))(text[int(len(text) * HELD_OUT) :])["input_ids"]
     step = (len(ids) - PROMPT_TOKENS) // count
     return [torch.tensor([ids[start : start + PROMPT_TOKENS]]) for start in range(0, step * count, step)]
 
