@@ -58,10 +58,13 @@ def test_exact_weights_give_stock(config: Any, tmp_path: Path) -> None:
     assert found.logits.stock_perplexity == pytest.approx(perplexity(stock, ids), rel=1e-4)
 
 
-def test_the_stock_side_does_not_depend_on_the_rules(folder: Path, run_json: RunJson) -> None:
+def test_the_stock_side_does_not_depend_on_the_rules(folder: Path, run_json: RunJson, tmp_path: Path) -> None:
     """Coarse weights change the injected model alone: hooks that put the stock outputs in place give one and the same stock."""
+    experts = tmp_path / "experts.yaml"
+    rule = '{match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: "${weights}"}}}'
+    experts.write_text(f"vars: {{weights: stored}}\nrules:\n- {rule}\n")
     exact, coarse = (
-        run_json("verify", "--model", folder, "--rules", "cpu", "--var", f"weights={weights}", "--tokens", 48)
+        run_json("verify", "--model", folder, "--rules", experts, "--var", f"weights={weights}", "--tokens", 48)
         for weights in ("stored", "int4")
     )
     assert exact["exit_code"] == coarse["exit_code"] == 0
