@@ -1,0 +1,130 @@
+"""The README's tables, made from the committed results: run it after a benchmark; a test holds the README to what it makes."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of one results file; none where it was never measured."""
+    path = RESULTS / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def provenance(rows: list[Row]) -> str:
+    return f"{rows[0]['hardware']}, commit {rows[0]['commit']}, {rows[0]['versions'].replace(' ', ', ')}."
+
+
+def cpu_experts() -> str:
+    """Milliseconds a layer by batch: ours with the widest instruction set of the machine, and transformers."""
+    rows = [row for row in read("cpu_experts") if "avx512_bf16" in row["provider"] or not row["provider"].startswith("ours")]
+    tokens = sorted({row["tokens"] for row in rows}, key=int)
+    found = {(row["provider"], row["weights"], row["tokens"]): row for row in rows}
+    body = []
+    for provider, weights in dict.fromkeys((row["provider"], row["weights"]) for row in rows):
+        cells = [found.get((provider, weights, count)) for count in tokens]
+        body.append(
+            [
+                provider.replace("ours-avx512_bf16", "**moegraft**"),
+                weights,
+                *(f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells),
+            ]
+        )
+    read_share = [float(found["ours-avx512_bf16", weights, "1"]["read_share"]) for weights in ("int4", "int8", "bfloat16")]
+    return (
+        "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 a token), milliseconds, medians, "
+        f"{rows[0]['threads']} threads:\n\n{table(['', 'weights', *(f'T={count}' for count in tokens)], body)}\n\n"
+        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of a read-bandwidth probe taken beside it. "
+        f"{provenance(rows)}"
+    )
+
+
+def load_memory() -> str:
+    rows = read("load_memory")
+    body = [
+        [
+            row["provider"].replace("cpu", "moegraft cpu"),
+            row["checkpoint_dtype"],
+            row["checkpoint_mib"],
+            row["held_mib"],
+            row["peak_mib"],
+            row["peak_over_held"],
+        ]
+        for row in rows
+    ]
+    head = ["", "checkpoint", "its MiB", "held after, MiB", "peak of loading, MiB", "peak / held"]
+    return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{table(head, body)}\n\n{provenance(rows)}"
+
+
+def families() -> str:
+    rows = read("families")
+    served = [row for row in rows if row["outcome"] == "served"]
+    worst = max(float(row["max_relative_error"]) for row in served)
+    equal = sum(row["equal_greedy_tokens"] == "64/64" for row in served)
+    refused = [row["model_type"] for row in rows if row["outcome"] == "refused"]
+    return (
+        f"{len(served)} model types of transformers are served by `cpu-exact` with logits within {worst:.0e} of stock in float32 "
+        f"(relative to the largest), {equal} of them with 64 of 64 greedy tokens equal; {len(refused)} are refused with the reason "
+        f"({', '.join(refused)}). {provenance(rows)}"
+    )
+
+
+def rates(name: str, caption: str) -> str:
+    rows = read(name)
+    if not rows:
+        return ""
+    columns = {key: next(column for column in rows[0] if column.startswith(key)) for key in ("p20", "p50", "p80")}
+    body = [[row["provider"], row["phase"], *(row[columns[key]] for key in ("p50", "p20", "p80"))] for row in rows]
+    return f"{caption}\n\n{table(['', 'phase', 'tokens/s, median', 'p20', 'p80'], body)}\n\n{provenance(rows)}"
+
+
+def cpu_model() -> str:
+    return rates("cpu_model", "Six layers of Qwen3-30B-A3B's shapes, random weights, decode and a prompt of 512:")
+
+
+def demo_speed() -> str:
+    return rates("demo_speed", "The bundled model, small enough that Python weighs as much as the experts:")
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "cpu_experts": cpu_experts,
+    "cpu_model": cpu_model,
+    "demo_speed": demo_speed,
+    "load_memory": load_memory,
+    "families": families,
+}
+
+
+def rendered(text: str) -> str:
+    """`text` with every `<!-- results: NAME -->` ... `<!-- end -->` filled from the results.
+
+    Raises:
+        ValueError: a section that no function makes.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        if match[1] not in SECTIONS:
+            raise ValueError(f"README.md: no table is named '{match[1]}'; there are {', '.join(SECTIONS)}")
+        return f"<!-- results: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,43 @@
+"""The README says what is so: its tables are the committed results', its example rules are valid, what it names is there."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from moegraft.injection.rulefile import read_rules
+from moegraft.operators.registry import load_registry
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert re.findall(r"<!-- results: (\w+) -->", README), "the README has no tables"
+    assert module.rendered(README) == README, "run benchmarks/readme_tables.py"
+
+
+def test_example_rules_are_valid(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        path = tmp_path / "rules.yaml"
+        path.write_text(block)
+        assert read_rules(path, registry=load_registry()).rules
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_commands_exist() -> None:
+    scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for program in ("local_chat", "moegraft"):
+        assert f"{program} = " in scripts
+    commands = {path.stem for path in (ROOT / "injection" / "cli" / "commands").glob("*.py")}
+    for command in re.findall(r"^moegraft (\w+)", README, re.MULTILINE):
+        assert command in commands, command
