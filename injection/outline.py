@@ -55,17 +55,9 @@ def outline(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -
         CheckpointError, UnsupportedModelError: no such model, or none that can be built.
     """
     source = find_model(model, trust_remote_code=trust_remote_code, weights=False)
-    stored = _stored_dtype(source)
+    stored = stored_dtype(source)
     dtype = source.config.dtype if isinstance(source.config.dtype, torch.dtype) else stored
     return Outline(source, meta_skeleton(source, dtype), stored, dtype, _why_unloadable(source))
-
-
-def _stored_dtype(source: ModelSource) -> torch.dtype:
-    # A hub model is outlined without its weights, but with the index that lists them.
-    if not any(source.folder.glob("*.safetensors")):
-        dtype = source.config.dtype
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
-    return stored_dtype(source)
 
 
 def _why_unloadable(source: ModelSource) -> str | None:

@@ -11,6 +11,7 @@ from moegraft.injection.cli.commands.check import check
 from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.explain import explain
 from moegraft.injection.cli.commands.options import PROGRAM
+from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.schema import schema
 from moegraft.injection.cli.commands.verify import verify
 from moegraft.injection.cli.model_options import option_name
@@ -45,6 +46,7 @@ def moegraft(
 
 app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)
 app.command(epilog="Example: moegraft explain rules.yaml --model Qwen/Qwen3-30B-A3B --module model.layers.3.mlp.experts")(explain)
+app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)

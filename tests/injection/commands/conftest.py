@@ -53,6 +53,15 @@ def rules(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+@pytest.fixture(scope="session")
+def experts_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts on the CPU and nothing else, in the weight type that `--var weights=TYPE` gives."""
+    path = tmp_path_factory.mktemp("rules") / "experts.yaml"
+    rule = '- {match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: "${weights}"}}}'
+    path.write_text(f"vars: {{weights: int8}}\nrules:\n{rule}\n")
+    return path
+
+
 def tiny_config(**changes: object) -> Qwen3MoeConfig:
     sizes: dict[str, object] = {
         "vocab_size": 260,

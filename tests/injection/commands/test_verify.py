@@ -42,14 +42,14 @@ def perplexity(model: PreTrainedModel, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("config", [MixtralConfig(**SIZES), GptOssConfig(**SIZES)], ids=["per-expert", "transposed-interleaved-bias"])
-def test_exact_weights_give_stock(config: Any, tmp_path: Path) -> None:
+def test_exact_weights_give_stock(experts_rules: Path, config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in stock.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
     stock.save_pretrained(tmp_path)
-    injected = optimize_and_load(tmp_path, "cpu-exact", progress=False)
+    injected = optimize_and_load(tmp_path, experts_rules, vars={"weights": "stored"}, progress=False)
     ids = torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(1))
     found = verify(injected, find_model(tmp_path), ids)
     assert found.ok and len(found.layers) == 2 and not found.unreached
@@ -74,8 +74,8 @@ def test_the_stock_side_does_not_depend_on_the_rules(folder: Path, run_json: Run
     assert all(0.05 < layer["relative_error"] < layer["expected"]["limit"] for layer in coarse["layers"])
 
 
-def test_the_model_is_as_before(folder: Path) -> None:
-    injected = optimize_and_load(folder, "cpu", progress=False)
+def test_the_model_is_as_before(experts_rules: Path, folder: Path) -> None:
+    injected = optimize_and_load(folder, experts_rules, progress=False)
     ids = torch.arange(20)
     with torch.no_grad():
         before = injected(ids[None]).logits
@@ -97,18 +97,20 @@ def break_layer(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor]
 
 
 @pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-def test_another_experts_routing_weight_is_found(weights: str, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_experts_routing_weight_is_found(
+    experts_rules: Path, weights: str, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bug of HybriMoE's public code: experts with each other's routing weights."""
     break_layer(monkeypatch, lambda given: given.flip(-1), 4)
-    result = run("verify", "--model", folder, "--rules", "cpu", "--var", f"weights={weights}", "--tokens", 48)
+    result = run("verify", "--model", folder, "--rules", experts_rules, "--var", f"weights={weights}", "--tokens", 48)
     assert result.exit_code == 1
     assert "verdict: WRONG: model.layers.5.mlp.experts is the first that is too far from stock" in result.stdout
     assert result.stdout.count("<- too far") == 1
 
 
-def test_nan_is_wrong(folder: Path, run_json: RunJson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_wrong(experts_rules: Path, folder: Path, run_json: RunJson, monkeypatch: pytest.MonkeyPatch) -> None:
     break_layer(monkeypatch, lambda given: given * float("nan"), 0)
-    found = run_json("verify", "--model", folder, "--rules", "cpu-exact", "--tokens", 16)
+    found = run_json("verify", "--model", folder, "--rules", experts_rules, "--var", "weights=stored", "--tokens", 16)
     assert (found["exit_code"], found["ok"], found["first_bad"]) == (1, False, "model.layers.1.mlp.experts")
     assert found["layers"][0]["relative_error"] is None, "JSON has no NaN"
 
@@ -120,10 +122,10 @@ def test_linear_layers_are_compared_too(folder: Path, run_json: RunJson, rules: 
     assert all(1e-3 < layer["relative_error"] < 0.04 for layer in found["layers"])
 
 
-def test_text_and_tokens(folder: Path, run: Run, run_json: RunJson, tmp_path: Path) -> None:
+def test_text_and_tokens(experts_rules: Path, folder: Path, run: Run, run_json: RunJson, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Nobody expects it.")
-    arguments = ("verify", "--model", folder, "--rules", "cpu-exact", "--text", text)
+    arguments = ("verify", "--model", folder, "--rules", experts_rules, "--var", "weights=stored", "--text", text)
     assert run_json(*arguments)["tokens"] == 18
     assert run_json(*arguments, "--tokens", 5)["tokens"] == 5
     for content, says in [(b"", "2 are needed"), (b"\xff\xfe", "not UTF-8")]:
@@ -134,9 +136,9 @@ def test_text_and_tokens(folder: Path, run: Run, run_json: RunJson, tmp_path: Pa
     assert run("verify", "--model", folder, "--text", tmp_path / "none.txt").exit_code == 2
 
 
-def test_plot_is_a_png_or_a_sentence(folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_is_a_png_or_a_sentence(experts_rules: Path, folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "error.png"
-    arguments = ("verify", "--model", folder, "--rules", "cpu", "--tokens", 16, "--plot", picture)
+    arguments = ("verify", "--model", folder, "--rules", experts_rules, "--tokens", 16, "--plot", picture)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         refused = run(*arguments)

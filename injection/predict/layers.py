@@ -1,0 +1,105 @@
+"""A planned model as the list of what a token passes: how many bytes and how much arithmetic, at which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from moegraft.injection.outline import Outline
+from moegraft.injection.plan import Plan, Swap
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.structure import kinds
+
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts")
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One module, or the sum of alike ones.
+
+    Attributes:
+        kind: whose rates count, `experts` or `linear`.
+        weights: the weight type.
+        nbytes: of all weights.
+        weight_count: of all weights.
+        share: of them, that one token needs: K / E of experts.
+    """
+
+    kind: str
+    weights: str
+    nbytes: int
+    weight_count: int
+    share: float
+
+
+def weight_type(swap: Swap, stored: torch.dtype) -> str | None:
+    """The type that a swap packs its weights to; None for an operator that has no such option."""
+    name = getattr(swap.options, "weights", None)
+    return NAMES.get(stored) if name == "stored" else name
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """
+    Raises:
+        UnsupportedModelError: the config does not say.
+    """
+    text = config.get_text_config()
+    found = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
+    if found is None:
+        raise UnsupportedModelError(f"the config of {config.model_type} does not say how many experts a token has")
+    return found
+
+
+def work_of(outline: Outline, plan: Plan) -> list[Work]:
+    """What is replaced by what its operators hold, the rest as PyTorch has it; embeddings are looked up and cost nothing.
+
+    Raises:
+        UnsupportedModelError: how many experts a token has is not known.
+    """
+    skeleton = outline.skeleton
+    swaps = {swap.module: swap for swap in plan.swaps if swap.module}
+    found: list[Work] = []
+    for path, module in skeleton.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in _outer(path) if outer in swaps):
+            continue
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if path in swaps:
+            found.append(_replaced(swaps[path], module, outline))
+        elif own and not isinstance(module, nn.Embedding):
+            experts = "experts" in kinds(path, module, skeleton)
+            size = own * skeleton.dtype.itemsize
+            found.append(Work("linear", NAMES[skeleton.dtype], size, own, _share(module, outline) if experts else 1.0))
+    return list(_summed(found))
+
+
+def _outer(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _replaced(swap: Swap, module: nn.Module, outline: Outline) -> Work:
+    count = sum(parameter.numel() for parameter in module.parameters())
+    weights = weight_type(swap, outline.stored) or "unknown"
+    is_experts = "experts" in kinds(swap.module, module, outline.skeleton)
+    size = swap.footprint.total_bytes
+    return Work("experts" if is_experts else "linear", weights, size, count, _share(module, outline) if is_experts else 1.0)
+
+
+def _share(module: nn.Module, outline: Outline) -> float:
+    num_experts = module.num_experts
+    assert isinstance(num_experts, int), "an experts module says how many it has"
+    return min(1.0, experts_per_token(outline.source.config) / num_experts)
+
+
+def _summed(works: list[Work]) -> Iterator[Work]:
+    groups: dict[tuple[str, str, float], list[Work]] = {}
+    for work in works:
+        groups.setdefault((work.kind, work.weights, work.share), []).append(work)
+    for (kind, weights, share), group in groups.items():
+        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share)

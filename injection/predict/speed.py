@@ -1,0 +1,60 @@
+"""Tokens a second, from what a token passes and the rates of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moegraft.injection.predict.layers import Work
+from moegraft.injection.predict.measure import Measurements, Rate
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A prediction; `missing` names weight types without a measured rate, and then there is no figure."""
+
+    decode_tokens_s: float | None
+    prefill_tokens_s: float | None
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of the model: `batch` sequences at once, each with `context` tokens before the next, `prompt` to begin with."""
+
+    context: int
+    batch: int
+    prompt: int
+
+
+def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_bytes: int, load: Load) -> Speed:
+    """Each module takes as long as reading its weights or its arithmetic, whichever is longer; Python's share is by layer.
+
+    Args:
+        kv_bytes: of the whole cache at `load.context`, read once a step.
+
+    Arithmetic of attention itself is left out: it counts in prompts of tens of thousands of tokens.
+    """
+    works = list(works)
+    missing = tuple(sorted({f"{work.kind}, {work.weights}" for work in works if _rate(work, measured) is None}))
+    if missing:
+        return Speed(None, None, missing)
+    overhead_s = layers * measured.layer_overhead_ms / 1e3
+    step_s = overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(_seconds(work, measured, load.batch) for work in works)
+    prompt_s = overhead_s + sum(_seconds(work, measured, load.prompt) for work in works)
+    return Speed(load.batch / step_s, load.prompt / prompt_s)
+
+
+def _rate(work: Work, measured: Measurements) -> Rate | None:
+    rates = measured.experts if work.kind == "experts" else measured.linear
+    return rates.get("bfloat16" if work.weights == "float16" else work.weights)
+
+
+def _seconds(work: Work, measured: Measurements, tokens: int) -> float:
+    rate = _rate(work, measured)
+    assert rate is not None, "predict looks for all rates first"
+    # Tokens choose experts independently: the expected part of them that at least one token needs.
+    touched = 1 - (1 - work.share) ** tokens
+    reading_s = work.nbytes * touched / (rate.decode_gbps * 1e9)
+    arithmetic_s = 2 * work.weight_count * work.share * tokens / (rate.prefill_gflops * 1e9)
+    return max(reading_s, arithmetic_s)
