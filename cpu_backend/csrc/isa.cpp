@@ -11,7 +11,7 @@ struct Entry {
   bool (*available)();
 };
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
 // The compiler's checks include that the system saves the registers.
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
@@ -27,7 +27,7 @@ bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 std::vector<Entry> entries() {
   return {
       {scalar_kernels, [] { return true; }},
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
       {avx2_kernels, has_avx2},
       {avx512_kernels, has_avx512},
       {avx512_vnni_kernels, has_vnni},

@@ -1,0 +1,149 @@
+// Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
+// errors, and a shutdown with work pending. Says nothing and returns 0 when all went well.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "isa.h"
+#include "runtime.h"
+
+using namespace moegraft;
+
+namespace {
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+// Deterministic values in (-1, 1).
+std::vector<float> values(std::size_t count, unsigned seed) {
+  std::vector<float> all(count);
+  for (float& value : all) {
+    seed = seed * 1664525u + 1013904223u;
+    value = static_cast<float>(static_cast<int>(seed >> 8) % 2001 - 1000) / 1000.0f;
+  }
+  return all;
+}
+
+std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightType type) {
+  auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, type);
+  for (int expert = 0; expert < shape.num_experts; ++expert) {
+    for (const Part part : {Part::kGate, Part::kUp, Part::kDown}) {
+      if (part == Part::kGate && !shape.gated) continue;
+      const int rows = experts->rows_of(part), cols = experts->cols_of(part);
+      const auto matrix = values(static_cast<std::size_t>(rows) * cols, static_cast<unsigned>(expert * 3 + static_cast<int>(part)));
+      experts->pack(expert, part, {matrix.data(), WeightType::kFloat32, rows, cols});
+      if (shape.bias) experts->pack_bias(expert, part, matrix.data(), rows);
+      std::vector<float> seen(matrix.size());
+      experts->unpack(expert, part, seen.data());
+    }
+  }
+  return experts;
+}
+
+// Heap arrays of exactly the right size, so that one byte too far is seen.
+struct Call {
+  Call(const PackedExperts& experts, int tokens, int top_k)
+      : hidden(values(static_cast<std::size_t>(tokens) * experts.shape().hidden, 7)),
+        ids(static_cast<std::size_t>(tokens) * top_k),
+        weights(values(ids.size(), 9)),
+        out(hidden.size(), NAN) {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i * 7 % (experts.shape().num_experts + 2)) - 1;
+    args = {&experts, hidden.data(), ids.data(), weights.data(), out.data(), ActivationType::kFloat32, tokens, top_k, 0.0f};
+  }
+
+  std::vector<float> hidden;
+  std::vector<std::int64_t> ids;
+  std::vector<float> weights;
+  std::vector<float> out;
+  ForwardArgs args;
+};
+
+void every_path(const std::string& isa) {
+  Runtime runtime(3, isa);
+  for (int type = 0; type < kWeightTypes; ++type) {
+    for (const bool gated : {true, false}) {
+      const auto experts = make_experts({3, 41, 37, gated, true}, static_cast<WeightType>(type));
+      for (const int tokens : {0, 1, 2, 13, 70}) {
+        Call call(*experts, tokens, 2);
+        runtime.forward(call.args);
+        for (const float value : call.out) expect(std::isfinite(value), "finite output");
+        call.args.activations = ActivationType::kBFloat16;  // read as halves, the arrays are twice as long as needed: only crashes count
+        call.args.tokens = tokens;
+        runtime.forward(call.args);
+      }
+    }
+    PackedLinear linear(45, 70, static_cast<WeightType>(type));
+    const auto matrix = values(45 * 70, 5);
+    linear.pack({matrix.data(), WeightType::kFloat32, 45, 70});
+    linear.pack_bias(matrix.data(), 45);
+    for (const int tokens : {1, 19}) {
+      const auto input = values(static_cast<std::size_t>(tokens) * 70, 3);
+      std::vector<float> out(static_cast<std::size_t>(tokens) * 45);
+      runtime.linear({&linear, input.data(), out.data(), ActivationType::kFloat32, tokens});
+    }
+  }
+}
+
+void tickets_and_errors() {
+  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kInt8);
+  Runtime runtime(3, "scalar");
+  std::vector<std::unique_ptr<Call>> calls;
+  std::vector<std::uint64_t> tickets;
+  for (int i = 0; i < 20; ++i) {
+    calls.push_back(std::make_unique<Call>(*experts, 1 + i % 5, 2));
+    if (i == 7) calls.back()->ids[0] = 99;
+    tickets.push_back(runtime.submit(calls.back()->args));
+  }
+  int refused = 0;
+  for (const std::uint64_t ticket : tickets) {
+    try {
+      runtime.wait(ticket);
+    } catch (const std::invalid_argument&) {
+      ++refused;
+    }
+  }
+  expect(refused == 1, "one refused call");
+}
+
+void callers_take_turns() {
+  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kInt4);
+  Runtime runtime(4, "scalar");
+  Call reference(*experts, 6, 2);
+  runtime.forward(reference.args);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&] {
+      Call call(*experts, 6, 2);
+      for (int round = 0; round < 20; ++round) runtime.forward(call.args);
+      expect(call.out == reference.out, "equal results");
+    });
+  }
+  for (auto& caller : callers) caller.join();
+}
+
+void shutdown_with_work_pending() {
+  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kFloat32);
+  std::vector<std::unique_ptr<Call>> calls;
+  Runtime runtime(3, "scalar");
+  for (int i = 0; i < 30; ++i) {
+    calls.push_back(std::make_unique<Call>(*experts, 8, 2));
+    runtime.submit(calls.back()->args);
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const std::string& isa : available_isas()) every_path(isa);
+  tickets_and_errors();
+  callers_take_turns();
+  shutdown_with_work_pending();
+  return 0;
+}

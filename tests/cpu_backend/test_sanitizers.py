@@ -1,0 +1,65 @@
+"""The C++ sources under address, undefined-behaviour and thread sanitizers, driven by sanitized.cpp."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "cpu_backend" / "csrc"
+MAIN = Path(__file__).with_name("sanitized.cpp")
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"]
+ISA_FLAGS = {
+    "isa_avx2.cpp": AVX2,
+    "isa_avx512.cpp": AVX512,
+    "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "isa_amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+}
+
+
+def build(folder: Path, flags: list[str], vector: bool) -> Path:
+    """Compiles the sources and the driver; without `vector` only the scalar kernels, for what does not depend on them."""
+    vector = vector and platform.machine() in ("x86_64", "AMD64")
+    sources = [source for source in CSRC.glob("*.cpp") if source.name != "bindings.cpp" and (vector or source.name not in ISA_FLAGS)]
+    common = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-I{CSRC}", *flags]
+    if not vector:
+        common.append("-DMOEGRAFT_SCALAR_ONLY")
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        subprocess.run([*common, *ISA_FLAGS.get(source.name, []), "-c", str(source), "-o", str(target)], check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, [MAIN, *sources]))
+    program = folder / "sanitized"
+    subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+def supported(flag: str, folder: Path) -> bool:
+    if shutil.which("g++") is None:
+        return False
+    source = folder / "empty.cpp"
+    source.write_text("int main() {}\n")
+    return subprocess.run(["g++", flag, str(source), "-o", str(folder / "empty")], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "vector"),
+    [("-fsanitize=address,undefined", True), ("-fsanitize=thread", False)],  # races are in the scheduling, not in the arithmetic
+    ids=["address+undefined", "thread"],
+)
+def test_no_sanitizer_objects(flag: str, vector: bool, tmp_path: Path) -> None:
+    if not supported(flag, tmp_path):
+        pytest.skip(f"this compiler has no {flag}")
+    program = build(tmp_path, [flag, "-fno-sanitize-recover=all"], vector)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
