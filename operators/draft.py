@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ class DraftSwitch:
     """One a model, shared by its operators (`context.shared(DraftSwitch, DraftSwitch)`).
 
     An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Turning a draft on or
-    off is one assignment, so no interruption leaves some layers drafting and others not.
+    off is one assignment, so no interruption leaves some layers drafting and others not. Each thread has a setting of its own:
+    a text that one thread drafts does not thin out the experts of another's.
     """
 
     def __init__(self) -> None:
-        self._settings: DraftSettings | None = None
+        self._thread = threading.local()
         self._layers = 0
         self._resident_layers = 0
 
@@ -54,21 +56,21 @@ class DraftSwitch:
     @property
     def settings(self) -> DraftSettings | None:
         """None: no draft is being drawn and every chosen expert runs."""
-        return self._settings
+        return getattr(self._thread, "settings", None)
 
     @contextmanager
     def drafting(self, settings: DraftSettings) -> Iterator[None]:
         """Experts follow `settings` while the body runs, whatever ends it."""
-        before = self._settings
+        before = self.settings
         try:
-            self._settings = settings
+            self._thread.settings = settings
             yield
         finally:
-            self._settings = before
+            self._thread.settings = before
 
     def narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's routing, (T, K) and (T, K), as the draft has it; unchanged while none is drawn."""
-        settings = self._settings
+        settings = self.settings
         if settings is None or settings.top_k >= top_k_index.shape[-1]:
             return top_k_index, top_k_weights
         return keep_largest(top_k_index, top_k_weights, settings)

@@ -21,10 +21,13 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self._verify: dict[int, deque[float]] = {}
+        self._verify_ms: dict[int, float] = {}  # the medians of those
         self._draft: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, length: int, draft_ms: float, verify_ms: float) -> None:
-        self._verify.setdefault(length, deque(maxlen=WINDOW)).append(verify_ms)
+        taken = self._verify.setdefault(length, deque(maxlen=WINDOW))
+        taken.append(verify_ms)
+        self._verify_ms[length] = median(taken)
         if length:
             self._draft.append(draft_ms / length)
 
@@ -44,11 +47,11 @@ class RoundCosts:
 
     def verify_ms(self, length: int) -> float:
         """Verifying `length` tokens; what was not measured lies on the line through the nearest lengths that were."""
-        if length in self._verify:
-            return median(self._verify[length])
-        known = sorted(self._verify)
+        if length in self._verify_ms:
+            return self._verify_ms[length]
+        known = sorted(self._verify_ms)
         if len(known) == 1:
-            return median(self._verify[known[0]]) * (1 + FIRST_GUESS_VERIFY * length)
+            return self._verify_ms[known[0]] * (1 + FIRST_GUESS_VERIFY * length)
         above = next((index for index, other in enumerate(known) if other > length), len(known) - 1)
         low, high = known[max(above, 1) - 1], known[max(above, 1)]
         slope = (self.verify_ms(high) - self.verify_ms(low)) / (high - low)

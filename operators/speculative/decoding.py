@@ -40,6 +40,7 @@ class SpeculativeDecoding:
     statistics: Statistics
     say_once: Callable[[str], None]
     streamer: BaseStreamer | None = None
+    clock: Callable[[], float] = time.perf_counter  # seconds
 
     @torch.no_grad()
     def __call__(
@@ -81,12 +82,12 @@ class SpeculativeDecoding:
         return self.options.max_draft if longest is None else max(0, longest - 1)  # verifying feeds one token more
 
     def _round(self, answer: Answer, rule: AcceptanceRule, limit: int) -> Round:
-        start = time.perf_counter()
+        start = self.clock()
         planned = self.schedule.plan(limit)
         mark = CacheMark(answer.cache) if planned > 0 and answer.cache is not None else None
         try:
             drafts = self.drafter.draft(answer, rule, planned, self.schedule.goes_on) if mark is not None else []
-            drafted = time.perf_counter()
+            drafted = self.clock()
             if mark is not None:
                 mark.rewind()
             logits = answer.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
@@ -100,7 +101,7 @@ class SpeculativeDecoding:
                 mark.rewind()
             raise
         answer.advance(emitted)
-        draft_ms, verify_ms = (drafted - start) * 1e3, (time.perf_counter() - drafted) * 1e3
+        draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
         return Round([draft.confidence for draft in drafts], judged, accepted, emitted, draft_ms, verify_ms)
 
     def _judge(self, answer: Answer, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ class SpeculativeDraft(ModelOperator):
         self.options = options
         self._switch = switch
         self._statistics = Statistics()
+        self.clock: Callable[[], float] = time.perf_counter  # what rounds are timed by
         self._said: set[str] = set()
         marginal = options.schedule == "marginal"
         self._schedule: Schedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
@@ -83,6 +85,7 @@ class SpeculativeDraft(ModelOperator):
             statistics=self._statistics,
             say_once=lambda why: self._say_once(f"decoding plainly: {why}"),
             streamer=arguments.get("streamer"),
+            clock=self.clock,
         )
         result = plain(**with_stop_strings(arguments, config), custom_generate=decoding)
         if self.options.mode == "adaptive":

@@ -24,7 +24,8 @@ class SpeculativeOptions:
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
         unverified: adaptive mode also accepts, whatever p is, each token with q above this.
         experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights.
-        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: see `results/speculative.csv`.
+        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: fewer drafts stood
+            with it (`benchmarks/results/speculative_acceptance.csv`).
         ngram: the longest run of tokens that `draft: ngram` looks up.
     """
 

@@ -88,6 +88,8 @@ class MarginalSchedule:
         limit = min(limit, self._max_draft)
         if limit < 1 or self._costs.plain_samples < PLAIN_FIRST or self._rounds_since_plain >= PLAIN_EVERY:
             return 0
+        if self._pays is False and self._steps_since_probe < self._probe_gap:
+            return 0
         best = self._best_length(limit)
         probe = min(limit, PROBE_LENGTH)
         if best > 0 and self._costs.measured and self._debt < self._credit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_a_switch_is_off_again_whatever_happens() -> None:
             assert switch.narrow(index, weights)[0] is index
         raise KeyboardInterrupt
     assert switch.settings is None and switch.narrow(index, weights)[0] is index
+
+
+def test_a_draft_of_one_thread_is_none_of_another() -> None:
+    switch, seen = DraftSwitch(), []
+    with switch.drafting(DraftSettings(top_k=1)):
+        other = threading.Thread(target=lambda: seen.append(switch.settings))
+        other.start()
+        other.join()
+        assert switch.settings == DraftSettings(top_k=1)
+    assert seen == [None]
 
 
 def test_a_draft_runs_the_experts_it_says(drafting: Any, stock: Any) -> None:
