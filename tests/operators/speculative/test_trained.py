@@ -1,0 +1,67 @@
+"""On the bundled model, whose experts have learnt something: drafts of few experts mostly stand, and change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.demo import demo_path
+
+PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
+STEPS = 48
+
+
+def demo(folder: Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
+    rules = folder / "rules.yaml"
+    kwargs = ", ".join(f"{name}: {value}" for name, value in ({"schedule": "fixed", "max_draft": 4} | options).items())
+    rules.write_text(
+        f"version: 1\nextends: cpu-exact\nrules:\n- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{kwargs}}}}}\n"
+    )
+    return optimize_and_load(demo_path(), rules, dtype=dtype, progress=False)
+
+
+def write(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
+    found = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **{"max_new_tokens": STEPS, "do_sample": False} | arguments)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return optimize_and_load(demo_path(), "cpu-exact", dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"draft_top_k": 1}, {"draft_top_k": 3, "max_draft": 7}, {"draft": "ngram"}, {"schedule": "marginal", "draft_top_k": 2}],
+    ids=str,
+)
+def test_the_trained_model_says_what_it_says_without_drafts(options: dict[str, Any], plain: PreTrainedModel, tmp_path: Path) -> None:
+    model = demo(tmp_path, **options)
+    assert torch.equal(write(model), write(plain))
+    assert torch.equal(write(model, repetition_penalty=1.3), write(plain, repetition_penalty=1.3))
+
+
+def test_more_experts_draft_what_stands_more_often(tmp_path: Path) -> None:
+    shares = []
+    for top_k in (1, 2, 3, 4):
+        model = demo(tmp_path, draft_top_k=top_k)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            write(model, do_sample=True)
+        shares.append(model.moegraft.model_operator.statistics()["tokens_per_round"])
+    assert shares[0] > 1.5, "one expert of four drafts hardly anything that stands"
+    assert shares[0] < shares[2] <= shares[3], f"tokens a round by experts that draft: {shares}"
+
+
+def test_the_adaptive_mode_accepts_more(plain: PreTrainedModel, tmp_path: Path) -> None:
+    lossless, adaptive = demo(tmp_path), demo(tmp_path, mode="adaptive", tolerance=0.8, confidence=0.05)
+    write(lossless), write(adaptive)
+    found, before = (model.moegraft.model_operator.statistics() for model in (adaptive, lossless))
+    assert found["tokens_per_round"] > before["tokens_per_round"]
+    assert 0.5 < found["agreement"] < 1
