@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from moegraft.injection.cli.commands.check import check
+from moegraft.injection.cli.commands.diff import diff
 from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.explain import explain
+from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.options import PROGRAM
 from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.schema import schema
@@ -46,6 +48,8 @@ def moegraft(
 
 app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)
 app.command(epilog="Example: moegraft explain rules.yaml --model Qwen/Qwen3-30B-A3B --module model.layers.3.mlp.experts")(explain)
+app.command(epilog="Example: moegraft diff rules.yaml cpu --model Qwen/Qwen3-30B-A3B")(diff)
+app.command(epilog="Example: moegraft init --model Qwen/Qwen3-30B-A3B --goal quality --ram 64GiB")(init)
 app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)

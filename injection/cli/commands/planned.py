@@ -20,17 +20,25 @@ class OutlinedRules:
     registry: OperatorRegistry
 
 
+def outlined(options: ModelOptions) -> Outline:
+    """
+    Raises:
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+    """
+    quiet_libraries()
+    return outline(model_of(options), trust_remote_code=options.trust_remote_code)
+
+
 def outlined_rules(options: ModelOptions) -> OutlinedRules:
     """
     Raises:
         RuleErrors: mistakes that show without a model.
         CheckpointError, UnsupportedModelError: no such model, or none that can be built.
     """
-    quiet_libraries()
     registry = load_registry()
     # Rules first: what is wrong with them shows at once, where a model takes seconds.
     rules = read_rules(options.rules, vars=options.vars(), registry=registry) if options.rules else None
-    outlined = outline(model_of(options), trust_remote_code=options.trust_remote_code)
+    found = outlined(options)
     if rules is None:
-        rules = read_rules(default_rules(outlined.model_type), vars=options.vars(), registry=registry)
-    return OutlinedRules(outlined, rules, registry)
+        rules = read_rules(default_rules(found.model_type), vars=options.vars(), registry=registry)
+    return OutlinedRules(found, rules, registry)

@@ -1,0 +1,115 @@
+"""`moegraft init`: a rule file for this machine and this model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from moegraft.injection.cli.commands.doctor import measure_and_save
+from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, JsonOption, ModelOption, TrustOption, model_options
+from moegraft.injection.cli.commands.output import Json, write_json
+from moegraft.injection.cli.commands.plan import as_json, parse_size
+from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.option_groups import OptionsError
+from moegraft.injection.cli.terminal import Terminal, open_terminal
+
+if TYPE_CHECKING:
+    from moegraft.injection.initial import Candidate
+    from moegraft.injection.outline import Outline
+    from moegraft.operators.machine import Machine
+
+STANDARD_OUTPUT = Path("-")
+
+
+@user_errors(PROGRAM)
+def init(
+    model: ModelOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; - is standard output.")] = Path(
+        "rules.yaml"
+    ),
+    goal: Annotated[
+        Literal["decode", "prefill", "quality"], typer.Option("--goal", help="Fast answers, fast prompts, or the most exact that fits.")
+    ] = "decode",
+    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory; no operator uses it yet.")] = None,
+    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Write a rule file for this machine and this model: every combination of weight types is predicted and the best one taken.
+
+    Measures this machine first where that has not been done (see doctor --measure). Exit code 0: it is written; 1: nothing
+    fits; 2: the model cannot be read, or the command is wrong.
+    """
+    memory, gpu_bytes = parse_size(ram, "--ram"), parse_size(gpu_memory, "--gpu-memory")
+    if output != STANDARD_OUTPUT and output.exists() and not force:
+        raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
+    from moegraft.injection.cli.commands.planned import outlined
+    from moegraft.injection.initial import candidates, choose, written
+    from moegraft.injection.predict import store
+    from moegraft.injection.predict.speed import Load
+    from moegraft.operators.machine import probe_machine
+    from moegraft.operators.registry import load_registry
+
+    terminal = open_terminal()
+    outline, machine, registry = outlined(model_options(model, trust_remote_code=trust_remote_code)), probe_machine(), load_registry()
+    measured = store.load() or measure_and_save(terminal)
+    free = machine.available_bytes if memory is None else memory
+    tried = candidates(outline, Load(context, 1, min(512, context)), available_bytes=free, measured=measured, registry=registry)
+    chosen = choose(tried, goal)
+    text = written(chosen, tried, outline, _about(model, outline, machine, free, gpu_bytes, context), goal) if chosen else None
+    if text is not None and output != STANDARD_OUTPUT:
+        output.write_text(text, encoding="utf-8")
+    if json:
+        write_json(terminal, _as_json(chosen, tried, outline, output, text))
+    elif chosen is not None and text is not None:
+        _write(chosen, text, output, terminal)
+    else:
+        _refuse(tried, free, terminal)
+    if chosen is None:
+        raise typer.Exit(FINDINGS)
+
+
+def _about(model: str | None, outline: Outline, machine: Machine, free: int, gpu_bytes: int | None, context: int) -> list[str]:
+    lines = [
+        f"Written by 'moegraft init' for {model or BUNDLED} ({outline.model_class}), context {context:,} tokens,",
+        f"on a machine with {machine.cores} cores and {free / (1 << 30):.1f} GiB of memory to plan for.",
+    ]
+    if gpu_bytes is not None or machine.gpus:
+        lines.append("There is a GPU, and no operator keeps experts on one yet: this file does not use it.")
+    return lines
+
+
+def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> None:
+    from moegraft.injection.cli.commands.plan import speed_lines
+
+    if output == STANDARD_OUTPUT:
+        terminal.write(text)
+        return
+    linears = f", linear layers as {chosen.linears}" if chosen.linears else ""
+    needed = chosen.forecast.memory.needed / (1 << 30)
+    terminal.write(f"{output}: experts as {chosen.experts}{linears}; needs {needed:.2f} GiB\n")
+    terminal.write("\n".join(speed_lines(chosen.forecast)) + "\n")
+    terminal.notice(f"next: moegraft explain {output}, moegraft verify --rules {output}, local_chat --rules {output}")
+
+
+def _refuse(tried: list[Candidate], free: int, terminal: Terminal) -> None:
+    least = min(tried, key=lambda candidate: candidate.forecast.memory.needed).forecast
+    needed, available = (f"{size / (1 << 30):.1f} GiB" for size in (least.memory.needed, free))
+    terminal.write(f"nothing fits: the smallest of {len(tried)} needs {needed} and {available} are free; ")
+    terminal.write(f"what would fit: {'; '.join(least.would_fit)}\n")
+
+
+def _as_json(chosen: Candidate | None, tried: list[Candidate], outline: Outline, output: Path, text: str | None) -> Json:
+    return {
+        "ok": chosen is not None,
+        "output": str(output) if text is not None else None,
+        "rules": text,
+        "chosen": tried.index(chosen) if chosen is not None else None,
+        "candidates": [
+            {"experts": candidate.experts, "linears": candidate.linears, **as_json(candidate.forecast, outline)} for candidate in tried
+        ],
+    }
