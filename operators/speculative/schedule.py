@@ -17,6 +17,7 @@ START_CREDIT = 3.0  # plain steps that may be lost to finding out whether drafti
 CREDIT_SHARE = 0.01  # and this share of all steps since: with the credit, under 3% of a text of 300 tokens and more
 LONGER_EVERY = 24  # rounds between drafts of one token more than seems best, lest an early mishap settles the length
 PROBE_LENGTH = 3
+SILENT_TOKENS = 256  # between two remarks that drafting pays, or no longer does: at break-even it changes often
 FIRST_PROBES = 4  # before a draft that seems not to pay is probed less and less often
 PROBE_GAP, LONGEST_PROBE_GAP = 16, 512  # plain steps between probes; doubled after each that did not pay
 
@@ -73,6 +74,8 @@ class MarginalSchedule:
         self._rates = AcceptanceRates()
         self._credit = START_CREDIT
         self._debt = 0.0  # plain steps lost so far; what is won pays it back, down to 0
+        self._tokens = 0
+        self._silent_until = 0
         self._rounds = 0  # with a draft
         self._rounds_since_plain = 0
         self._steps_since_probe = PROBE_GAP
@@ -112,6 +115,7 @@ class MarginalSchedule:
         self._costs.add(length, done.draft_ms, done.verify_ms)
         self._rates.add(done)
         self._credit += CREDIT_SHARE * done.emitted
+        self._tokens += done.emitted
         if length == 0:
             self._rounds_since_plain = 0
             self._steps_since_probe += 1
@@ -138,8 +142,9 @@ class MarginalSchedule:
             self._steps_since_probe = 0
             settled = self._probes >= FIRST_PROBES
             self._probe_gap = min(2 * self._probe_gap, LONGEST_PROBE_GAP) if settled and not pays else PROBE_GAP
-        if pays != self._pays:
-            self._pays = pays
+        changed, self._pays = pays != self._pays, pays
+        if changed and self._tokens >= self._silent_until:
+            self._silent_until = self._tokens + SILENT_TOKENS
             logger.info("speculative_draft: %s", self.state())
 
     def _best_length(self, limit: int) -> int:

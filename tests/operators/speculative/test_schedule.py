@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass
 
@@ -99,6 +100,17 @@ def test_it_notices_when_drafting_comes_to_pay() -> None:
     late = PAYING[0].run(schedule, tokens=4000)
     assert late < 0.8 * PLAIN_MS
     assert "tokens a draft" in schedule.state()
+
+
+def test_it_says_so_when_it_stops_drafting(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        HOPELESS[3].run(MarginalSchedule(max_draft=5))  # at break-even, where its mind changes often
+    said = [record.message for record in caplog.records]
+    assert 1 <= len(said) <= TOKENS // 256 + 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        HOPELESS[1].run(MarginalSchedule(max_draft=5))
+    assert "off, as no draft pays (a plain step is 10.00 ms)" in caplog.text
 
 
 def test_a_draft_goes_on_only_after_tokens_it_is_sure_of() -> None:
