@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -83,7 +83,7 @@ def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:
     return {path: operator for path, operator in operators.items() if not isinstance(operator, ModelOperator)}
 
 
-def place(model: nn.Module, path: str, operator: Operator) -> None:
+def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
     """Puts one operator in a module's place."""
     parent, _, leaf = path.rpartition(".")
     block = model.get_submodule(parent)
@@ -92,6 +92,8 @@ def place(model: nn.Module, path: str, operator: Operator) -> None:
     # needs no filling, for a checkpoint that lacks a parameter is refused; buffers that are not stored do.
     if not block._non_persistent_buffers_set:
         block._is_hf_initialized = True  # type: ignore[assignment] # transformers' own mark
+    # transformers notes ties when it builds a model; one with a replaced layer would put the parameter back, or miss it.
+    model.all_tied_weights_keys = _ties_outside(model.all_tied_weights_keys, [path])
 
 
 def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator] | None = None) -> type[PreTrainedModel]:
@@ -101,20 +103,34 @@ def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator
         base.__init__(self, config, *args, **kwargs)
         for path, operator in (operators or {}).items():
             place(self, path, operator)
-        # transformers noted ties before the graft; one with a replaced layer would put the parameter back.
-        gone = tuple(f"{path}." for path in operators or ())
-        self.all_tied_weights_keys = {name: tie for name, tie in self.all_tied_weights_keys.items() if not name.startswith(gone)}
 
     body: dict[str, Any] = {
         "__init__": __init__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        "get_expanded_tied_weights_keys": _ties(base),
     }
     if issubclass(base, GenerationMixin):
         body["generate"] = _generate(base)
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), body)
+
+
+def _ties_outside(ties: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
+    replaced = tuple(f"{path}." for path in paths)
+    return {name: tie for name, tie in ties.items() if not name.startswith(replaced)}
+
+
+def _ties(base: type[PreTrainedModel]) -> Callable[..., dict[str, str]]:
+    """What an injected class answers when transformers asks for the ties anew, as `tie_weights` does: those of layers it still has."""
+
+    @functools.wraps(base.get_expanded_tied_weights_keys)
+    def get_expanded_tied_weights_keys(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, str]:
+        ties = base.get_expanded_tied_weights_keys(self, *args, **kwargs)
+        return _ties_outside(ties, (path for path, module in self.named_modules() if isinstance(module, Operator)))
+
+    return get_expanded_tied_weights_keys
 
 
 def _generate(base: type[GenerationMixin]) -> Callable[..., Any]:
@@ -129,8 +145,10 @@ def _generate(base: type[GenerationMixin]) -> Callable[..., Any]:
     return generate
 
 
-def injected(model: PreTrainedModel, injection: Injection) -> PreTrainedModel:
-    """Marks a finished model with what was done to it and puts it in eval mode."""
+def injected(model: PreTrainedModel, stock_class: type[PreTrainedModel], injection: Injection) -> PreTrainedModel:
+    """Marks a model with what was done to it and puts it in eval mode."""
+    # A class that placed operators is left behind: it would keep them alive after their model, and place them in another.
+    model.__class__ = injected_class(stock_class)
     model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
     model.eval()
     return model

@@ -9,7 +9,7 @@ from torch import nn
 
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import Part, WeightSource
+from moegraft.operators.weights import Part, WeightSource, widest
 
 
 class ModuleExperts:
@@ -22,7 +22,7 @@ class ModuleExperts:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._parameters["down_proj"].dtype
+        return widest(parameter.dtype for name, parameter in self._parameters.items() if not name.endswith("_bias"))
 
     @property
     def fingerprint(self) -> str | None:

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.graft import Injection, build_operators, injected, injected_class, place, replacing
 from moegraft.injection.live import live_source, refuse_meta
-from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
+from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rulefile import default_rules, read_rules
 from moegraft.injection.stream import Stream, stored_dtype
-from moegraft.operators.base import BuildContext
+from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
@@ -92,11 +92,16 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         attn_implementation=attn_implementation,
         registry=registry or load_registry(),
     )
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, str | os.PathLike):
         source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run)
+    elif not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
+        )
     elif any(parameter.is_meta for parameter in model.parameters()) and (checkpoint or all(p.is_meta for p in model.parameters())):
-        source = ModelSource(_folder_of(model, checkpoint), model.config, type(model))
+        source = ModelSource(_folder_of(model, checkpoint, weights=not dry_run), model.config, type(model))
     else:
+        _refuse_load_options(model, request, checkpoint)
         return _graft_loaded(model, rules, request, dry_run)
     return _plan_only(source, rules, request) if dry_run else _load(source, rules, request)
 
@@ -105,16 +110,31 @@ def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise UnsupportedModelError(f"dtype {dtype!r}: give 'float32', 'float16', 'bfloat16' or a torch dtype")
     return found
 
 
-def _folder_of(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Path:
-    folder = Path(checkpoint or model.config.name_or_path or "")
-    if not (checkpoint or model.config.name_or_path) or not folder.is_dir():
+def _folder_of(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None, *, weights: bool) -> Path:
+    named = checkpoint or model.config.name_or_path
+    if not named:
         raise UnsupportedModelError(f"{type(model).__name__} is on meta: pass the folder with its weights as checkpoint=FOLDER")
-    return folder
+    return resolve_folder(named, weights=weights)
+
+
+def _refuse_load_options(model: PreTrainedModel, request: _Request, checkpoint: str | os.PathLike[str] | None) -> None:
+    """What a loaded model was loaded with stays; an option that would be ignored is refused."""
+    options = {
+        "dtype": request.dtype not in (None, model.dtype),
+        "device_map": request.device_map is not None,
+        "attn_implementation": request.attn_implementation not in (None, model.config._attn_implementation),
+        "checkpoint": checkpoint is not None,
+    }
+    given = [name for name, changes in options.items() if changes]
+    if given:
+        raise UnsupportedModelError(
+            f"{', '.join(given)}: this {type(model).__name__} is loaded already; set it on the model before, or pass its folder or hub id"
+        )
 
 
 def _plan_for(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dtype: torch.dtype) -> Plan:
@@ -157,8 +177,9 @@ def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _R
             device_map=request.device_map,
             attn_implementation=request.attn_implementation,
         )
+        model = injected(model, source.model_class, Injection(the_plan, operators, context))
         stream.load_operators(advance)
-    return injected(model, Injection(the_plan, operators, context))
+    return model
 
 
 def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
@@ -194,10 +215,17 @@ def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, 
     context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
     operators = build_operators(model, the_plan, request.registry, context)
     total_bytes = sum(p.nbytes for path in replacing(operators) for p in model.get_submodule(path).parameters())
-    with byte_bar(total_bytes, enabled=request.progress) as advance:
-        for path, operator in replacing(operators).items():
-            module = model.get_submodule(path)
-            operator.load(live_source(path, module), advance)
-            place(model, path, operator)
-    model.__class__ = injected_class(type(model))
-    return injected(model, Injection(the_plan, operators, context))
+    placed: dict[str, Operator] = {}
+    try:
+        with byte_bar(total_bytes, enabled=request.progress) as advance:
+            for path, operator in replacing(operators).items():
+                module = model.get_submodule(path)
+                operator.load(live_source(path, module), advance)
+                placed[path] = operator
+                place(model, path, operator)
+    except BaseException:
+        # What was replaced is freed: the model still answers, but must not be saved as if it were whole.
+        if placed:
+            injected(model, type(model), Injection(the_plan, placed, context))
+        raise
+    return injected(model, type(model), Injection(the_plan, operators, context))

@@ -15,10 +15,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from moegraft.injection.checkpoint import weight_files
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
-# Everything but the weights of other frameworks and formats.
-DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.py"]
+# Everything but weights: of those only the files that transformers would load, for some repositories hold them twice.
+DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Pa
     if _looks_like_path(name):
         raise CheckpointError(f"{name}: no such folder")
     try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED if weights else DOWNLOADED[1:]))
+        folder = Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+        return Path(snapshot_download(name, allow_patterns=weight_files(folder))) if weights else folder
     except HFValidationError as error:
         raise CheckpointError(f"{name}: neither a folder here nor a hub id (owner/name)") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from moegraft.injection.checkpoint import (
     Checkpoint,
@@ -31,7 +33,8 @@ SHOWN_KEYS = 5
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
     """The dtype of the stored weights; the config's word where there are no weights to look at."""
-    if not any(source.folder.glob("*.safetensors*")):
+    # A hub model that is only looked at has no weights here, but the index that lists them.
+    if not any(source.folder.glob("*.safetensors")):
         dtype = source.config.dtype
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
     return open_checkpoint(source.folder).float_dtype
@@ -52,7 +55,9 @@ class Stream:
         self._sources = {path: _source(path, operator, keymap, checkpoint, skeleton) for path, operator in operators.items()}
         taken = _taken(keymap, operators)
         self._rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in taken}
-        self.total_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        read = {key for target in keymap.targets.values() for key in target.all_keys}
+        self.total_bytes = sum(checkpoint.tensors[key].nbytes for key in read)
+        self._generation_config = _generation_config(source.folder)
         _refuse_missing(source, keymap, operators)
         _check_unread(source, keymap, operators)
         _check_rest(skeleton, keymap, checkpoint.tensors, taken)
@@ -75,8 +80,8 @@ class Stream:
         if info["missing_keys"]:
             raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(sorted(info['missing_keys']))}")
         model.config.name_or_path = str(self._source.folder)
-        if (self._source.folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self._source.folder)
+        if self._generation_config is not None:
+            model.generation_config = self._generation_config
         return model
 
     def load_operators(self, advance: Callable[[int], None]) -> None:
@@ -85,6 +90,15 @@ class Stream:
         for path, operator in self._operators.items():
             operator.load(self._sources.pop(path), advance)
         gc.collect()
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / GENERATION_CONFIG_NAME}: not a readable generation config; download it again") from error
 
 
 def _source(path: str, operator: Operator, keymap: KeyMap, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> WeightSource:

@@ -16,6 +16,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a dtype that the kernel has: float64, the only wider one, is rounded to float32."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
 def describe(runtime: Runtime) -> str:
     """The instruction set and threads of a runtime: `avx512_bf16, 2 threads`."""
     return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}"

@@ -7,10 +7,12 @@ below is the one piece of state outside models, and holds its operators weakly.
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+
+from moegraft.operators.errors import UnsupportedModelError
 
 
 class ExpertsKernel(Protocol):
@@ -70,3 +72,40 @@ def linear(x: torch.Tensor, out_features: int, number: int) -> torch.Tensor:
 @linear.register_fake
 def _(x: torch.Tensor, out_features: int, number: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+def needs_gradient(*inputs: torch.Tensor) -> bool:
+    """Whether autograd expects a gradient through what is computed from `inputs`."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+
+
+@torch.library.custom_op("moegraft::no_gradient", mutates_args=())
+def _no_gradient(gradient: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Stands where a gradient would be computed: a graph may hold it, only a backward pass that runs is an error.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
+    raise UnsupportedModelError("the operators of an injected model have no gradient: train the stock model, or run under torch.no_grad()")
+
+
+@_no_gradient.register_fake
+def _(gradient: torch.Tensor, in_features: int) -> torch.Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], in_features))
+
+
+# The context is torch's, which has no public type.
+def _experts_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    return _no_gradient(gradient, gradient.shape[-1]), None, None, None
+
+
+def _linear_setup(ctx: Any, inputs: tuple[torch.Tensor, int, int], output: torch.Tensor) -> None:
+    ctx.in_features = inputs[0].shape[-1]
+
+
+def _linear_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return _no_gradient(gradient, ctx.in_features), None, None
+
+
+experts.register_autograd(_experts_backward)
+linear.register_autograd(_linear_backward, setup_context=_linear_setup)

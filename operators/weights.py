@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Literal, Protocol
 
 import torch
@@ -19,7 +20,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are stored in."""
+        """The dtype the weights are stored in; where matrices differ, one that holds them all without rounding."""
         ...
 
     @property
@@ -42,3 +43,8 @@ class WeightSource(Protocol):
     def origin(self, part: Part, expert: int = 0) -> str:
         """The file and key of a piece, for messages."""
         ...
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds all of `dtypes`, at least one, without rounding."""
+    return reduce(torch.promote_types, dtypes)

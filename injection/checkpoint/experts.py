@@ -15,7 +15,7 @@ from moegraft.injection.checkpoint.files import SUPPORTED, LazyTensor, fingerpri
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout
-from moegraft.operators.weights import Part
+from moegraft.operators.weights import Part, widest
 
 
 class _Store(Protocol):
@@ -115,10 +115,8 @@ class CheckpointExperts:
             expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
             self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
         self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
-        any_key = next(iter(targets.values())).all_keys[0]
-        dtype = tensors[any_key].dtype
-        assert dtype is not None, "_check_dtypes lets floating dtypes pass only"
-        self._dtype = dtype
+        matrices = [tensors[key] for name, target in targets.items() if not name.endswith("_bias") for key in target.all_keys]
+        self._dtype = widest(tensor.dtype for tensor in matrices if tensor.dtype is not None)
 
     @property
     def dtype(self) -> torch.dtype:

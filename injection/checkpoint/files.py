@@ -95,12 +95,15 @@ class Checkpoint:
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The floating dtype that most tensors have."""
-        counts = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype is not None)
-        if not counts:
+        """The floating dtype that most of the weights have: norms and router biases are often wider, and small."""
+        stored_bytes: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            if tensor.dtype is not None:
+                stored_bytes[tensor.dtype] += tensor.nbytes
+        if not stored_bytes:
             found = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
             raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(found)}; {SUPPORTED}")
-        return counts.most_common(1)[0][0]
+        return stored_bytes.most_common(1)[0][0]
 
 
 STRIPES, STRIPE_BYTES = 16, 1 << 16
@@ -145,11 +148,27 @@ def _open_file(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
 
 
-def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, LazyTensor]) -> None:
+def _open_shards(index: Path) -> dict[str, LazyTensor]:
+    weight_map = _read_index(index)
+    shards = {name: _open_file(index.parent / name) for name in sorted(set(weight_map.values()))}
+    tensors = {key: tensor for shard in shards.values() for key, tensor in shard.items()}
+    if not tensors:
+        raise CheckpointError(f"{index}: the index lists no weights; download the checkpoint again")
     for key, name in weight_map.items():
-        found = tensors.get(key)
-        if found is None or found.file.name != Path(name).name:
+        if key not in shards[name]:
             raise CheckpointError(f"{index}: '{key}' is said to be in {name}, which does not hold it; download both again")
+        tensors[key] = shards[name][key]  # where several shards hold a key, the index says which is meant
+    return tensors
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the weight files that a folder has, or would have if they were downloaded, by its index.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    index = folder / INDEX
+    return [SINGLE, *sorted(set(_read_index(index).values()))] if index.is_file() else [SINGLE]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -158,18 +177,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: no weights, an index that points nowhere, a missing, truncated or damaged file.
     """
-    index = folder / INDEX
-    if not index.is_file():
-        if (folder / SINGLE).is_file():
-            return Checkpoint(folder, _open_file(folder / SINGLE))
-        others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.safetensors", "*.pt") for path in folder.glob(pattern))
-        hint = f"found {', '.join(others[:3])}; " if others else ""
-        raise CheckpointError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; {hint}{SUPPORTED}")
-    weight_map = _read_index(index)
-    tensors: dict[str, LazyTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        tensors.update(_open_file(folder / name))
-    if not tensors:
-        raise CheckpointError(f"{index}: the index lists no weights; download the checkpoint again")
-    _check_index(index, weight_map, tensors)
-    return Checkpoint(folder, tensors)
+    # In the order of transformers, whose `save_pretrained` of one file leaves the index of shards that were there before.
+    if (folder / SINGLE).is_file():
+        return Checkpoint(folder, _open_file(folder / SINGLE))
+    if (folder / INDEX).is_file():
+        return Checkpoint(folder, _open_shards(folder / INDEX))
+    others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.safetensors", "*.pt") for path in folder.glob(pattern))
+    hint = f"found {', '.join(others[:3])}; " if others else ""
+    raise CheckpointError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; {hint}{SUPPORTED}")

@@ -18,6 +18,15 @@ PROBE_RANGE = 64.0
 TOLERANCE = 1e-5  # float32 evaluations of one formula in two orders of operations differ by less
 
 
+# The probes are float32 whatever the caller's default dtype: `torch.set_default_dtype(torch.bfloat16)` would blur them.
+def _values(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _grid(low: float, high: float, count: int) -> torch.Tensor:
+    return torch.linspace(low, high, count, dtype=torch.float32)
+
+
 def _scalars(module: nn.Module) -> list[float]:
     """The numbers a module holds: its clamps and scales are among them, whatever it calls them."""
     held = (value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool))
@@ -54,8 +63,8 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
             return _recognise_ungated(module)
         if not _splits_as_stored(module):
             return None
-        near = torch.linspace(-0.9, 0.9, 37)
-        at_zero, at_one = _evaluate(module, near, torch.tensor([0.0, 0.9])).unbind(-1)
+        near = _grid(-0.9, 0.9, 37)
+        at_zero, at_one = _evaluate(module, near, _values(0.0, 0.9)).unbind(-1)
         found = _match_activation(module, near, (at_one - at_zero) / 0.9)
         if found is None:
             return None
@@ -67,13 +76,13 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
 def _splits_as_stored(module: nn.Module) -> bool:
     """Whether `_apply_gate` takes gate and up from where the storage flag says they are."""
     apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
-    first, second = torch.tensor([0.3, -0.7]), torch.tensor([0.5, 0.9])  # (gate, up) of two neurons
+    first, second = _values(0.3, -0.7), _values(0.5, 0.9)  # (gate, up) of two neurons
     joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if module.is_concatenated else torch.cat([first, second])
     return torch.allclose(apply(joined), torch.cat([apply(first), apply(second)]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _recognise_ungated(module: nn.Module) -> GateSpec | None:
-    values = torch.linspace(-8.0, 8.0, 257)
+    values = _grid(-8.0, 8.0, 257)
     act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
     found = _match_activation(module, values, act(values))
     return None if found is None else GateSpec(activation=found[0], alpha=found[1])
@@ -81,11 +90,10 @@ def _recognise_ungated(module: nn.Module) -> GateSpec | None:
 
 def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> GateSpec | None:
     """Fits the clamps one axis at a time, then demands agreement on the whole grid."""
-    gate = torch.linspace(-PROBE_RANGE, PROBE_RANGE, 129)
-    up = torch.linspace(-PROBE_RANGE, PROBE_RANGE, 129)
+    gate = up = _grid(-PROBE_RANGE, PROBE_RANGE, 129)
     limits = [math.inf, *_scalars(module)]
     make = partial(GateSpec, activation=name, alpha=alpha, up_offset=offset)
-    small = torch.tensor([0.5])  # inside every clamp
+    small = _values(0.5)  # inside every clamp
     specs = [make(up_limit=limit) for limit in limits]
     up_limit = _closest(specs, small, up, _evaluate(module, small, up).flatten()).up_limit
     specs = [make(up_limit=up_limit, gate_limit=first, act_limit=second) for first, second in product(limits, repeat=2)]

@@ -13,12 +13,12 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
-from moegraft.operators.cpu import as_array, describe
+from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
-from moegraft.operators.traceable import experts, register_experts
+from moegraft.operators.traceable import experts, needs_gradient, register_experts
 from moegraft.operators.weights import Part, WeightSource
 
 StoredType = Literal["float32", "float16", "bfloat16"]
@@ -55,7 +55,7 @@ class HybridExperts(Operator):
 
     Accumulates in float32 and returns the dtype of `hidden_states`. Ids of -1 and of `num_experts` are padded slots.
     float32 activations are computed in float32 whatever the weights; bfloat16 activations with bfloat16 weights use
-    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: no gradient flows.
+    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass is refused.
     """
 
     name = "hybrid_experts"
@@ -124,7 +124,7 @@ class HybridExperts(Operator):
                 if part.endswith("_bias"):
                     packed.pack_bias(expert, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
                 else:
-                    packed.pack(expert, part, as_array(_packable(piece)))
+                    packed.pack(expert, part, as_array(rounded(piece).contiguous()))
                 advance(piece.nbytes)
 
     def _source_bytes(self, source: WeightSource) -> int:
@@ -144,7 +144,7 @@ class HybridExperts(Operator):
         return piece
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
             routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
             return routed
         return self.compute(hidden_states, top_k_index, top_k_weights)
@@ -153,7 +153,7 @@ class HybridExperts(Operator):
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
-        tokens = hidden_states.detach().to("cpu").contiguous()
+        tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
         routed = torch.empty_like(tokens)
         self._runtime.forward(
             self._packed,
@@ -162,13 +162,9 @@ class HybridExperts(Operator):
             top_k_weights.detach().to("cpu", torch.float32).contiguous().numpy(),
             as_array(routed),
         )
-        return routed.to(hidden_states.device)
+        return routed.to(hidden_states.device, hidden_states.dtype)
 
     def extra_repr(self) -> str:
         layout = self.layout
         sizes = f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
         return f"{sizes}, weights={self.weight_type or self.options.weights}, threads={self._runtime.threads}"
-
-
-def _packable(piece: torch.Tensor) -> torch.Tensor:
-    return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()

@@ -11,9 +11,9 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
-from moegraft.operators.cpu import as_array, describe
+from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.traceable import linear, register_linear
+from moegraft.operators.traceable import linear, needs_gradient, register_linear
 from moegraft.operators.weights import Part, WeightSource
 
 
@@ -31,7 +31,7 @@ class QuantizedLinearOptions:
 class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
-    Activations are quantised to int8 in groups of 32, sums are float32. For inference: no gradient flows.
+    Activations are quantised to int8 in groups of 32, sums are float32. For inference: a backward pass is refused.
     """
 
     name = "quantized_linear"
@@ -83,18 +83,21 @@ class QuantizedLinear(Operator):
         piece = source.read(part)
         if tuple(piece.shape) != expected:
             raise CheckpointError(f"{source.origin(part)}: shape {tuple(piece.shape)} where the model has {expected}")
-        return (piece.float() if piece.dtype == torch.float64 else piece).contiguous()
+        return rounded(piece).contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.out_features, self._number) if torch.compiler.is_compiling() else self.compute(x)
+        if torch.compiler.is_compiling() or needs_gradient(x):
+            y: torch.Tensor = linear(x, self.out_features, self._number)
+            return y
+        return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        rows = x.detach().to("cpu").reshape(-1, self.in_features).contiguous()
-        out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype)
+        rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
+        out = rows.new_empty(rows.shape[0], self.out_features)
         self._runtime.linear(self._packed, as_array(rows), as_array(out))
-        return out.view(*x.shape[:-1], self.out_features).to(x.device)
+        return out.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self.options.weights}"
