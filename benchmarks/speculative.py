@@ -1,11 +1,12 @@
 """Does drafting with fewer experts pay? How many tokens stand, what a round costs, and what comes of it against plain decoding.
 
-    python benchmarks/speculative.py acceptance speed lossy shapes
+    python benchmarks/speculative.py acceptance speed long lossy shapes
 
 - acceptance: the bundled model continues held-out text of the kind it was trained on; the share of drafted tokens that stand, by
   experts that draft and by position in the draft.
 - speed: decoded tokens/s of ways to draft and of plain decoding, interleaved in one run. A draft of n tokens pays where the tokens
   a round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`, both given.
+- long: the same over long answers, plain and with the schedule that stops drafting where it does not pay.
 - lossy: what the adaptive mode gains and costs.
 - shapes: `needed` for one layer of the shapes of Qwen3-30B-A3B in CPU memory, beside the tokens a round of a draft that always
   stands, n + 1: random weights and a random routing, so costs alone. And `needed` by the bytes that are read,
@@ -34,7 +35,7 @@ from moegraft.operators.draft import DraftSettings, DraftSwitch
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 HELD_OUT = 9 / 10  # the demo model was trained on what stands before
-PROMPT_TOKENS, NEW_TOKENS = 48, 128
+PROMPT_TOKENS, NEW_TOKENS, LONG_TOKENS = 48, 128, 900
 Providers = Mapping[str, Mapping[str, object] | None]  # None: no draft
 SPEED_PROVIDERS: Providers = {
     "plain": None,
@@ -54,6 +55,7 @@ LOSSY_PROVIDERS: Providers = {
     "unverified 0.9": {"mode": "adaptive", "unverified": 0.9},
     "unverified 0.5": {"mode": "adaptive", "unverified": 0.5},
 }
+MEASURED = ("tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
 
 
@@ -89,11 +91,11 @@ def load(
     return loaded
 
 
-def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
     """Greedy, or sampled where a seed is given."""
     if seed is not None:
         torch.manual_seed(seed)
-    arguments: dict[str, Any] = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": seed is not None}
+    arguments: dict[str, Any] = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": seed is not None}
     found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return found
 
@@ -137,7 +139,9 @@ def check_lossless(providers: Providers) -> None:
             assert torch.equal(generate(load(demo_path(), options, dtype="float32"), ids), expected), f"{name} changed the text"
 
 
-def timed(providers: Providers, count: int, rounds: int) -> tuple[dict[str, PreTrainedModel], dict[str, list[float]]]:
+def timed(
+    providers: Providers, count: int, rounds: int, new_tokens: int = NEW_TOKENS
+) -> tuple[dict[str, PreTrainedModel], dict[str, list[float]]]:
     """Sampled tokens/s of each provider, by round and prompt, interleaved; greedy text of so small a model repeats itself."""
     check_lossless(providers)
     models = {name: load(demo_path(), options) for name, options in providers.items()}
@@ -149,26 +153,20 @@ def timed(providers: Providers, count: int, rounds: int) -> tuple[dict[str, PreT
         for ids in texts:
             for name, model in models.items():
                 start = clock()
-                generate(model, ids, seed=round_number)
-                rates[name].append(NEW_TOKENS / (clock() - start))
+                generate(model, ids, round_number, new_tokens)
+                rates[name].append(new_tokens / (clock() - start))
     return models, rates
 
 
-def speed(count: int, rounds: int) -> list[Row]:
-    models, rates = timed(SPEED_PROVIDERS, count, rounds)
+def speed(providers: Providers, count: int, rounds: int, new_tokens: int = NEW_TOKENS) -> list[Row]:
+    models, rates = timed(providers, count, rounds, new_tokens)
     plain_ms = 1000 / statistics.median(rates["plain"])
     rows: list[Row] = []
     for name, model in models.items():
         against = [one / plain for one, plain in zip(rates[name], rates["plain"], strict=True)]
-        row: Row = {"provider": name, **percentiles(rates[name], 1), "against_plain": round(statistics.median(against), 3)}
-        row |= {
-            "tokens_per_round": "",
-            "needed": "",
-            "draft_step_ms": "",
-            "verify_ms": "",
-            "drafted_share": "",
-            "plain_ms": round(plain_ms, 3),
-        }
+        row: Row = {"provider": name, "new_tokens": new_tokens, **percentiles(rates[name], 1)}
+        row |= {"against_plain": round(statistics.median(against), 3), "plain_ms": round(plain_ms, 3)}
+        row |= dict.fromkeys(MEASURED, "")
         found = operator_of(model).statistics() if operator_of(model) is not None else {"rounds": 0}
         if found["rounds"]:
             per_round = (found["draft_ms"] + found["verify_ms"]) / found["rounds"]
@@ -274,7 +272,7 @@ def _needed_by_bytes(length: int, top_k: int, rest: float, expert: float, expert
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "lossy", "shapes"))
+    parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "long", "lossy", "shapes"))
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for a machine that is shared")
@@ -285,17 +283,16 @@ def main() -> None:
             case "acceptance":
                 rows = acceptance(4 * arguments.prompts)
             case "speed":
-                rows = speed(arguments.prompts, arguments.rounds)
+                rows = speed(SPEED_PROVIDERS, arguments.prompts, arguments.rounds)
+            case "long":
+                providers = {name: options for name, options in SPEED_PROVIDERS.items() if name == "plain" or "marginal" in name}
+                rows = speed(providers, arguments.prompts, arguments.rounds, LONG_TOKENS)
             case "lossy":
                 rows = lossy(arguments.prompts, arguments.rounds)
             case _:
                 rows = shapes(20 * arguments.rounds)
-        print(
-            write_rows(
-                f"speculative_{part}",
-                [{**row, "threads": arguments.threads, "clock": "CPU time" if arguments.threads == 1 else "wall"} for row in rows],
-            )
-        )
+        timing = {"threads": arguments.threads, "clock": "CPU time" if arguments.threads == 1 else "wall"}
+        print(write_rows(f"speculative_{part}", [{**row, **timing} for row in rows]))
 
 
 if __name__ == "__main__":
