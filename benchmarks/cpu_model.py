@@ -14,13 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
 from record import write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
 
+PROMPT = 512
 DISTINCT_EXPERTS = 8  # the others repeat them byte by byte: their memory is as distinct as a real model's
 RULES = """
 version: 1
@@ -101,15 +106,46 @@ def read_gbps() -> float:
     return block.nbytes / statistics.median(timed(lambda: block.sum(), 5)) / 1e9
 
 
-def measure(name: str, model: PreTrainedModel, rounds: int, new_tokens: int) -> list[dict[str, object]]:
-    prompt = torch.randint(0, 8192, (1, 512), generator=torch.Generator().manual_seed(1))
-    greedy = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What a provider does: `decode(n)` makes n tokens after a short prompt, `prefill()` reads the prompt of 512."""
+
+    decode: Callable[[int], object]
+    prefill: Callable[[], object]
+
+
+@contextmanager
+def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
+    prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    with provider(name, layers) as model, torch.inference_mode():
+
+        def decode(tokens: int) -> object:
+            return model.generate(prompt[:, :8], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+
+        yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
+
+
+@contextmanager
+def llama_cpp(name: str, layers: int) -> Iterator[Phases]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_model(path, Sizes(layers=layers), name.removeprefix("llama.cpp-"))
+        with LlamaCpp(path, torch.get_num_threads()) as peer:
+            tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+
+            def decode(count: int) -> object:
+                peer.prefill(tokens[:8])
+                return peer.decode(count)
+
+            yield Phases(decode, lambda: peer.prefill(tokens))
+
+
+def measure(name: str, phases: Phases, rounds: int, new_tokens: int) -> list[dict[str, object]]:
+    one = statistics.median(timed(lambda: phases.decode(1), rounds))
+    whole = [taken - one for taken in timed(lambda: phases.decode(new_tokens), rounds)]
+    prefill = timed(phases.prefill, rounds)
     rows = []
-    with torch.inference_mode():
-        one = statistics.median(timed(lambda: model.generate(prompt[:, :8], do_sample=False, min_new_tokens=1, max_new_tokens=1), rounds))
-        whole = [taken - one for taken in timed(lambda: model.generate(prompt[:, :8], **greedy), rounds)]
-        prefill = timed(lambda: model(prompt, logits_to_keep=1), rounds)
-    for phase, times, tokens in (("decode", whole, new_tokens - 1), ("prompt-512", prefill, 512)):
+    for phase, times, tokens in (("decode", whole, new_tokens - 1), (f"prompt-{PROMPT}", prefill, PROMPT)):
         rates = statistics.quantiles([tokens / taken for taken in times], n=10)
         rows.append(
             {
@@ -127,8 +163,10 @@ def measure(name: str, model: PreTrainedModel, rounds: int, new_tokens: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
-    parser.add_argument("--providers", nargs="+", default=names, choices=names)
+    ours = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
+    names = ours + [f"llama.cpp-{weights}" for weights in GGUF_TYPES]
+    installed = find_spec("llama_cpp") and find_spec("gguf")
+    parser.add_argument("--providers", nargs="+", default=names if installed else ours, choices=names)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=48)
@@ -136,10 +174,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
     for name in arguments.providers:
-        with provider(name, arguments.layers) as model:
-            rows += measure(name, model, arguments.rounds, arguments.new)
+        open_provider = llama_cpp if name.startswith("llama.cpp") else ours_or_stock
+        with open_provider(name, arguments.layers) as phases:
+            rows += measure(name, phases, arguments.rounds, arguments.new)
     if not arguments.no_write:
-        print(write_rows("cpu_model", rows))
+        print(write_rows("cpu_model", rows, ("torch", "transformers", "llama-cpp-python")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""llama.cpp on a random Qwen3-MoE of given sizes, through the packages `llama-cpp-python` and `gguf`; a peer for `cpu_model.py`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a Qwen3-MoE model; experts repeat `distinct` random ones, each in memory of its own."""
+
+    layers: int
+    hidden: int = 2048
+    heads: int = 32
+    key_value_heads: int = 4
+    head_dim: int = 128
+    intermediate: int = 768
+    experts: int = 128
+    top_k: int = 8
+    vocab: int = 8192
+    distinct: int = 8
+
+
+def write_model(path: Path, sizes: Sizes, weights: str) -> None:
+    """A GGUF file with random weights of one of `GGUF_TYPES`."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[GGUF_TYPES[weights]]
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(path), "qwen3moe")
+    _write_header(writer, sizes)
+
+    def pack(*shape: int) -> Any:
+        return gguf.quants.quantize(rng.standard_normal(shape, dtype=np.float32) * 0.02, kind)
+
+    def ones(size: int) -> Any:
+        return np.ones(size, np.float32)
+
+    hidden, query, pairs = sizes.hidden, sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
+    repeats = (sizes.experts // sizes.distinct, 1, 1)
+    experts = {
+        name: np.tile(pack(sizes.distinct, *shape), repeats)
+        for name, shape in {
+            "gate": (sizes.intermediate, hidden),
+            "up": (sizes.intermediate, hidden),
+            "down": (hidden, sizes.intermediate),
+        }.items()
+    }
+    writer.add_tensor("token_embd.weight", pack(sizes.vocab, hidden), raw_dtype=kind)
+    writer.add_tensor("output.weight", pack(sizes.vocab, hidden), raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", ones(hidden))
+    for layer in range(sizes.layers):
+        block = f"blk.{layer}."
+        for name, size in (("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", sizes.head_dim), ("attn_k_norm", sizes.head_dim)):
+            writer.add_tensor(f"{block}{name}.weight", ones(size))
+        for name, shape in (("q", (query, hidden)), ("k", (pairs, hidden)), ("v", (pairs, hidden)), ("output", (hidden, query))):
+            writer.add_tensor(f"{block}attn_{name}.weight", pack(*shape), raw_dtype=kind)
+        router = rng.standard_normal((sizes.experts, hidden), dtype=np.float32) * 0.02
+        writer.add_tensor(f"{block}ffn_gate_inp.weight", router)
+        for name, packed in experts.items():
+            writer.add_tensor(f"{block}ffn_{name}_exps.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_header(writer: Any, sizes: Sizes) -> None:
+    writer.add_context_length(4096)
+    writer.add_embedding_length(sizes.hidden)
+    writer.add_block_count(sizes.layers)
+    writer.add_feed_forward_length(3 * sizes.hidden)
+    writer.add_expert_feed_forward_length(sizes.intermediate)
+    writer.add_expert_count(sizes.experts)
+    writer.add_expert_used_count(sizes.top_k)
+    writer.add_head_count(sizes.heads)
+    writer.add_head_count_kv(sizes.key_value_heads)
+    writer.add_key_length(sizes.head_dim)
+    writer.add_value_length(sizes.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(sizes.vocab)
+
+
+class LlamaCpp:
+    """A model loaded by llama.cpp, with one sequence.
+
+    Raises:
+        RuntimeError: llama.cpp cannot load or evaluate it.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp
+
+        self._api: Any = llama_cpp
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = 1024, 512, 512
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
+        if not self._context:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._api.llama_free(self._context)
+        self._api.llama_model_free(self._model)
+
+    def _evaluate(self, tokens: list[int]) -> None:
+        ids = (self._api.llama_token * len(tokens))(*tokens)
+        if self._api.llama_decode(self._context, self._api.llama_batch_get_one(ids, len(tokens))) != 0:
+            raise RuntimeError("llama.cpp cannot evaluate")
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Evaluates a prompt from an empty cache."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._evaluate(tokens)
+
+    def decode(self, steps: int) -> None:
+        """Evaluates `steps` tokens, one at a time, after what is in the cache; each is the last one's most likely successor."""
+        token = 1
+        vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        for _ in range(steps):
+            self._evaluate([token])
+            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(vocab,))
+            token = int(logits.argmax())
