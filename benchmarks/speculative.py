@@ -49,9 +49,9 @@ SPEED_PROVIDERS: Providers = {
 LOSSY_PROVIDERS: Providers = {
     "plain": None,
     "lossless": {"mode": "lossless"},
-    "tolerance 0.3": {"mode": "adaptive", "tolerance": 0.3, "confidence": 0.3},
-    "tolerance 0.6": {"mode": "adaptive", "tolerance": 0.6, "confidence": 0.3},
-    "tolerance 0.9": {"mode": "adaptive", "tolerance": 0.9, "confidence": 0.3},
+    "tolerance 0.3, confidence 0.3": {"mode": "adaptive", "tolerance": 0.3, "confidence": 0.3},
+    "tolerance 0.3": {"mode": "adaptive", "tolerance": 0.3},
+    "tolerance 0.6": {"mode": "adaptive", "tolerance": 0.6},
     "unverified 0.9": {"mode": "adaptive", "unverified": 0.9},
     "unverified 0.5": {"mode": "adaptive", "unverified": 0.5},
 }
