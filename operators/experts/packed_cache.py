@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -87,7 +88,8 @@ class PackedCache:
             CheckpointError: the folder cannot be written, or the disk is full.
         """
         path = self.path(key)
-        scratch = path.with_suffix(f".{os.getpid()}.part")
+        # A name of its own: threads share a process id, and so do containers that share a folder.
+        scratch = path.with_suffix(f".{uuid4().hex}.part")
         size = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -162,3 +162,21 @@ def test_a_model_in_memory_says_that_the_cache_is_not_used(setup: Setup) -> None
     model = AutoModelForCausalLM.from_pretrained(setup.checkpoint)
     with pytest.warns(UserWarning, match="cache_dir is not used"):
         optimize_and_load(model, setup._rules, progress=False)
+
+
+def test_two_who_build_one_layer_do_not_meet(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two threads, or the first processes of two containers, that start with one empty cache."""
+    expected, pack, inner = setup.load(cached=False), PackedExperts.pack, []
+
+    def interrupted(packed: PackedExperts, *arguments: object) -> None:
+        if not inner:
+            inner.append(None)
+            inner.append(setup.load())
+        pack(packed, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackedExperts, "pack", interrupted)
+    outer = setup.load()
+    with torch.no_grad():
+        for model in (outer, inner[1], setup.load()):
+            assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    assert len(setup.files()) == LAYERS
