@@ -17,7 +17,7 @@ CSRC = Path("cpu_backend/csrc")
 # The bases build on each other: AVX-512 code may use everything that AVX2 code may.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 # g++ 12 warns about its own header (GCC bug 105593)
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*VNNI, "-mavx512bf16"]
 ISA_FLAGS = {

@@ -73,15 +73,21 @@ class PackedExperts:
     Args:
         buffer: (E * expert_bytes,) uint8 that starts at a multiple of 64 bytes, such as a mapped cache file; kept alive, not copied.
             When it is read-only everything counts as packed.
+        sparse: the layout whose `forward` takes a `threshold`: of neurons below it, the rows of up and of (transposed) down are not read.
+            int8 and int4 quantise its down along H, one scale for 32 outputs.
 
     Raises:
         ValueError: an unknown weight type, a buffer of the wrong size or alignment.
         MemoryError: no memory of that size.
     """
 
-    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, buffer: NDArray[np.uint8] | None = None) -> None: ...
+    def __init__(
+        self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, buffer: NDArray[np.uint8] | None = None, *, sparse: bool = False
+    ) -> None: ...
     @staticmethod
-    def expert_bytes_for(shape: ExpertsShape, weight_type: str) -> int: ...
+    def expert_bytes_for(shape: ExpertsShape, weight_type: str, *, sparse: bool = False) -> int: ...
+    @property
+    def sparse(self) -> bool: ...
     @property
     def shape(self) -> ExpertsShape: ...
     @property
@@ -109,7 +115,10 @@ class PackedExperts:
             ValueError: wrong shape, order, expert or part; read-only buffer.
         """
     def pack_quantized(self, expert: int, part: str, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None:
-        """Packs codes (rows, cols) and scales (rows, cols / 32) exactly as they are; int4 codes are -8 to 7."""
+        """Packs codes (rows, cols) and scales (rows, cols / 32) exactly as they are; int4 codes are -8 to 7.
+
+        Down of a sparse layout alone is dequantised and quantised again, along H.
+        """
     def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
         """The matrix as the kernel sees it, (rows, cols), dequantised without another rounding."""
@@ -196,6 +205,7 @@ class Runtime:
             top_k_index: (T, K) expert ids; -1 and E are padded slots.
             top_k_weights: (T, K) weight of each expert's share.
             out: (T, H), dtype of hidden_states.
+            threshold: sparse layouts only: neurons with `|act(gate)|` (ungated: `|act(up)|`) below it count as zero.
 
         Raises:
             TypeError: wrong dtype.

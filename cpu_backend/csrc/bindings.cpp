@@ -99,17 +99,19 @@ py::tuple shape_fields(const ExpertsShape& shape) {
 
 // Keeps the array of an external buffer alive beside the experts.
 struct PyExperts {
-  PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const py::object& buffer_or_none)
-      : experts(make(shape, gate, parse_weight_type(weight_type), buffer_or_none)), buffer(buffer_or_none) {}
+  PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const py::object& buffer_or_none, bool sparse)
+      : experts(make(shape, gate, parse_weight_type(weight_type), sparse ? LayoutKind::kSparse : LayoutKind::kDense, buffer_or_none)),
+        buffer(buffer_or_none) {}
 
-  static std::unique_ptr<PackedExperts> make(const ExpertsShape& shape, const GateSpec& gate, WeightType type, const py::object& buffer_or_none) {
-    if (buffer_or_none.is_none()) return std::make_unique<PackedExperts>(shape, gate, type);
+  static std::unique_ptr<PackedExperts> make(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind,
+                                             const py::object& buffer_or_none) {
+    if (buffer_or_none.is_none()) return std::make_unique<PackedExperts>(shape, gate, type, kind);
     if (!py::isinstance<py::array>(buffer_or_none)) throw py::type_error("buffer must be a numpy array of uint8");
     const auto array = py::cast<py::array>(buffer_or_none);
     require_layout(array, "buffer", 1);
     require_dtype(array, "buffer", 'u', 1, "uint8");
     auto* data = reinterpret_cast<std::byte*>(const_cast<void*>(array.data()));
-    return std::make_unique<PackedExperts>(shape, gate, type, ExternalBuffer{data, static_cast<std::size_t>(array.nbytes()), array.writeable()});
+    return std::make_unique<PackedExperts>(shape, gate, type, kind, ExternalBuffer{data, static_cast<std::size_t>(array.nbytes()), array.writeable()});
   }
 
   std::unique_ptr<PackedExperts> experts;
@@ -152,7 +154,8 @@ ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states
     refuse("top_k_weights has shape " + shape_text(top_k_weights) + " where that of top_k_index, " + shape_text(top_k_index) + ", is expected");
   check_out(out, hidden_states, experts.shape().hidden);
   if (!(threshold >= 0.0f)) refuse("threshold is " + number_text(threshold) + "; it must be at least 0");
-  if (threshold > 0.0f) refuse("threshold needs experts packed with sparse=True");
+  if (threshold > 0.0f && experts.kind() != LayoutKind::kSparse)
+    refuse("threshold is " + number_text(threshold) + " but the experts are dense; pack them with PackedExperts(..., sparse=True)");
   return {&experts, hidden_states.data(), static_cast<const std::int64_t*>(top_k_index.data()), static_cast<const float*>(top_k_weights.data()),
           const_cast<void*>(out.data()), type, tokens, static_cast<int>(top_k_index.shape(1)), threshold};
 }
@@ -259,10 +262,14 @@ void bind_specs(py::module_& module) {
 
 void bind_weights(py::module_& module) {
   py::class_<PyExperts>(module, "PackedExperts")
-      .def(py::init<const ExpertsShape&, const GateSpec&, const std::string&, const py::object&>(), "shape"_a, "gate_spec"_a, "weight_type"_a,
-           "buffer"_a = py::none())
-      .def_static("expert_bytes_for", [](const ExpertsShape& shape, const std::string& type) { return ExpertLayout(shape, parse_weight_type(type)).expert_bytes; },
-                  "shape"_a, "weight_type"_a)
+      .def(py::init<const ExpertsShape&, const GateSpec&, const std::string&, const py::object&, bool>(), "shape"_a, "gate_spec"_a, "weight_type"_a,
+           "buffer"_a = py::none(), py::kw_only(), "sparse"_a = false)
+      .def_static("expert_bytes_for",
+                  [](const ExpertsShape& shape, const std::string& type, bool sparse) {
+                    return ExpertLayout(shape, parse_weight_type(type), sparse ? LayoutKind::kSparse : LayoutKind::kDense).expert_bytes;
+                  },
+                  "shape"_a, "weight_type"_a, py::kw_only(), "sparse"_a = false)
+      .def_property_readonly("sparse", [](const PyExperts& self) { return self.experts->kind() == LayoutKind::kSparse; })
       .def_property_readonly("shape", [](const PyExperts& self) { return self.experts->shape(); })
       .def_property_readonly("gate_spec", [](const PyExperts& self) { return self.experts->gate(); })
       .def_property_readonly("weight_type", [](const PyExperts& self) { return name_of(self.experts->type()); })

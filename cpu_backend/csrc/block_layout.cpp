@@ -89,64 +89,86 @@ void load_codes(GroupTile& tile, const QuantizedRowsView& source, int first_row,
   }
 }
 
-void store_codes(const GroupTile& tile, WeightType type, HalfBlock target, int group) {
-  const bool wide = type == WeightType::kInt8;
-  std::byte* base = target.block + static_cast<std::size_t>(group) * (wide ? kInt8GroupBytes : kInt4GroupBytes);
-  std::memcpy(base + target.half * kLanes * 2, tile.scales, sizeof tile.scales);
-  auto* lines = reinterpret_cast<std::uint8_t*>(base + kScaleBytes + target.half * 64);
-  const int step = wide ? 4 : 8;
-  for (int k = 0; k < kGroup; k += step, lines += 128) {
+// Where the 16 lanes of one group lie: line j at lines + j * stride.
+struct Place {
+  std::byte* scales;
+  std::byte* lines;
+  std::size_t stride;
+};
+
+Place place_in_block(WeightType type, HalfBlock half, int group) {
+  const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
+  std::byte* base = half.block + block_bytes(type, kGroup) * static_cast<std::size_t>(group);
+  return {base + half.half * kLanes * 2, base + (is_quantized(type) ? kScaleBytes : 0) + bytes * static_cast<std::size_t>(half.half), 2 * bytes};
+}
+
+Place place_in_row(WeightType type, std::byte* row, int cols, int chunk) {
+  const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
+  return {row + chunk * kLanes * 2, row + row_scale_bytes(type, cols) + bytes * static_cast<std::size_t>(lines_per_chunk(type) * chunk), bytes};
+}
+
+void store(const GroupTile& tile, WeightType type, Place place) {
+  if (is_quantized(type)) std::memcpy(place.scales, tile.scales, sizeof tile.scales);
+  const int step = kGroup / lines_per_chunk(type);  // columns a line
+  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) {
+    auto* bytes = reinterpret_cast<std::uint8_t*>(place.lines);
+    auto* halves = reinterpret_cast<std::uint16_t*>(place.lines);
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        const int low = tile.codes[lane][k + i];
-        lines[lane * 4 + i] = wide ? static_cast<std::uint8_t>(low + 128)
-                                   : static_cast<std::uint8_t>((low + 8) | ((tile.codes[lane][k + 4 + i] + 8) << 4));
+      const float* values = tile.values[lane] + k;
+      const std::int8_t* codes = tile.codes[lane] + k;
+      switch (type) {
+        case WeightType::kFloat32: reinterpret_cast<float*>(place.lines)[lane] = values[0]; break;
+        case WeightType::kFloat16: halves[lane] = f16_from_float(values[0]); break;
+        case WeightType::kBFloat16:
+          halves[2 * lane] = bf16_from_float(values[0]);
+          halves[2 * lane + 1] = bf16_from_float(values[1]);
+          break;
+        case WeightType::kInt8:
+          for (int i = 0; i < 4; ++i) bytes[4 * lane + i] = static_cast<std::uint8_t>(codes[i] + 128);
+          break;
+        case WeightType::kInt4:
+          for (int i = 0; i < 4; ++i) bytes[4 * lane + i] = static_cast<std::uint8_t>((codes[i] + 8) | ((codes[i + 4] + 8) << 4));
+          break;
       }
     }
   }
 }
 
-void store_values(const GroupTile& tile, WeightType type, HalfBlock target, int group) {
-  const int first_row = target.half * kLanes;
-  const std::size_t first_col = static_cast<std::size_t>(group) * kGroup;
-  for (int k = 0; k < kGroup; ++k) {
-    const std::size_t col = first_col + k;
+// The values, dequantised.
+void load(GroupTile& tile, WeightType type, Place place) {
+  const int step = kGroup / lines_per_chunk(type);
+  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(place.lines);
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(place.lines);
     for (int lane = 0; lane < kLanes; ++lane) {
-      const float value = tile.values[lane][k];
-      if (type == WeightType::kFloat32) {
-        reinterpret_cast<float*>(target.block)[col * kBlockRows + first_row + lane] = value;
-      } else if (type == WeightType::kFloat16) {
-        reinterpret_cast<std::uint16_t*>(target.block)[col * kBlockRows + first_row + lane] = f16_from_float(value);
-      } else {
-        reinterpret_cast<std::uint16_t*>(target.block)[(col / 2) * 64 + first_row * 2 + lane * 2 + col % 2] = bf16_from_float(value);
+      float* values = tile.values[lane] + k;
+      const float scale = is_quantized(type) ? float_from_f16(reinterpret_cast<const std::uint16_t*>(place.scales)[lane]) : 1.0f;
+      switch (type) {
+        case WeightType::kFloat32: values[0] = reinterpret_cast<const float*>(place.lines)[lane]; break;
+        case WeightType::kFloat16: values[0] = float_from_f16(halves[lane]); break;
+        case WeightType::kBFloat16:
+          values[0] = float_from_bf16(halves[2 * lane]);
+          values[1] = float_from_bf16(halves[2 * lane + 1]);
+          break;
+        case WeightType::kInt8:
+          for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(bytes[4 * lane + i] - 128) * scale;
+          break;
+        case WeightType::kInt4:
+          for (int i = 0; i < 4; ++i) {
+            values[i] = static_cast<float>((bytes[4 * lane + i] & 15) - 8) * scale;
+            values[i + 4] = static_cast<float>((bytes[4 * lane + i] >> 4) - 8) * scale;
+          }
+          break;
       }
     }
   }
 }
 
-void load_packed(GroupTile& tile, WeightType type, HalfBlock source, int group) {
-  const int first_row = source.half * kLanes;
-  const std::size_t first_col = static_cast<std::size_t>(group) * kGroup;
-  const bool wide = type == WeightType::kInt8;
-  const std::byte* base = source.block + static_cast<std::size_t>(group) * (wide ? kInt8GroupBytes : kInt4GroupBytes);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int k = 0; k < kGroup; ++k) {
-      const std::size_t col = first_col + k;
-      float& value = tile.values[lane][k];
-      if (type == WeightType::kFloat32) {
-        value = reinterpret_cast<const float*>(source.block)[col * kBlockRows + first_row + lane];
-      } else if (type == WeightType::kFloat16) {
-        value = float_from_f16(reinterpret_cast<const std::uint16_t*>(source.block)[col * kBlockRows + first_row + lane]);
-      } else if (type == WeightType::kBFloat16) {
-        value = float_from_bf16(reinterpret_cast<const std::uint16_t*>(source.block)[(col / 2) * 64 + first_row * 2 + lane * 2 + col % 2]);
-      } else {
-        const float scale = float_from_f16(reinterpret_cast<const std::uint16_t*>(base)[first_row + lane]);
-        const auto* lines = reinterpret_cast<const std::uint8_t*>(base + kScaleBytes + source.half * 64 + lane * 4);
-        const int code = wide ? lines[(k / 4) * 128 + k % 4] - 128 : ((lines[(k / 8) * 128 + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15) - 8;
-        value = static_cast<float>(code) * scale;
-      }
-    }
-  }
+float element(const RowsView& source, int row, int col) {
+  const std::size_t index = static_cast<std::size_t>(row) * source.cols + col;
+  if (source.type == WeightType::kFloat32) return static_cast<const float*>(source.data)[index];
+  const std::uint16_t half = static_cast<const std::uint16_t*>(source.data)[index];
+  return source.type == WeightType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
 }
 
 }  // namespace
@@ -155,12 +177,8 @@ void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, 
   GroupTile tile;
   for (int group = 0; group * kGroup < source.cols; ++group) {
     load_values(tile, source, first_row, group * kGroup);
-    if (is_quantized(type)) {
-      quantize(tile, type);
-      store_codes(tile, type, target, group);
-    } else {
-      store_values(tile, type, target, group);
-    }
+    if (is_quantized(type)) quantize(tile, type);
+    store(tile, type, place_in_block(type, target, group));
   }
 }
 
@@ -168,7 +186,7 @@ void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView&
   GroupTile tile;
   for (int group = 0; group * kGroup < source.cols; ++group) {
     load_codes(tile, source, first_row, group * kGroup);
-    store_codes(tile, type, target, group);
+    store(tile, type, place_in_block(type, target, group));
   }
 }
 
@@ -176,10 +194,55 @@ void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int r
   GroupTile tile;
   const int present = std::min(kLanes, rows - first_row);
   for (int group = 0; group * kGroup < cols; ++group) {
-    load_packed(tile, type, source, group);
+    load(tile, type, place_in_block(type, source, group));
     const int width = std::min(kGroup, cols - group * kGroup);
     for (int r = 0; r < present; ++r)
       std::memcpy(rows_out + static_cast<std::size_t>(first_row + r) * cols + group * kGroup, tile.values[r], sizeof(float) * width);
+  }
+}
+
+void pack_sparse_row(WeightType type, std::byte* target, const RowsView& source, int index, bool transposed) {
+  GroupTile tile;
+  const int cols = transposed ? source.rows : source.cols;
+  for (int chunk = 0; chunk < chunks_of(cols); ++chunk) {
+    for (int i = 0; i < kChunk; ++i) {
+      const int col = chunk * kChunk + i;
+      tile.values[i / kGroup][i % kGroup] = col >= cols ? 0.0f : transposed ? element(source, col, index) : element(source, index, col);
+    }
+    if (is_quantized(type)) quantize(tile, type);
+    store(tile, type, place_in_row(type, target, cols, chunk));
+  }
+}
+
+void pack_sparse_row(WeightType type, std::byte* target, const QuantizedRowsView& source, int row) {
+  GroupTile tile;
+  const int groups = source.cols / kGroup;
+  for (int chunk = 0; chunk < chunks_of(source.cols); ++chunk) {
+    std::memset(tile.codes, 0, sizeof tile.codes);
+    std::memset(tile.scales, 0, sizeof tile.scales);
+    for (int lane = 0; lane < std::min(kLanes, groups - chunk * kLanes); ++lane) {
+      const std::size_t group = static_cast<std::size_t>(row) * groups + chunk * kLanes + lane;
+      std::memcpy(tile.codes[lane], source.codes + group * kGroup, kGroup);
+      tile.scales[lane] = source.scales[group];
+    }
+    store(tile, type, place_in_row(type, target, source.cols, chunk));
+  }
+}
+
+void unpack_sparse_row(WeightType type, const std::byte* source, int cols, float* values, std::size_t stride) {
+  GroupTile tile;
+  for (int chunk = 0; chunk < chunks_of(cols); ++chunk) {
+    load(tile, type, place_in_row(type, const_cast<std::byte*>(source), cols, chunk));
+    for (int i = 0; i < std::min(kChunk, cols - chunk * kChunk); ++i)
+      values[(static_cast<std::size_t>(chunk) * kChunk + i) * stride] = tile.values[i / kGroup][i % kGroup];
+  }
+}
+
+void dequantize(const QuantizedRowsView& source, float* rows_out) {
+  const std::size_t groups = static_cast<std::size_t>(source.rows) * source.cols / kGroup;
+  for (std::size_t group = 0; group < groups; ++group) {
+    const float scale = float_from_f16(source.scales[group]);
+    for (int k = 0; k < kGroup; ++k) rows_out[group * kGroup + k] = static_cast<float>(source.codes[group * kGroup + k]) * scale;
   }
 }
 

@@ -9,6 +9,9 @@
 //   int8      [group]{scale f16 [32 rows]; code + 128 as u8 [kk / 4][half][lane][kk % 4]}            as vpdpbusd takes them
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high the rest}
 // Scales stand beside their weights so that one stream is read in order. Every line is 64 bytes.
+//
+// A neuron's row of the sparse layout is read alone, so there lanes are groups of columns: 16 groups of 32 columns (a chunk) are stored as
+// 16 rows of one group are above. Quantised rows begin with the float16 scales of all their chunks, filled up to a line.
 #pragma once
 
 #include <cstddef>
@@ -36,6 +39,21 @@ constexpr std::size_t block_bytes(WeightType type, int cols) {
     case WeightType::kInt4: return groups * kInt4GroupBytes;
   }
   return 0;
+}
+
+constexpr int kChunk = kLanes * kGroup;       // columns of a sparse row that share their lines
+constexpr int chunks_of(int cols) { return round_up(cols, kChunk) / kChunk; }
+
+// 64-byte lines of a chunk (32-byte ones for float16), and the columns of each group that one line holds.
+constexpr int lines_per_chunk(WeightType type) {
+  return type == WeightType::kBFloat16 ? 16 : type == WeightType::kInt8 ? 8 : type == WeightType::kInt4 ? 4 : 32;
+}
+constexpr int line_bytes(WeightType type) { return type == WeightType::kFloat16 ? 32 : 64; }
+constexpr std::size_t row_scale_bytes(WeightType type, int cols) {
+  return type == WeightType::kInt8 || type == WeightType::kInt4 ? static_cast<std::size_t>(round_up(chunks_of(cols) * kLanes * 2, 64)) : 0;
+}
+constexpr std::size_t row_bytes(WeightType type, int cols) {
+  return row_scale_bytes(type, cols) + static_cast<std::size_t>(chunks_of(cols)) * static_cast<std::size_t>(lines_per_chunk(type) * line_bytes(type));
 }
 
 // Where 16 consecutive rows of a matrix lie: half a block.
@@ -66,5 +84,14 @@ void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView&
 
 // The reverse, dequantised, exact: writes the rows that exist into `rows_out` (rows, cols) float32.
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);
+
+// One row of the sparse layout, from a row of the source or, `transposed`, from a column of it.
+void pack_sparse_row(WeightType type, std::byte* target, const RowsView& source, int index, bool transposed);
+void pack_sparse_row(WeightType type, std::byte* target, const QuantizedRowsView& source, int row);
+// Writes column `col` of the row to values[col * stride].
+void unpack_sparse_row(WeightType type, const std::byte* source, int cols, float* values, std::size_t stride);
+
+// Dequantises codes to float32 (rows, cols).
+void dequantize(const QuantizedRowsView& source, float* rows_out);
 
 }  // namespace moegraft

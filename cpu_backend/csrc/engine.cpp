@@ -7,11 +7,13 @@
 
 #include "experts_job.h"
 #include "linear_job.h"
+#include "sparse_job.h"
 
 namespace moegraft {
 namespace {
 
 constexpr int kPassTokens = 2048;  // a longer batch is cut: scratch stays small, and this many tokens make any pass bound by arithmetic
+constexpr int kSparsePassTokens = 256;
 
 std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
 
@@ -24,11 +26,6 @@ void check_packed(const PackedExperts& experts, const std::vector<Segment>& segm
 
 }  // namespace
 
-void interleave(const std::uint32_t* const* sources, int tokens, std::size_t count, std::uint32_t* target) {
-  for (std::size_t word = 0; word < count; ++word)
-    for (int token = 0; token < tokens; ++token) *target++ = sources[token][word];
-}
-
 Engine::Engine(const Kernels& kernels, ThreadPool& pool)
     : kernels_(kernels),
       pool_(pool),
@@ -37,20 +34,31 @@ Engine::Engine(const Kernels& kernels, ThreadPool& pool)
       rows_phase_(pool.threads()),
       private_(static_cast<std::size_t>(pool.threads())) {}
 
-void Engine::forward(const ForwardArgs& args) {
+template <class AnyJob>
+void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens) {
   const PackedExperts& experts = *args.experts;
   const std::size_t row_bytes = element_bytes(args.activations) * static_cast<std::size_t>(experts.shape().hidden);
-  ExpertsJob job(kernels_, experts, args.activations, pool_.threads(), {&encode_phase_, &neurons_phase_, &rows_phase_});
-  for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
-    const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
+  for (std::int64_t first = 0; first < args.tokens; first += pass_tokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(pass_tokens, args.tokens - first));
     const std::size_t slot = static_cast<std::size_t>(first) * static_cast<std::size_t>(args.top_k);
     const RoutingView view = {args.top_k_index + slot, args.top_k_weights + slot, tokens, args.top_k};
     routing_.group(view, experts.shape().num_experts, job.segment_pairs(), static_cast<int>(first));
     check_packed(experts, routing_.segments());
     const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
     job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_},
-                {&records_, &neurons_, private_.data()});
+                {&records_, &lanes_, &neurons_, private_.data()});
     pool_.run(job);
+  }
+}
+
+void Engine::forward(const ForwardArgs& args) {
+  const ExpertsPhases phases = {&encode_phase_, &neurons_phase_, &rows_phase_};
+  if (args.experts->kind() == LayoutKind::kSparse) {
+    SparseJob job(kernels_, *args.experts, args.activations, args.threshold, pool_.threads(), phases);
+    run_passes(job, args, kSparsePassTokens);
+  } else {
+    ExpertsJob job(kernels_, *args.experts, args.activations, pool_.threads(), phases);
+    run_passes(job, args, kPassTokens);
   }
 }
 

@@ -42,6 +42,9 @@ class Engine {
   void linear(const LinearArgs& args);    // throws std::invalid_argument, std::bad_alloc
 
  private:
+  template <class AnyJob>
+  void run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens);
+
   const Kernels& kernels_;
   ThreadPool& pool_;
   Routing routing_;
@@ -49,11 +52,9 @@ class Engine {
   Phase neurons_phase_;
   Phase rows_phase_;
   AlignedMemory records_;
+  AlignedMemory lanes_;
   AlignedMemory neurons_;
   std::vector<AlignedMemory> private_;  // one a worker
 };
-
-// words (tokens, count) interleaved: target[w * tokens + t] = sources[t][w]
-void interleave(const std::uint32_t* const* sources, int tokens, std::size_t count, std::uint32_t* target);
 
 }  // namespace moegraft

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine.h"
 #include "prefetch.h"
+#include "records.h"
 
 namespace moegraft {
 namespace {
 
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // activations of a segment, beside a unit's weights: 1 MiB L2 of EPYC Zen 5
-constexpr int kMostTileTokens = 16;
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough to even out, few enough to read in long runs
 constexpr int kMaxUnitBlocks = 8;
 
@@ -29,7 +28,7 @@ struct ExpertsJob::Worker {
   alignas(64) float neurons[kMostTileTokens * kBlockRows];
 };
 
-ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const Phases& phases)
+ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const ExpertsPhases& phases)
     : kernels_(kernels),
       experts_(experts),
       layout_(experts.layout()),
@@ -48,7 +47,7 @@ int ExpertsJob::segment_pairs() const {
   return std::max(1, fitting / max_tokens_) * max_tokens_;
 }
 
-void ExpertsJob::prepare(const Batch& batch, const Scratch& scratch) {
+void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
   batch_ = batch;
   scratch_ = scratch;
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
@@ -88,28 +87,6 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
   kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, 1);
 }
 
-void ExpertsJob::gather(int segment_index, Worker& mine) const {
-  if (mine.gathered_segment == segment_index) return;
-  mine.gathered_segment = segment_index;
-  const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
-  const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const auto* records = reinterpret_cast<const std::uint32_t*>(scratch_.records->data());
-  const Tiling tiling(segment.pairs, max_tokens_);
-  for (int index = 0; index < tiling.count(); ++index) {
-    const Tile tile = tiling[index];
-    if (tile.tokens == 1) continue;  // a lone record is read where it is
-    const std::uint32_t* sources[kMostTileTokens];
-    for (int i = 0; i < tile.tokens; ++i) sources[i] = records + static_cast<std::size_t>(pairs[tile.first + i].token) * hidden_words_;
-    interleave(sources, tile.tokens, hidden_words_, mine.gathered + static_cast<std::size_t>(tile.first) * hidden_words_);
-  }
-}
-
-const std::uint32_t* ExpertsJob::tile_records(const Segment& segment, Tile tile, const Worker& mine) const {
-  if (tile.tokens > 1) return mine.gathered + static_cast<std::size_t>(tile.first) * hidden_words_;
-  const int token = batch_.routing->pairs()[static_cast<std::size_t>(segment.first_pair + tile.first)].token;
-  return reinterpret_cast<const std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-}
-
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const int segment_index = unit / neuron_groups_;
   const int group = unit % neuron_groups_;
@@ -122,15 +99,17 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const int width = kGroup / blocks;
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   auto* records = reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
-  gather(segment_index, mine);
+  const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
+  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_};
   const Tiling tiling(segment.pairs, max_tokens_);
+  if (mine.gathered_segment != segment_index) gather_segment(hidden, pairs, tiling, mine.gathered);
+  mine.gathered_segment = segment_index;
   for (int index = 0; index < tiling.count(); ++index) {
     const Tile tile = tiling[index];
-    const std::uint32_t* hidden = tile_records(segment, tile, mine);
     for (int b = 0; b < blocks; ++b) {
       const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group * blocks + b);
       TileArgs args = tile_args(block, experts_.type(), hidden_groups_, tile, index, tiling.count());
-      args.records = hidden;
+      args.records = tile_records(hidden, pairs, tile, mine.gathered);
       args.out = mine.rows;
       kernels_.tile[static_cast<int>(format_)](args);
       kernels_.gate({&experts_.gate(), mine.rows, gate_bias ? gate_bias + b * width : nullptr, up_bias ? up_bias + b * width : nullptr,

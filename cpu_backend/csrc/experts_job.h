@@ -13,29 +13,32 @@
 
 namespace moegraft {
 
+struct ExpertsPhases {
+  Phase* encode;
+  Phase* neurons;
+  Phase* rows;
+};
+
+struct ExpertsBatch {
+  const std::byte* hidden_states;
+  std::byte* out;
+  int tokens;
+  const Routing* routing;
+};
+
+struct ExpertsScratch {
+  AlignedMemory* records;
+  AlignedMemory* lanes;    // sparse layouts only
+  AlignedMemory* neurons;
+  AlignedMemory* workers;  // one a worker
+};
+
 class ExpertsJob final : public Job {
  public:
-  struct Phases {
-    Phase* encode;
-    Phase* neurons;
-    Phase* rows;
-  };
-  struct Batch {
-    const std::byte* hidden_states;
-    std::byte* out;
-    int tokens;
-    const Routing* routing;
-  };
-  struct Scratch {
-    AlignedMemory* records;
-    AlignedMemory* neurons;
-    AlignedMemory* workers;  // one a worker
-  };
-
-  ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const Phases& phases);
+  ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const ExpertsPhases& phases);
 
   int segment_pairs() const;                                  // the longest segment whose activations stay in a core's cache
-  void prepare(const Batch& batch, const Scratch& scratch);  // throws std::bad_alloc
+  void prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
 
  private:
@@ -43,8 +46,6 @@ class ExpertsJob final : public Job {
   void encode_token(int token, Worker& mine);
   void compute_neurons(int unit, Worker& mine);
   void compute_rows(int unit, Worker& mine);
-  const std::uint32_t* tile_records(const Segment& segment, Tile tile, const Worker& mine) const;
-  void gather(int segment_index, Worker& mine) const;
 
   const Kernels& kernels_;
   const PackedExperts& experts_;
@@ -52,14 +53,14 @@ class ExpertsJob final : public Job {
   const ActivationType activations_;
   const Format format_;
   const int workers_;
-  const Phases phases_;
+  const ExpertsPhases phases_;
   const int max_tokens_;
   const int hidden_groups_;
   const int neuron_groups_;
   const std::size_t hidden_words_;
   const std::size_t neuron_words_;
-  Batch batch_{};
-  Scratch scratch_{};
+  ExpertsBatch batch_{};
+  ExpertsScratch scratch_{};
   int unit_blocks_ = 1;  // blocks of output rows in one unit of the last phase
 };
 

@@ -58,6 +58,13 @@ struct Avx2 {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
   }
+  static float reduce_add_float(F x) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+  }
+  template <int Index>
+  static I byte_of(I x) { return _mm256_and_si256(_mm256_srli_epi32(x, 8 * Index), _mm256_set1_epi32(255)); }
   static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 

@@ -58,6 +58,25 @@ struct GateArgs {
   float* out;              // (tokens, 32): 16 values are written at `out` when gated, 32 when not
 };
 
+// A row of the sparse layout times a token, whose record is in lanes: word w of group 16 * chunk + lane at (chunk * words + w) * 16 + lane.
+struct RowDotArgs {
+  const std::byte* scales;
+  const std::byte* lines;
+  const std::uint32_t* lanes;
+  int chunks;
+};
+
+// sums += coefficient * row, for some lines of one chunk. Column k of a line's groups goes to sums[k * 16 + lane]; integer codes are summed
+// with their offset, 128 or 8, and `corrections` (16) collects what it is to be multiplied with.
+struct RowAddArgs {
+  const std::byte* scales;
+  const std::byte* lines;
+  int line_count;
+  float coefficient;
+  float* sums;
+  float* corrections;
+};
+
 struct Kernels {
   const char* isa;
   int max_tokens[kFormats];
@@ -66,6 +85,10 @@ struct Kernels {
   // Writes the record of `groups` * 32 floats: word w goes to words[w * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, int stride);
   void (*gate)(const GateArgs& args);
+  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
+  void (*act)(const GateArgs& args);
+  float (*dot_row[kFormats])(const RowDotArgs& args);
+  void (*add_row[kFormats])(const RowAddArgs& args);
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.
   void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
   void (*widen)(ActivationType type, const void* source, float* target, int count);

@@ -4,12 +4,12 @@
 #include <cstring>
 
 #include "prefetch.h"
+#include "records.h"
 #include "routing.h"
 
 namespace moegraft {
 namespace {
 
-constexpr int kMostTileTokens = 16;
 constexpr int kUnitsPerWorker = 8;
 constexpr int kMaxUnitBlocks = 8;
 

@@ -17,6 +17,11 @@ ExpertsShape checked(const ExpertsShape& shape) {
   return shape;
 }
 
+std::uint8_t mask_of(const ExpertsShape& shape) {
+  const int matrices = shape.gated ? 0b111 : 0b110;
+  return static_cast<std::uint8_t>(matrices | (shape.bias ? matrices << 3 : 0));
+}
+
 void check_quantizable(WeightType type, int cols) {
   if (!is_quantized(type)) refuse(std::string("pack_quantized: the weights are ") + name_of(type) + "; use pack");
   if (cols % kGroup != 0) refuse("pack_quantized: the number of columns, " + std::to_string(cols) + ", is no multiple of 32; use pack");
@@ -32,36 +37,48 @@ void check_codes(WeightType type, const QuantizedRowsView& rows) {
 
 }  // namespace
 
-ExpertLayout::ExpertLayout(const ExpertsShape& shape, WeightType type) {
+ExpertLayout::ExpertLayout(const ExpertsShape& shape, WeightType type, LayoutKind kind) {
+  const bool sparse = kind == LayoutKind::kSparse;
   neurons = round_up(shape.intermediate, kGroup);
-  gate_up_blocks = neurons * (shape.gated ? 2 : 1) / kBlockRows;
+  gate_up_blocks = neurons * (shape.gated && !sparse ? 2 : 1) / kBlockRows;
   down_blocks = round_up(shape.hidden, kBlockRows) / kBlockRows;
   gate_up_block_bytes = block_bytes(type, shape.hidden);
-  down_block_bytes = block_bytes(type, shape.intermediate);
-  down_offset = gate_up_block_bytes * static_cast<std::size_t>(gate_up_blocks);
-  gate_bias_offset = down_offset + down_block_bytes * static_cast<std::size_t>(down_blocks);
+  down_block_bytes = sparse ? 0 : block_bytes(type, shape.intermediate);
+  neuron_bytes = sparse ? row_bytes(type, shape.hidden) : 0;
+  up_offset = gate_up_block_bytes * static_cast<std::size_t>(gate_up_blocks);
+  const std::size_t rows = neuron_bytes * static_cast<std::size_t>(neurons);
+  down_offset = up_offset + (shape.gated ? rows : 0);
+  gate_bias_offset = down_offset + (sparse ? rows : down_block_bytes * static_cast<std::size_t>(down_blocks));
   up_bias_offset = gate_bias_offset + (shape.bias && shape.gated ? sizeof(float) * static_cast<std::size_t>(neurons) : 0);
   down_bias_offset = up_bias_offset + (shape.bias ? sizeof(float) * static_cast<std::size_t>(neurons) : 0);
   expert_bytes = down_bias_offset + (shape.bias ? sizeof(float) * static_cast<std::size_t>(down_blocks) * kBlockRows : 0);
 }
 
-PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type)
-    : shape_(checked(shape)), gate_(gate), type_(type), layout_(shape, type), packed_(static_cast<std::size_t>(shape.num_experts)) {
-  const int matrices = shape.gated ? 0b111 : 0b110;
-  complete_mask_ = static_cast<std::uint8_t>(matrices | (shape.bias ? matrices << 3 : 0));
+PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind)
+    : shape_(checked(shape)),
+      gate_(gate),
+      type_(type),
+      kind_(kind),
+      layout_(shape, type, kind),
+      complete_mask_(mask_of(shape)),
+      packed_(static_cast<std::size_t>(shape.num_experts)) {
   memory_ = AlignedMemory(bytes());
   data_ = memory_.data();
 }
 
-PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, const ExternalBuffer& buffer)
-    : shape_(checked(shape)), gate_(gate), type_(type), layout_(shape, type), packed_(static_cast<std::size_t>(shape.num_experts)) {
-  const int matrices = shape.gated ? 0b111 : 0b110;
-  complete_mask_ = static_cast<std::uint8_t>(matrices | (shape.bias ? matrices << 3 : 0));
+PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind, const ExternalBuffer& buffer)
+    : shape_(checked(shape)),
+      gate_(gate),
+      type_(type),
+      kind_(kind),
+      layout_(shape, type, kind),
+      data_(buffer.data),
+      writable_(buffer.writable),
+      complete_mask_(mask_of(shape)),
+      packed_(static_cast<std::size_t>(shape.num_experts)) {
   if (buffer.bytes != bytes())
     refuse("PackedExperts: buffer has " + std::to_string(buffer.bytes) + " bytes where this shape and type need " + std::to_string(bytes()));
   if (reinterpret_cast<std::uintptr_t>(buffer.data) % 64 != 0) refuse("PackedExperts: buffer does not start at a multiple of 64 bytes");
-  data_ = buffer.data;
-  writable_ = buffer.writable;
   if (!writable_)
     for (auto& mask : packed_) mask.store(complete_mask_);
 }
@@ -76,17 +93,31 @@ void PackedExperts::check(int expert, Part part, int rows, int cols) const {
            pair_text(rows_of(part), cols_of(part)) + " (rows, columns) is expected");
 }
 
+bool PackedExperts::in_rows(Part part) const {
+  return kind_ == LayoutKind::kSparse && (part == Part::kDown || (part == Part::kUp && shape_.gated));
+}
+
 HalfBlock PackedExperts::half_block(int index, Part part, int chunk) const {
   std::byte* base = data_ + layout_.expert_bytes * static_cast<std::size_t>(index);
   if (part == Part::kDown) return {base + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
-  if (!shape_.gated) return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
+  if (!shape_.gated || kind_ == LayoutKind::kSparse) return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
   return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk), part == Part::kUp ? 1 : 0};
+}
+
+std::byte* PackedExperts::sparse_row(int index, Part part, int neuron) const {
+  const std::size_t offset = part == Part::kDown ? layout_.down_offset : layout_.up_offset;
+  return data_ + layout_.expert_bytes * static_cast<std::size_t>(index) + offset + layout_.neuron_bytes * static_cast<std::size_t>(neuron);
 }
 
 void PackedExperts::pack(int expert, Part part, const RowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
-  const int padded = round_up(rows.rows, kBlockRows);
-  for (int first = 0; first < padded; first += kLanes) pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+  if (in_rows(part)) {
+    for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
+      pack_sparse_row(type_, sparse_row(expert, part, neuron), rows, neuron, part == Part::kDown);
+  } else {
+    for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
+      pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+  }
   mark(expert, static_cast<int>(part));
 }
 
@@ -94,8 +125,17 @@ void PackedExperts::pack_quantized(int expert, Part part, const QuantizedRowsVie
   check(expert, part, rows.rows, rows.cols);
   check_quantizable(type_, rows.cols);
   check_codes(type_, rows);
-  const int padded = round_up(rows.rows, kBlockRows);
-  for (int first = 0; first < padded; first += kLanes) pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+  if (in_rows(part) && part == Part::kDown) {
+    std::vector<float> matrix(static_cast<std::size_t>(rows.rows) * rows.cols);
+    dequantize(rows, matrix.data());
+    return pack(expert, part, {matrix.data(), WeightType::kFloat32, rows.rows, rows.cols});
+  }
+  if (in_rows(part)) {
+    for (int neuron = 0; neuron < shape_.intermediate; ++neuron) pack_sparse_row(type_, sparse_row(expert, part, neuron), rows, neuron);
+  } else {
+    for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
+      pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+  }
   mark(expert, static_cast<int>(part));
 }
 
@@ -116,6 +156,14 @@ void PackedExperts::unpack(int expert, Part part, float* rows_out) const {
   if (part == Part::kGate && !shape_.gated) refuse("these experts are ungated: there is no part 'gate', use 'up'");
   if (!(packed_mask(expert) & (1 << static_cast<int>(part))))
     refuse("part '" + std::string(name_of(part)) + "' of expert " + std::to_string(expert) + " was never packed");
+  if (in_rows(part)) {
+    const bool down = part == Part::kDown;
+    for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
+      unpack_sparse_row(type_, sparse_row(expert, part, neuron), shape_.hidden,
+                        rows_out + (down ? static_cast<std::size_t>(neuron) : static_cast<std::size_t>(neuron) * shape_.hidden),
+                        down ? static_cast<std::size_t>(shape_.intermediate) : 1);
+    return;
+  }
   for (int first = 0; first < rows_of(part); first += kLanes)
     unpack_half_block(type_, half_block(expert, part, first / kLanes), rows_out, rows_of(part), cols_of(part), first);
 }

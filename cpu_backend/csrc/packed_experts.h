@@ -12,17 +12,24 @@
 
 namespace moegraft {
 
-// Offsets within an expert: gate and up rows interleaved 16 by 16 (a block is 16 gate rows and 16 up rows, so one stream feeds both
-// and a block ends in 16 finished neurons), then down, then float32 biases.
+// Dense: rows that are computed together lie together. Sparse: what an inactive neuron does not need can be skipped.
+enum class LayoutKind : int { kDense, kSparse };
+
+// Offsets within an expert.
+// Dense: gate and up rows interleaved 16 by 16 (a block is 16 gate rows and 16 up rows, so one stream feeds both and a block ends in 16
+// finished neurons), then down, then float32 biases.
+// Sparse: gate in blocks (up, where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
 struct ExpertLayout {
   ExpertLayout() = default;
-  ExpertLayout(const ExpertsShape& shape, WeightType type);
+  ExpertLayout(const ExpertsShape& shape, WeightType type, LayoutKind kind);
 
   int neurons = 0;         // intermediate size, padded to 32
   int gate_up_blocks = 0;
   int down_blocks = 0;
   std::size_t gate_up_block_bytes = 0;
   std::size_t down_block_bytes = 0;
+  std::size_t neuron_bytes = 0;    // sparse: a neuron's row of up, and of down
+  std::size_t up_offset = 0;       // sparse
   std::size_t down_offset = 0;
   std::size_t gate_bias_offset = 0;
   std::size_t up_bias_offset = 0;
@@ -40,14 +47,15 @@ struct ExternalBuffer {
 class PackedExperts {
  public:
   // Throws std::invalid_argument on sizes below one, std::bad_alloc.
-  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type);
+  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind = LayoutKind::kDense);
   // Over bytes that outlive this object; when they are read-only everything counts as packed. Throws std::invalid_argument on a wrong
   // size or alignment.
-  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, const ExternalBuffer& buffer);
+  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind, const ExternalBuffer& buffer);
 
   const ExpertsShape& shape() const { return shape_; }
   const GateSpec& gate() const { return gate_; }
   WeightType type() const { return type_; }
+  LayoutKind kind() const { return kind_; }
   const ExpertLayout& layout() const { return layout_; }
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return layout_.expert_bytes * static_cast<std::size_t>(shape_.num_experts); }
@@ -55,6 +63,7 @@ class PackedExperts {
 
   // Different experts, or different parts of one, may be packed from several threads at once. All throw std::invalid_argument.
   void pack(int expert, Part part, const RowsView& rows);
+  // Exact, but for a sparse layout's down: its groups run the other way, so it is requantised.
   void pack_quantized(int expert, Part part, const QuantizedRowsView& rows);
   void pack_bias(int expert, Part part, const float* values, int count);
   void unpack(int expert, Part part, float* rows_out) const;
@@ -70,13 +79,16 @@ class PackedExperts {
   const std::byte* expert(int index) const { return data_ + layout_.expert_bytes * static_cast<std::size_t>(index); }
 
  private:
+  bool in_rows(Part part) const;  // as sparse rows, not in blocks
   HalfBlock half_block(int expert, Part part, int chunk) const;
+  std::byte* sparse_row(int expert, Part part, int neuron) const;
   void check(int expert, Part part, int rows, int cols) const;
   void mark(int expert, int bit) { packed_[static_cast<std::size_t>(expert)].fetch_or(static_cast<std::uint8_t>(1 << bit)); }
 
   ExpertsShape shape_;
   GateSpec gate_;
   WeightType type_;
+  LayoutKind kind_;
   ExpertLayout layout_;
   AlignedMemory memory_;
   std::byte* data_ = nullptr;

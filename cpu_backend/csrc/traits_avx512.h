@@ -42,6 +42,9 @@ struct Avx512Base {
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I round_to_int(F x) { return _mm512_cvtps_epi32(x); }
   static void store_int8(std::int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+  static float reduce_add_float(F x) { return _mm512_reduce_add_ps(x); }
+  template <int Index>
+  static I byte_of(I x) { return _mm512_and_si512(_mm512_srli_epi32(x, 8 * Index), _mm512_set1_epi32(255)); }
   static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 

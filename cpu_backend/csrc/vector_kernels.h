@@ -13,6 +13,7 @@
 
 #include "kernels.h"
 #include "numbers.h"
+#include "vector_rows.h"
 
 namespace moegraft {
 namespace {
@@ -316,6 +317,18 @@ void gate(const GateArgs& args) {
 }
 
 template <class T>
+void act(const GateArgs& args) {
+  using F = typename T::F;
+  const GateSpec& spec = *args.spec;
+  const F gate_limit = T::set(static_cast<float>(spec.gate_limit)), act_limit = T::set(static_cast<float>(spec.act_limit));
+  for (int i = 0; i < args.tokens * kBlockRows; i += T::kWidth) {
+    F gate = T::load(args.rows + i);
+    if (args.gate_bias) gate = T::add(gate, T::load(args.gate_bias + i % kBlockRows));
+    T::store(args.out + i, T::min(act_limit, activate<T>(spec.activation, static_cast<float>(spec.alpha), T::min(gate_limit, gate))));
+  }
+}
+
+template <class T>
 void accumulate(float* sum, const float* rows, const float* bias, float weight) {
   const typename T::F share = T::set(weight);
   for (int i = 0; i < kBlockRows; i += T::kWidth) {
@@ -366,6 +379,11 @@ Kernels vector_kernels(const char* isa) {
        tile<T, Format::kInt8>, tile<T, Format::kInt4>},
       {encode_float, encode_float, encode_float, encode_bf16<T>, encode_integer<T, 128>, encode_integer<T, 8>},
       gate<T>,
+      act<T>,
+      {dot_row<T, Format::kFloat32>, dot_row<T, Format::kFloat16>, dot_row<T, Format::kBFloat16>, dot_row<T, Format::kBFloat16Dot>,
+       dot_row<T, Format::kInt8>, dot_row<T, Format::kInt4>},
+      {add_row<T, Format::kFloat32>, add_row<T, Format::kFloat16>, add_row<T, Format::kBFloat16>, add_row<T, Format::kBFloat16Dot>,
+       add_row<T, Format::kInt8>, add_row<T, Format::kInt4>},
       accumulate<T>,
       widen<T>,
       narrow<T>,

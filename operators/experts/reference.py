@@ -79,7 +79,8 @@ def reference_experts(
         up_rows = F.linear(x, up[expert].to(dtype), _of(up_bias, expert, dtype))
         neurons = reference_gate(gate_spec, gate_rows, up_rows)
         if threshold > 0.0:
-            neurons = neurons.where(_acted(gate_spec, gate_rows, up_rows).abs() >= threshold, 0.0)
+            # A NaN is not below the threshold: it must be seen.
+            neurons = neurons.where(~(_acted(gate_spec, gate_rows, up_rows).abs() < threshold), 0.0)
         share = top_k_weights[token, slot].to(dtype)[:, None]
         out.index_add_(0, token, share * F.linear(neurons, down[expert].to(dtype), _of(down_bias, expert, dtype)))
     return out

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "cpu_backend" / "csrc"
 MAIN = Path(__file__).with_name("sanitized.cpp")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 ISA_FLAGS = {
     "isa_avx2.cpp": AVX2,
     "isa_avx512.cpp": AVX512,

@@ -1,0 +1,125 @@
+"""The sparse layout: with a threshold of zero a dense layer, with any other the reference's, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, make_batch, make_layer, relative_error
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+
+SHAPES = [
+    # tokens, top_k, experts, hidden, intermediate
+    (1, 2, 4, 64, 64),  # decode; most lanes of the one chunk are padding
+    (1, 2, 2, 1056, 32),  # three chunks of 512 columns, the last of one group and a half
+    (9, 2, 4, 33, 40),  # a group that is partly padding
+    (30, 3, 3, 544, 72),  # several tiles; every expert has most tokens
+    (0, 1, 2, 32, 32),  # no token
+]
+
+
+def threshold_for(layer, x: torch.Tensor, share: float) -> float:  # type: ignore[no-untyped-def]
+    """A threshold that about `share` of the neurons do not reach, in a gap between two values: rounding must not decide."""
+    source = layer.seen["gate"] if "gate" in layer.seen else layer.seen["up"]
+    rows = torch.einsum("eih,th->eti", source.double(), x.double())
+    acted = (rows * torch.sigmoid(rows)).abs().flatten().sort().values
+    middle = int(share * len(acted))
+    near = acted[max(0, middle - 200) : middle + 200]
+    gap = int((near[1:] - near[:-1]).argmax())
+    return float((near[gap] + near[gap + 1]) / 2)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_threshold_zero_is_the_dense_layer(runtime: Runtime, weight_type: str, shape: tuple[int, ...], gated: bool) -> None:
+    tokens, top_k, num_experts, hidden, intermediate = shape
+    layer = make_layer(weight_type, num_experts, hidden, intermediate, gated=gated, sparse=True)
+    batch = make_batch(tokens, top_k, layer)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE[weight_type]
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("weight_type", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_inactive_neurons_count_as_zero(runtime: Runtime, weight_type: str, share: float, gated: bool) -> None:
+    layer = make_layer(weight_type, 4, 544, 72, gated=gated, sparse=True)
+    x, index, weights = make_batch(6, 2, layer)
+    threshold = threshold_for(layer, x, share)
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    assert relative_error(expected, layer.reference(x, index, weights)) > 1e-3  # the threshold does something
+    assert relative_error(layer.forward(runtime, x, index, weights, threshold), expected) <= 2e-6
+
+
+@pytest.mark.parametrize("weight_type", ["int8", "int4"])
+def test_quantised_sparse_stays_close(runtime: Runtime, weight_type: str) -> None:
+    # Quantised activations may put a neuron on the other side of the threshold, where it matters least.
+    layer = make_layer(weight_type, 4, 512, 256, sparse=True)
+    x, index, weights = make_batch(4, 2, layer)
+    threshold = threshold_for(layer, x, 0.8)
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    assert relative_error(layer.forward(runtime, x, index, weights, threshold), expected) <= 6e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_activations_and_biases(runtime: Runtime, dtype: torch.dtype) -> None:
+    spec = GateSpec("silu", alpha=1.702, gate_limit=7.0, act_limit=0.4, up_limit=0.5, up_offset=1.0)
+    layer = make_layer("bfloat16", 3, 72, 40, bias=True, spec=spec, sparse=True)
+    batch = make_batch(5, 2, layer, dtype)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE["bfloat16"] + ROUNDING[dtype]
+
+
+def test_nothing_active_gives_the_bias_alone(runtime: Runtime) -> None:
+    layer = make_layer("float32", 2, 40, 32, bias=True, sparse=True)
+    x, index, weights = make_batch(2, 1, layer)
+    out = layer.forward(runtime, x, index, weights, threshold=1e6)
+    torch.testing.assert_close(out, weights * layer.biases["down"][index[:, 0]])
+
+
+def test_what_is_not_finite_is_not_skipped(runtime: Runtime) -> None:
+    layer = make_layer("float32", 2, 64, 40, sparse=True)
+    x, index, weights = make_batch(3, 2, layer)
+    x[1, 3] = float("nan")
+    out = layer.forward(runtime, x, index, weights, threshold=0.1)
+    assert torch.isnan(out[1]).all()
+    assert torch.isfinite(out[[0, 2]]).all()
+
+
+def test_thread_count_changes_no_bit() -> None:
+    layer = make_layer("int8", 4, 1056, 96, sparse=True)
+    batch = make_batch(5, 2, layer)
+    results = [layer.forward(Runtime(threads=threads), *batch, threshold=0.05) for threads in (1, 2, 3, 7)]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+def test_what_was_packed_is_seen(weight_type: str) -> None:
+    dense, sparse = (make_layer(weight_type, 2, 96, 64, sparse=sparse) for sparse in (False, True))
+    for part in ("gate", "up"):  # their groups run along H in both layouts
+        assert torch.equal(dense.seen[part], sparse.seen[part])
+    if weight_type.startswith("float") or weight_type == "bfloat16":
+        assert torch.equal(dense.seen["down"], sparse.seen["down"])
+    else:  # quantised along H: the codes of the transposed matrix
+        turned = make_layer(weight_type, 2, 96, 64)
+        turned.packed.pack(0, "up", sparse.weights["down"][0].T.contiguous().numpy())
+        np.testing.assert_array_equal(turned.packed.unpack(0, "up"), sparse.seen["down"][0].T.numpy())
+
+
+def test_packing_codes_requantises_down_alone() -> None:
+    rng = np.random.default_rng(0)
+    packed = PackedExperts(ExpertsShape(1, 64, 32), GateSpec(), "int8", sparse=True)
+    codes = {
+        part: rng.integers(-127, 128, size, dtype=np.int8) for part, size in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32)))
+    }
+    for part, code in codes.items():
+        scales = np.full((code.shape[0], code.shape[1] // 32), 0.25, np.float16)
+        packed.pack_quantized(0, part, code, scales)
+        error = np.abs(packed.unpack(0, part) - code * np.float32(0.25)).max()
+        assert error == 0.0 if part != "down" else error <= 0.25
+
+
+def test_a_dense_layout_refuses_a_threshold(runtime: Runtime) -> None:
+    layer = make_layer()
+    with pytest.raises(ValueError, match=r"threshold is 0.5 but the experts are dense; pack them with PackedExperts\(..., sparse=True\)"):
+        layer.forward(runtime, *make_batch(1, 1, layer), threshold=0.5)
