@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -71,7 +71,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{folder / 'config.json'}: {_first_sentence(error)}") from error
-    except OSError as error:
+    except StrictDataclassError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
+    except (OSError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: not a readable model config ({_first_sentence(error)})") from error
     assert isinstance(config, PretrainedConfig), f"AutoConfig gave a {type(config).__name__}"
     return config

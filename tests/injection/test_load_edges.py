@@ -191,6 +191,18 @@ def test_unreadable_generation_config_is_named(folder: Path, inject: Inject, tmp
         inject(tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [("hidden_size", "64", "hidden_size.*expected int"), ("dtype", "float99", "not a readable model config.*float99")],
+)
+def test_wrong_values_of_a_config_are_named(folder: Path, inject: Inject, tmp_path: Path, key: str, value: object, says: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{says}") as caught:
+        inject(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_bar_counts_what_is_read_and_no_more(folder: Path, inject: Inject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that nothing in the model reads, such as layers that only predict ahead, are no part of the load."""
     path = tmp_path / "model"
