@@ -106,7 +106,9 @@ class Adaptive:
         return self.lossless.pick(scores) if self.tolerance > 0 else self.lossless.instead(draft, scores)
 
     def agreement(self, draft: DraftToken, scores: torch.Tensor) -> float:
-        """The probability with which the lossless rule accepts a token."""
+        """The probability with which the lossless rule accepts a token that this one accepted; 1 where it was the one that did."""
+        if self.tolerance <= 0 and (self.unverified is None or draft.confidence <= self.unverified):
+            return 1.0
         if isinstance(self.lossless, Greedy):
             return float(self.lossless.accepts(draft, scores))
         return min(1.0, float(scores.softmax(-1)[draft.token]) / draft.confidence)

@@ -143,6 +143,8 @@ def test_adaptive_accepts_by_the_methods_rule() -> None:
     blind = Adaptive(Greedy(), confidence=0.0, tolerance=0.0, unverified=0.8)
     assert blind.accepts(DraftToken(2, torch.tensor([0.05, 0.05, 0.9])), scores)
     assert not blind.accepts(DraftToken(2, torch.tensor([0.1, 0.2, 0.7])), scores)
+    assert blind.agreement(DraftToken(2, torch.tensor([0.05, 0.05, 0.9])), scores) == 0.0
+    assert blind.agreement(DraftToken(0, torch.tensor([0.7, 0.2, 0.1])), scores) == 1.0
 
 
 @pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"unverified": 0.05}], ids=str)
