@@ -26,6 +26,7 @@ class Forecast:
 
     Attributes:
         speed: None where it cannot be predicted; `no_speed` says why.
+        rough: whether the speed rests on rates that were measured while other programs ran.
         would_fit: sentences, where the plan does not fit.
     """
 
@@ -36,6 +37,7 @@ class Forecast:
     available_bytes: int
     speed: Speed | None
     no_speed: str | None
+    rough: bool
     would_fit: tuple[str, ...] = ()
 
     @property
@@ -50,7 +52,7 @@ def forecast(
     cache = kv_cache(outline.skeleton)
     memory = memory_of(outline, plan, cache, load)
     speed, why = _speed(outline, plan, load, cache, measured)
-    found = Forecast(plan, load, memory, cache, available_bytes, speed, why)
+    found = Forecast(plan, load, memory, cache, available_bytes, speed, why, rough=measured is not None and measured.busy)
     return found if found.fits else replace(found, would_fit=tuple(_would_fit(found, outline, registry)))
 
 

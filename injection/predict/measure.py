@@ -28,6 +28,7 @@ EXPERT_TYPES = ("float32", "bfloat16", "int8", "int4")
 LINEAR_TYPES = ("float32", "bfloat16")
 QUANTIZED_TYPES = ("int8", "int4")
 OVERHEAD_LAYERS = 8
+BUSY = 0.5  # load average by core; from half a core on, rates are of the other programs too
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Measurements:
     linear: Mapping[str, Rate]
     layer_overhead_ms: float
     load: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs ran while this was measured, so that figures made of it are rough."""
+        return self.load > BUSY
 
 
 def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:

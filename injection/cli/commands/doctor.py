@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from moegraft.injection.doctor.problems import Problem
     from moegraft.injection.predict.measure import Measurements
 
-BUSY = 0.5  # load average by core; from half a core on, rates are of the other programs too
-
 
 @user_errors(PROGRAM)
 def doctor(
@@ -60,7 +58,7 @@ def measure_and_save(terminal: Terminal) -> Measurements:
 
     measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
     terminal.notice(f"kept in {store.save(measured)}")
-    if measured.load > BUSY:
+    if measured.busy:
         terminal.notice(f"other programs kept each core {measured.load:.1f} times busy: measure again when they are done", style="yellow")
     return measured
 

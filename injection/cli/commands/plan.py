@@ -109,7 +109,8 @@ def speed_lines(figures: Forecast) -> list[str]:
     if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
         return [f"speed: {figures.no_speed}"]
     each = f" in all {figures.load.batch} sequences" if figures.load.batch > 1 else ""
-    return [f"predicted: decode {speed.decode_tokens_s:.3g} tokens/s{each}, prefill {speed.prefill_tokens_s:.3g} tokens/s"]
+    rough = "; rough: other programs ran while the rates were measured" if figures.rough else ""
+    return [f"predicted: decode {speed.decode_tokens_s:.3g} tokens/s{each}, prefill {speed.prefill_tokens_s:.3g} tokens/s{rough}"]
 
 
 def as_json(figures: Forecast, outlined: Outline) -> Json:
@@ -124,6 +125,7 @@ def as_json(figures: Forecast, outlined: Outline) -> Json:
         "bytes_by_device": figures.plan.bytes_by_device,
         "speed": asdict(figures.speed) if figures.speed else None,
         "no_speed": figures.no_speed,
+        "rough": figures.rough,
         "would_fit": figures.would_fit,
         "unloadable": outlined.unloadable,
     }

@@ -132,6 +132,9 @@ def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run
     fast = run_json("plan", experts_rules, "--model", config_folder)["speed"]
     assert 0 < slow["decode_tokens_s"] < fast["decode_tokens_s"] and 0 < slow["prefill_tokens_s"] < fast["prefill_tokens_s"]
     assert "predicted: decode " in run("plan", experts_rules, "--model", config_folder).stdout
+    assert "rough" not in run("plan", experts_rules, "--model", config_folder).stdout
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 0.5, load=2.0))
+    assert "rough: other programs ran" in run("plan", experts_rules, "--model", config_folder).stdout
     unknown = run_json("plan", experts_rules, "--model", config_folder, "--var", "weights=int4")
     assert unknown["no_speed"] == "no rate is known for experts, int4"
 
