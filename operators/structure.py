@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -29,7 +30,7 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _source(owner: type[nn.Module]) -> str:
+def _source(owner: Any) -> str:  # a class; its own annotation fails, for mypy takes a module's __hash__ for that of its class
     try:
         return inspect.getsource(owner)
     except (OSError, TypeError):  # typed into a prompt, or built in C
