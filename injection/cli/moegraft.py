@@ -26,6 +26,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # joins the lines of a docstring's paragraphs
     epilog=EXIT_CODES,
     context_settings={"token_normalize_func": option_name, "help_option_names": ["--help", "-h"]},
 )

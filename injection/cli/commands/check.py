@@ -36,7 +36,7 @@ class Checked:
 
 @user_errors(PROGRAM)
 def check(
-    rules: Annotated[list[str], typer.Argument(metavar="RULES...", help="Rule files, or names of shipped ones.")],
+    rules: Annotated[list[str], typer.Argument(metavar="RULES", help="Rule files, or names of shipped ones.")],
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Match the rules too: hub id or folder; its config.json is enough.")
     ] = None,

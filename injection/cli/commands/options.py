@@ -13,7 +13,7 @@ PROGRAM = "moegraft"
 BUNDLED = "the bundled model"
 
 RulesArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(metavar="[RULES]", help="Rule file, or the name of a shipped one; none: the one for the model's type.")
+    str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; none: the one for the model's type.")
 ]
 ModelOption: TypeAlias = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (its config.json is enough); none: the bundled model.")
