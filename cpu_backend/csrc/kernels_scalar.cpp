@@ -210,13 +210,16 @@ float dot_row(const RowDotArgs& args) {
 template <Format F>
 void add_row(const RowAddArgs& args) {
   constexpr int kColumns = kGroup / lines_per_chunk(weights_of(F));
-  for (int lane = 0; lane < kLanes; ++lane) {
-    float coefficient = args.coefficient;
-    if constexpr (F == Format::kInt8 || F == Format::kInt4) {
-      coefficient *= float_from_f16(reinterpret_cast<const std::uint16_t*>(args.scales)[lane]);
-      args.corrections[lane] += coefficient;
+  for (int row = 0; row < 2; ++row) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      float coefficient = args.coefficients[row];
+      if constexpr (F == Format::kInt8 || F == Format::kInt4) {
+        coefficient *= float_from_f16(reinterpret_cast<const std::uint16_t*>(args.scales[row])[lane]);
+        args.corrections[lane] += coefficient;
+      }
+      for (int k = 0; k < args.line_count * kColumns; ++k)
+        args.sums[k * kLanes + lane] += coefficient * sparse_weight<F>(args.lines[row], k, lane);
     }
-    for (int k = 0; k < args.line_count * kColumns; ++k) args.sums[k * kLanes + lane] += coefficient * sparse_weight<F>(args.lines, k, lane);
   }
 }
 

@@ -9,7 +9,9 @@ namespace moegraft {
 namespace {
 
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // as for the dense layout
-constexpr int kRowsAhead = 8;  // rows whose lines are under way while one is added (tuned on EPYC Zen 5)
+constexpr std::size_t kAheadBytes = 4096;  // of rows that are under way while one is computed (tuned on EPYC Zen 5)
+
+int rows_ahead(std::size_t row_bytes) { return std::clamp(static_cast<int>(kAheadBytes / row_bytes), 1, 32); }
 
 std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
 
@@ -151,7 +153,7 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   if (shape.gated) {
     const std::byte* rows = expert + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
     std::uint32_t ahead = active;
-    for (int i = 0; i < kRowsAhead && ahead != 0; ++i, ahead &= ahead - 1)
+    for (int i = 0; i < rows_ahead(layout_.neuron_bytes) && ahead != 0; ++i, ahead &= ahead - 1)
       prefetch_bytes(rows + layout_.neuron_bytes * static_cast<std::size_t>(first_bit(ahead)), layout_.neuron_bytes);
   }
   compute_pending(mine);
@@ -177,7 +179,7 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
   const auto* lanes = reinterpret_cast<const std::uint32_t*>(scratch_.lanes->data());
   if (shape.gated) {
     std::uint32_t ahead = active;  // the first rows are on their way already
-    for (int i = 0; i < kRowsAhead && ahead != 0; ++i) ahead &= ahead - 1;
+    for (int i = 0; i < rows_ahead(layout_.neuron_bytes) && ahead != 0; ++i) ahead &= ahead - 1;
     for (std::uint32_t left = active; left != 0; left &= left - 1) {
       const int neuron = first_bit(left);
       if (ahead != 0) prefetch_bytes(rows + layout_.neuron_bytes * static_cast<std::size_t>(first_bit(ahead)), layout_.neuron_bytes);
@@ -233,28 +235,40 @@ void SparseJob::add_segment(const Segment& segment, int segment_index, const Col
                             width * static_cast<std::size_t>(columns.first_line);
   const std::size_t span = chunk_bytes * static_cast<std::size_t>(columns.chunks - 1) + width * static_cast<std::size_t>(columns.lines);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const auto add = [&](std::size_t neuron) {
-    const std::byte* row = down + layout_.neuron_bytes * neuron;
+  // Two neurons; the second may be the first again, with no share.
+  const auto add = [&](std::size_t first, std::size_t second) {
+    const std::byte* rows[2] = {down + layout_.neuron_bytes * first, down + layout_.neuron_bytes * second};
     for (int i = 0; i < segment.pairs; ++i) {
-      const float value = neurons_of(segment.first_pair + i)[neuron];
-      if (value == 0.0f) continue;
+      const float* values = neurons_of(segment.first_pair + i);
+      const float others = second == first ? 0.0f : values[second];
+      if (values[first] == 0.0f && others == 0.0f) continue;
       RowAddArgs args{};
-      args.scales = row + scales;
-      args.lines = row + lines;
+      for (int row = 0; row < 2; ++row) {
+        args.scales[row] = rows[row] + scales;
+        args.lines[row] = rows[row] + lines;
+      }
+      args.coefficients[0] = values[first] * pairs[i].weight;
+      args.coefficients[1] = others * pairs[i].weight;
       args.line_count = columns.lines;
-      args.coefficient = value * pairs[i].weight;
       args.sums = mine.sums + static_cast<std::size_t>(pairs[i].token) * columns.token_floats;
       for (int chunk = 0; chunk < columns.chunks; ++chunk) {
         args.corrections = args.sums + columns.columns * kLanes;
         kernels_.add_row[static_cast<int>(format_)](args);
-        args.scales += kLanes * 2;
-        args.lines += chunk_bytes;
+        for (int row = 0; row < 2; ++row) {
+          args.scales[row] += kLanes * 2;
+          args.lines[row] += chunk_bytes;
+        }
         args.sums += columns.chunk_floats;
       }
     }
   };
-  // A ring of the next active neurons, whose lines are fetched while the first of them is added.
+  // A ring of the next active neurons, whose lines are fetched while the first of them are added.
   std::size_t put = 0, taken = 0;
+  const std::size_t most_ahead = static_cast<std::size_t>(rows_ahead(span)) + 1;
+  const auto add_next_two = [&] {
+    add(mine.active[taken % 64], mine.active[(taken + 1) % 64]);
+    taken += 2;
+  };
   const std::uint32_t* mask = masks() + static_cast<std::size_t>(segment_index) * neuron_groups_;
   for (int group = 0; group < neuron_groups_; ++group) {
     for (std::uint32_t left = mask[group]; left != 0; left &= left - 1) {
@@ -262,10 +276,11 @@ void SparseJob::add_segment(const Segment& segment, int segment_index, const Col
       prefetch_bytes(down + layout_.neuron_bytes * neuron + lines, span);
       __builtin_prefetch(down + layout_.neuron_bytes * neuron + scales, 0, 2);
       mine.active[put++ % 64] = neuron;
-      if (put - taken > kRowsAhead) add(mine.active[taken++ % 64]);
+      if (put - taken > most_ahead) add_next_two();
     }
   }
-  while (taken < put) add(mine.active[taken++ % 64]);
+  while (taken + 1 < put) add_next_two();
+  if (taken < put) add(mine.active[taken % 64], mine.active[taken % 64]);
 }
 
 void SparseJob::add_bias(const Segment& segment, const Columns& columns, Worker& mine) const {

@@ -47,23 +47,26 @@ float dot_row(const RowDotArgs& args) {
         }
       }
     } else {
-      I dots[L];
+      I dots[L], others[L];  // two chains: one would wait for its own latency
       for (int v = 0; v < L; ++v) dots[v] = T::load_int(words + kLanes + v * T::kWidth);
+      for (int v = 0; v < L; ++v) others[v] = T::zero_int();
       const std::uint32_t* codes = words + 2 * kLanes;
+#pragma GCC unroll 8
       for (int j = 0; j < (Kind == Format::kInt8 ? 8 : 4); ++j, line += 64) {
         for (int v = 0; v < L; ++v) {
           const I weights = T::load_int(line + v * T::kWidth * 4);
           if constexpr (Kind == Format::kInt8) {
-            dots[v] = T::dot_int8(dots[v], weights, T::load_int(codes + j * kLanes + v * T::kWidth));
+            I& sum = j % 2 ? others[v] : dots[v];
+            sum = T::dot_int8(sum, weights, T::load_int(codes + j * kLanes + v * T::kWidth));
           } else {
             dots[v] = T::dot_int4(dots[v], T::low_nibbles(weights), T::load_int(codes + 2 * j * kLanes + v * T::kWidth));
-            dots[v] = T::dot_int4(dots[v], T::high_nibbles(weights), T::load_int(codes + (2 * j + 1) * kLanes + v * T::kWidth));
+            others[v] = T::dot_int4(others[v], T::high_nibbles(weights), T::load_int(codes + (2 * j + 1) * kLanes + v * T::kWidth));
           }
         }
       }
       for (int v = 0; v < L; ++v) {
         const F scale = T::mul(T::load_f16(scales + v * T::kWidth), T::load(reinterpret_cast<const float*>(words + v * T::kWidth)));
-        sums[v] = T::fma(T::to_float(dots[v]), scale, sums[v]);
+        sums[v] = T::fma(T::to_float(T::add_int(dots[v], others[v])), scale, sums[v]);
       }
     }
   }
@@ -71,49 +74,59 @@ float dot_row(const RowDotArgs& args) {
   return T::reduce_add_float(sums[0]);
 }
 
+// Two rows' coefficients, and the two products they add.
 template <class T>
-inline void add_to(float* sums, typename T::F coefficient, typename T::F values) {
-  T::store(sums, T::fma(coefficient, values, T::load(sums)));
-}
-
-template <class T>
-inline void add_bytes(float* sums, typename T::F coefficient, typename T::I codes) {
-  add_to<T>(sums, coefficient, T::to_float(T::template byte_of<0>(codes)));
-  add_to<T>(sums + kLanes, coefficient, T::to_float(T::template byte_of<1>(codes)));
-  add_to<T>(sums + 2 * kLanes, coefficient, T::to_float(T::template byte_of<2>(codes)));
-  add_to<T>(sums + 3 * kLanes, coefficient, T::to_float(T::template byte_of<3>(codes)));
-}
+struct RowPair {
+  typename T::F coefficients[2];
+  inline void add(float* sums, typename T::F first, typename T::F second) const {
+    T::store(sums, T::fma(coefficients[1], second, T::fma(coefficients[0], first, T::load(sums))));
+  }
+  inline void add_bytes(float* sums, typename T::I first, typename T::I second) const {
+    add(sums, T::to_float(T::template byte_of<0>(first)), T::to_float(T::template byte_of<0>(second)));
+    add(sums + kLanes, T::to_float(T::template byte_of<1>(first)), T::to_float(T::template byte_of<1>(second)));
+    add(sums + 2 * kLanes, T::to_float(T::template byte_of<2>(first)), T::to_float(T::template byte_of<2>(second)));
+    add(sums + 3 * kLanes, T::to_float(T::template byte_of<3>(first)), T::to_float(T::template byte_of<3>(second)));
+  }
+};
 
 template <class T, Format Kind>
 void add_row(const RowAddArgs& args) {
   using F = typename T::F;
   using I = typename T::I;
   for (int v = 0; v < kLanes; v += T::kWidth) {
-    F coefficient = T::set(args.coefficient);
+    RowPair<T> rows = {{T::set(args.coefficients[0]), T::set(args.coefficients[1])}};
     if constexpr (Kind == Format::kInt8 || Kind == Format::kInt4) {
-      coefficient = T::mul(coefficient, T::load_f16(reinterpret_cast<const std::uint16_t*>(args.scales) + v));
-      T::store(args.corrections + v, T::add(T::load(args.corrections + v), coefficient));
+      F correction = T::load(args.corrections + v);
+      for (int row = 0; row < 2; ++row) {
+        rows.coefficients[row] = T::mul(rows.coefficients[row], T::load_f16(reinterpret_cast<const std::uint16_t*>(args.scales[row]) + v));
+        correction = T::add(correction, rows.coefficients[row]);
+      }
+      T::store(args.corrections + v, correction);
     }
     float* sums = args.sums + v;
     for (int j = 0; j < args.line_count; ++j) {
       if constexpr (Kind == Format::kFloat32) {
-        add_to<T>(sums, coefficient, T::load(reinterpret_cast<const float*>(args.lines) + j * kLanes + v));
+        const int at = j * kLanes + v;
+        rows.add(sums, T::load(reinterpret_cast<const float*>(args.lines[0]) + at), T::load(reinterpret_cast<const float*>(args.lines[1]) + at));
         sums += kLanes;
       } else if constexpr (Kind == Format::kFloat16) {
-        add_to<T>(sums, coefficient, T::load_f16(reinterpret_cast<const std::uint16_t*>(args.lines) + j * kLanes + v));
+        const int at = j * kLanes + v;
+        rows.add(sums, T::load_f16(reinterpret_cast<const std::uint16_t*>(args.lines[0]) + at),
+                 T::load_f16(reinterpret_cast<const std::uint16_t*>(args.lines[1]) + at));
         sums += kLanes;
       } else {
-        const I line = T::load_int(args.lines + j * 64 + v * 4);
+        const I first = T::load_int(args.lines[0] + j * 64 + v * 4);
+        const I second = T::load_int(args.lines[1] + j * 64 + v * 4);
         if constexpr (Kind == Format::kInt8) {
-          add_bytes<T>(sums, coefficient, line);
+          rows.add_bytes(sums, first, second);
           sums += 4 * kLanes;
         } else if constexpr (Kind == Format::kInt4) {
-          add_bytes<T>(sums, coefficient, T::low_nibbles(line));
-          add_bytes<T>(sums + 4 * kLanes, coefficient, T::high_nibbles(line));
+          rows.add_bytes(sums, T::low_nibbles(first), T::low_nibbles(second));
+          rows.add_bytes(sums + 4 * kLanes, T::high_nibbles(first), T::high_nibbles(second));
           sums += 8 * kLanes;
         } else {
-          add_to<T>(sums, coefficient, T::low_bf16(line));
-          add_to<T>(sums + kLanes, coefficient, T::high_bf16(line));
+          rows.add(sums, T::low_bf16(first), T::low_bf16(second));
+          rows.add(sums + kLanes, T::high_bf16(first), T::high_bf16(second));
           sums += 2 * kLanes;
         }
       }
