@@ -84,7 +84,7 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
   kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums, hidden);
   std::memset(mine.sums + hidden, 0, sizeof(float) * static_cast<std::size_t>(padded - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, 1);
+  kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
 }
 
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {
@@ -100,7 +100,8 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   auto* records = reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_};
+  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
+                          static_cast<std::size_t>(words_per_group(format_))};
   const Tiling tiling(segment.pairs, max_tokens_);
   if (mine.gathered_segment != segment_index) gather_segment(hidden, pairs, tiling, mine.gathered);
   mine.gathered_segment = segment_index;
@@ -121,7 +122,7 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
       float* neurons = mine.neurons + token * kBlockRows;
       // Padded neurons are computed from padded rows: an infinite activation would leave a NaN in them.
       if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
-      kernels_.encode[static_cast<int>(format_)](neurons, 1, words + token, tile.tokens);
+      kernels_.encode[static_cast<int>(format_)](neurons, 1, words + token * words_per_group(format_), 0);
     }
   }
 }

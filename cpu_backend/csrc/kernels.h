@@ -1,7 +1,7 @@
 // The function table that every instruction set fills: the engine above it knows no vector width.
 //
-// Activations travel as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are
-// interleaved word by word (word w of token t is at w * n + t), so that a kernel reads one stream at constant offsets.
+// Activations travel as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
+// group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
 //   float formats     32 words a group, one float each
 //   kBFloat16Dot      16 words a group, two bfloat16 each
 //   kInt8, kInt4      10 words a group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which undoes the
@@ -83,8 +83,8 @@ struct Kernels {
   int max_tokens[kFormats];
   // out = block times records, accumulated in float32; the result for a token does not depend on the other tokens of the tile.
   void (*tile[kFormats])(const TileArgs& args);
-  // Writes the record of `groups` * 32 floats: word w goes to words[w * stride].
-  void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, int stride);
+  // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
+  void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);
   // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
   void (*act)(const GateArgs& args);

@@ -11,7 +11,9 @@ namespace {
 
 constexpr int kMaxTokens = 8;
 
-float word_float(const TileArgs& args, int word, int token) { return float_from_bits(args.records[word * args.tokens + token]); }
+const std::uint32_t* group_words(const TileArgs& args, Format format, int group, int token) {
+  return args.records + (static_cast<std::size_t>(group) * args.tokens + token) * words_per_group(format);
+}
 
 // One weight of a float block; which load it is depends on the format alone.
 template <Format F>
@@ -27,12 +29,13 @@ void tile_float(const TileArgs& args) {
   for (int token = 0; token < args.tokens; ++token) {
     float sums[kBlockRows] = {};
     for (int col = 0; col < args.groups * kGroup; ++col) {
+      const std::uint32_t* words = group_words(args, F, col / kGroup, token);
       float value;
       if constexpr (F == Format::kBFloat16Dot) {
-        const std::uint32_t pair = args.records[(col / 2) * args.tokens + token];
+        const std::uint32_t pair = words[col % kGroup / 2];
         value = float_from_bf16(static_cast<std::uint16_t>(col % 2 ? pair >> 16 : pair & 0xffffu));
       } else {
-        value = word_float(args, col, token);
+        value = float_from_bits(words[col % kGroup]);
       }
       for (int row = 0; row < kBlockRows; ++row) sums[row] += weight_at<F>(args.block, col, row) * value;
     }
@@ -55,10 +58,10 @@ void tile_integer(const TileArgs& args) {
       const std::byte* base = args.block + static_cast<std::size_t>(group) * kGroupBytes;
       const auto* scales = reinterpret_cast<const std::uint16_t*>(base);
       const auto* lines = reinterpret_cast<const std::uint8_t*>(base + kScaleBytes);
-      const int word = group * words_per_group(F);
-      const float scale = word_float(args, word, token);
+      const std::uint32_t* words = group_words(args, F, group, token);
+      const float scale = float_from_bits(words[0]);
       std::int8_t codes[kGroup];
-      for (int i = 0; i < kGroup / 4; ++i) std::memcpy(codes + 4 * i, &args.records[(word + 2 + i) * args.tokens + token], 4);
+      std::memcpy(codes, words + 2, kGroup);
       for (int row = 0; row < kBlockRows; ++row) {
         int dot = 0;
         for (int k = 0; k < kGroup; ++k) dot += code_at<F>(lines, k, row) * codes[k];
@@ -69,20 +72,22 @@ void tile_integer(const TileArgs& args) {
   }
 }
 
-void encode_float(const float* values, int groups, std::uint32_t* words, int stride) {
-  for (int i = 0; i < groups * kGroup; ++i) words[static_cast<std::size_t>(i) * stride] = bits_from_float(values[i]);
+void encode_float(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride) std::memcpy(words, values, sizeof(float) * kGroup);
 }
 
-void encode_bf16(const float* values, int groups, std::uint32_t* words, int stride) {
-  for (int i = 0; i < groups * kGroup / 2; ++i) {
-    const std::uint32_t high = bf16_from_float(values[2 * i + 1]);
-    words[static_cast<std::size_t>(i) * stride] = (high << 16) | bf16_from_float(values[2 * i]);
+void encode_bf16(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
+    for (int i = 0; i < kGroup / 2; ++i) {
+      const std::uint32_t high = bf16_from_float(values[2 * i + 1]);
+      words[i] = (high << 16) | bf16_from_float(values[2 * i]);
+    }
   }
 }
 
 template <int Offset>
-void encode_integer(const float* values, int groups, std::uint32_t* words, int stride) {
-  for (int group = 0; group < groups; ++group, values += kGroup) {
+void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     float largest = 0.0f;
     bool finite = true;
     for (int k = 0; k < kGroup; ++k) {
@@ -99,10 +104,9 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, int s
       codes[k] = codable ? static_cast<std::int8_t>(std::nearbyintf(values[k] * inverse)) : std::int8_t{0};
       sum += codes[k];
     }
-    std::uint32_t* target = words + static_cast<std::size_t>(group) * 10 * stride;
-    target[0] = bits_from_float(scale);
-    target[stride] = static_cast<std::uint32_t>(-Offset * sum);
-    for (int i = 0; i < kGroup / 4; ++i) std::memcpy(&target[static_cast<std::size_t>(2 + i) * stride], codes + 4 * i, 4);
+    words[0] = bits_from_float(scale);
+    words[1] = static_cast<std::uint32_t>(-Offset * sum);
+    std::memcpy(words + 2, codes, kGroup);
   }
 }
 

@@ -57,7 +57,9 @@ void LinearJob::encode_token(int token, float* widened) {
   const Tiling tiling(batch_.tokens, max_tokens_);
   const Tile tile = tiling.holding(token);
   auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(tile.first) * words_;
-  kernels_.encode[static_cast<int>(format_)](widened, groups_, records + (token - tile.first), tile.tokens);
+  const std::size_t words = static_cast<std::size_t>(words_per_group(format_));
+  kernels_.encode[static_cast<int>(format_)](widened, groups_, records + words * static_cast<std::size_t>(token - tile.first),
+                                             words * static_cast<std::size_t>(tile.tokens));
 }
 
 void LinearJob::compute_rows(int unit) {

@@ -11,15 +11,13 @@ namespace moegraft {
 
 constexpr int kMostTileTokens = 16;  // no kernel's tile is wider
 
-// The records of all tokens of a pass, (tokens, words).
+// The records of all tokens of a pass, (tokens, words), group by group.
 struct Records {
   const std::uint32_t* data;
   std::size_t words;
+  std::size_t group_words;
   const std::uint32_t* of(int token) const { return data + static_cast<std::size_t>(token) * words; }
 };
-
-// target[w * count + i] = sources[i][w]
-void interleave(const std::uint32_t* const* sources, int count, std::size_t words, std::uint32_t* target);
 
 // Tile by tile; a lone record is left out, it is read where it is.
 void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target);

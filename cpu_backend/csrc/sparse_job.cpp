@@ -115,7 +115,7 @@ void SparseJob::encode_token(int token, Worker& mine) {
   kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums, hidden);
   std::memset(mine.sums + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, 1);
+  kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
   lay_in_lanes(record, hidden_groups_, format_, reinterpret_cast<std::uint32_t*>(scratch_.lanes->data()) + static_cast<std::size_t>(token) * lane_words_);
 }
 
@@ -129,7 +129,8 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + bias_offset) + group * kGroup : nullptr;
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_};
+  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
+                          static_cast<std::size_t>(words_per_group(format_))};
   const Tiling tiling(segment.pairs, max_tokens_);
   if (mine.gathered_segment != segment_index) gather_segment(hidden, pairs, tiling, mine.gathered);
   mine.gathered_segment = segment_index;

@@ -39,20 +39,22 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
   constexpr int kBytes = Kind == Format::kFloat32 ? 4 : 2;
   const std::byte* line = args.block + first_vector * T::kWidth * kBytes;
   const std::uint32_t* words = args.records;
-  for (int col = 0; col < args.groups * kGroup; ++col, line += kBlockRows * kBytes, words += N) {
-    if (col % kGroup == 0) prefetch_ahead(args, col / kGroup);
-    typename T::F weights[V];
+  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kGroup) {
+    prefetch_ahead(args, group);
+    for (int col = 0; col < kGroup; ++col, line += kBlockRows * kBytes, ++words) {
+      typename T::F weights[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      const std::byte* source = line + v * T::kWidth * kBytes;
-      if constexpr (Kind == Format::kFloat32) weights[v] = T::load(reinterpret_cast<const float*>(source));
-      else weights[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(source));
-    }
+      for (int v = 0; v < V; ++v) {
+        const std::byte* source = line + v * T::kWidth * kBytes;
+        if constexpr (Kind == Format::kFloat32) weights[v] = T::load(reinterpret_cast<const float*>(source));
+        else weights[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(source));
+      }
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      const typename T::F value = T::broadcast_float(words + n);
+      for (int n = 0; n < N; ++n) {
+        const typename T::F value = T::broadcast_float(words + n * kGroup);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
+        for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
+      }
     }
   }
   store_tile<T, V, N>(sums, args.out, first_vector);
@@ -62,31 +64,35 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
 template <class T, Format Kind, int V, int N>
 inline void tile_pairs(const TileArgs& args, int first_vector) {
   typename T::F sums[N][V] = {};
+  constexpr int kWords = words_per_group(Kind);
+  constexpr int kPairWords = kWords / 16;
   const std::byte* line = args.block + first_vector * T::kWidth * 4;
   const std::uint32_t* words = args.records;
-  for (int pair = 0; pair < args.groups * kGroup / 2; ++pair, line += 128, words += Kind == Format::kBFloat16 ? 2 * N : N) {
-    if (pair % (kGroup / 2) == 0) prefetch_ahead(args, pair / (kGroup / 2));
-    typename T::I weights[V];
+  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kWords) {
+    prefetch_ahead(args, group);
+    for (int pair = 0; pair < kGroup / 2; ++pair, line += 128, words += kPairWords) {
+      typename T::I weights[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
+      for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
-        const typename T::I values = T::broadcast_int(words + n);
+      for (int n = 0; n < N; ++n) {
+        if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
+          const typename T::I values = T::broadcast_int(words + n * kWords);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[n][v] = T::dot_bf16(sums[n][v], weights[v], values);
-      } else {
-        typename T::F low, high;
-        if constexpr (Kind == Format::kBFloat16Dot) {
-          const typename T::I values = T::broadcast_int(words + n);
-          low = T::low_bf16(values);
-          high = T::high_bf16(values);
+          for (int v = 0; v < V; ++v) sums[n][v] = T::dot_bf16(sums[n][v], weights[v], values);
         } else {
-          low = T::broadcast_float(words + n);
-          high = T::broadcast_float(words + N + n);
-        }
+          typename T::F low, high;
+          if constexpr (Kind == Format::kBFloat16Dot) {
+            const typename T::I values = T::broadcast_int(words + n * kWords);
+            low = T::low_bf16(values);
+            high = T::high_bf16(values);
+          } else {
+            low = T::broadcast_float(words + n * kWords);
+            high = T::broadcast_float(words + n * kWords + 1);
+          }
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::high_bf16(weights[v]), high, T::fma(T::low_bf16(weights[v]), low, sums[n][v]));
+          for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::high_bf16(weights[v]), high, T::fma(T::low_bf16(weights[v]), low, sums[n][v]));
+        }
       }
     }
   }
@@ -108,7 +114,7 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[n][v] = T::broadcast_int(words + N + n);
+      for (int v = 0; v < V; ++v) dots[n][v] = T::broadcast_int(words + n * 10 + 1);
     F scales[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) scales[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(base) + (first_vector + v) * T::kWidth);
@@ -121,7 +127,7 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
       if constexpr (kWide) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
-          const I codes = T::broadcast_int(words + (2 + step) * N + n);
+          const I codes = T::broadcast_int(words + n * 10 + 2 + step);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int8(dots[n][v], weights[v], codes);
         }
@@ -134,8 +140,8 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
         }
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
-          const I first = T::broadcast_int(words + (2 + 2 * step) * N + n);
-          const I second = T::broadcast_int(words + (3 + 2 * step) * N + n);
+          const I first = T::broadcast_int(words + n * 10 + 2 + 2 * step);
+          const I second = T::broadcast_int(words + n * 10 + 3 + 2 * step);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int4(T::dot_int4(dots[n][v], weights[v], first), high[v], second);
         }
@@ -143,7 +149,7 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
     }
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
-      const F scale = T::broadcast_float(words + n);
+      const F scale = T::broadcast_float(words + n * 10);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scales[v], scale), sums[n][v]);
     }
@@ -187,30 +193,20 @@ void tile(const TileArgs& args) {
   }
 }
 
-inline void copy_words(const void* source, int count, std::uint32_t* words, int stride) {
-  const auto* bytes = static_cast<const std::byte*>(source);
-  for (int i = 0; i < count; ++i) std::memcpy(words + static_cast<std::size_t>(i) * stride, bytes + 4 * i, 4);
-}
-
-inline void encode_float(const float* values, int groups, std::uint32_t* words, int stride) {
-  if (stride == 1) std::memcpy(words, values, sizeof(float) * kGroup * static_cast<std::size_t>(groups));
-  else copy_words(values, groups * kGroup, words, stride);
+inline void encode_float(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride) std::memcpy(words, values, sizeof(float) * kGroup);
 }
 
 template <class T>
-void encode_bf16(const float* values, int groups, std::uint32_t* words, int stride) {
-  alignas(64) std::uint16_t halves[kGroup];
-  for (int group = 0; group < groups; ++group, values += kGroup, words += static_cast<std::size_t>(16) * stride) {
-    for (int i = 0; i < kGroup; i += T::kWidth) T::store_bf16(halves + i, T::load(values + i));
-    copy_words(halves, 16, words, stride);
-  }
+void encode_bf16(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride)
+    for (int i = 0; i < kGroup; i += T::kWidth) T::store_bf16(reinterpret_cast<std::uint16_t*>(words) + i, T::load(values + i));
 }
 
 // As the scalar version: codes to the nearest even, a scale of NaN for a group that is not finite.
 template <class T, int Offset>
-void encode_integer(const float* values, int groups, std::uint32_t* words, int stride) {
-  alignas(64) std::int8_t codes[kGroup];
-  for (int group = 0; group < groups; ++group, values += kGroup, words += static_cast<std::size_t>(10) * stride) {
+void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     typename T::F most = T::zero();
     bool finite = true;
     for (int i = 0; i < kGroup; i += T::kWidth) {
@@ -227,12 +223,11 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, int s
       const typename T::F value = codable ? T::load(values + i) : T::zero();
       const typename T::I code = T::round_to_int(T::mul(value, inverse));
       sum = T::add_int(sum, code);
-      T::store_int8(codes + i, code);
+      T::store_int8(reinterpret_cast<std::int8_t*>(words + 2) + i, code);
     }
     const std::int32_t correction = -Offset * T::reduce_add(sum);
     std::memcpy(words, &scale, 4);
-    std::memcpy(words + stride, &correction, 4);
-    copy_words(codes, kGroup / 4, words + 2 * static_cast<std::size_t>(stride), stride);
+    std::memcpy(words + 1, &correction, 4);
   }
 }
 
