@@ -173,7 +173,8 @@ class Runtime:
 
     Args:
         threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.
-        isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, else the richest.
+        isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, else the richest that
+            is tested.
 
     Raises:
         ValueError: a bad thread count, an unknown or unavailable instruction set.
@@ -188,6 +189,9 @@ class Runtime:
     def available_isas() -> list[str]: ...
     @staticmethod
     def compiled_isas() -> list[str]: ...
+    @staticmethod
+    def untested_isas() -> list[str]:
+        """Compiled, but not yet run on hardware that has them: used only where asked for by name."""
     def forward(
         self,
         experts: PackedExperts,

@@ -359,6 +359,7 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("isa", [](PyRuntime& self) { return self.get().isa(); })
       .def_static("available_isas", &available_isas)
       .def_static("compiled_isas", &compiled_isas)
+      .def_static("untested_isas", &untested_isas)
       .def("forward", &PyRuntime::forward, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
            py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f)
       .def("submit", &PyRuntime::submit, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),

@@ -3,12 +3,21 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace moegraft {
 namespace {
 
 struct Entry {
   const Kernels& (*kernels)();
   bool (*available)();
+  bool tested;
 };
 
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
@@ -22,16 +31,31 @@ bool has_avx512() {
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+// Tile registers are given by Linux to a process that asks; the answer holds for its life.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
+  if (!has_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  if ((edx & (kBf16 | kTile | kInt8)) != (kBf16 | kTile | kInt8)) return false;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
 #endif
 
 std::vector<Entry> entries() {
   return {
-      {scalar_kernels, [] { return true; }},
+      {scalar_kernels, [] { return true; }, true},
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
-      {avx2_kernels, has_avx2},
-      {avx512_kernels, has_avx512},
-      {avx512_vnni_kernels, has_vnni},
-      {avx512_bf16_kernels, has_bf16},
+      {avx2_kernels, has_avx2, true},
+      {avx512_kernels, has_avx512, true},
+      {avx512_vnni_kernels, has_vnni, true},
+      {avx512_bf16_kernels, has_bf16, true},
+      {amx_kernels, has_amx, false},
 #endif
   };
 }
@@ -51,6 +75,13 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
+std::vector<std::string> untested_isas() {
+  std::vector<std::string> names;
+  for (const Entry& entry : entries())
+    if (!entry.tested) names.emplace_back(entry.kernels().isa);
+  return names;
+}
+
 const Kernels& kernels_for(const std::string& isa) {
   const char* forced = std::getenv("MOEGRAFT_ISA");
   const std::string wanted = !isa.empty() ? isa : forced != nullptr ? forced : "";
@@ -60,7 +91,7 @@ const Kernels& kernels_for(const std::string& isa) {
     const Kernels& kernels = entry.kernels();
     const bool available = entry.available();
     if (available) known += (known.empty() ? "" : ", ") + std::string(kernels.isa);
-    if (wanted.empty() ? available : wanted == kernels.isa) found = &kernels;
+    if (wanted.empty() ? available && entry.tested : wanted == kernels.isa) found = &kernels;
     if (wanted == kernels.isa && !available)
       throw std::invalid_argument("instruction set '" + wanted + "' is not on this CPU; it has " + known);
   }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moegraft.cpu_backend import Runtime
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "cpu_backend" / "csrc"
 MAIN = Path(__file__).with_name("sanitized.cpp")
@@ -42,6 +44,18 @@ def build(folder: Path, flags: list[str], vector: bool) -> Path:
     program = folder / "sanitized"
     subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
     return program
+
+
+@pytest.mark.skipif("avx512_bf16" not in Runtime.available_isas(), reason="the vector part of the AMX kernels needs AVX-512 with BF16")
+def test_amx_kernels_over_emulated_tiles(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    program = tmp_path / "emulated"
+    flags = ["-std=c++17", "-O1", "-DMOEGRAFT_EMULATED_AMX", *ISA_FLAGS["isa_amx.cpp"], f"-I{CSRC}"]
+    sources = [MAIN.with_name("emulated_amx.cpp"), *(CSRC / name for name in ("isa_amx.cpp", "kernels_scalar.cpp", "block_layout.cpp"))]
+    subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def supported(flag: str, folder: Path) -> bool:
