@@ -17,51 +17,59 @@ struct GroupTile {
 };
 
 void load_values(GroupTile& tile, const RowsView& source, int first_row, int first_col) {
-  std::memset(tile.values, 0, sizeof tile.values);
   const int rows = std::min(kLanes, source.rows - first_row);
   const int cols = std::min(kGroup, source.cols - first_col);
+  if (rows < kLanes || cols < kGroup) std::memset(tile.values, 0, sizeof tile.values);
   for (int r = 0; r < rows; ++r) {
     const std::size_t start = static_cast<std::size_t>(first_row + r) * source.cols + first_col;
-    for (int k = 0; k < cols; ++k) {
-      switch (source.type) {
-        case WeightType::kFloat32: tile.values[r][k] = static_cast<const float*>(source.data)[start + k]; break;
-        case WeightType::kFloat16: tile.values[r][k] = float_from_f16(static_cast<const std::uint16_t*>(source.data)[start + k]); break;
-        default: tile.values[r][k] = float_from_bf16(static_cast<const std::uint16_t*>(source.data)[start + k]); break;
-      }
+    float* values = tile.values[r];
+    if (source.type == WeightType::kFloat32) {
+      std::memcpy(values, static_cast<const float*>(source.data) + start, sizeof(float) * static_cast<std::size_t>(cols));
+      continue;
+    }
+    const auto* halves = static_cast<const std::uint16_t*>(source.data) + start;
+    if (source.type == WeightType::kBFloat16) {
+      for (int k = 0; k < cols; ++k) values[k] = float_from_bf16(halves[k]);
+    } else {
+      for (int k = 0; k < cols; ++k) values[k] = float_from_f16(halves[k]);
     }
   }
 }
 
-bool all_finite(const float* values) {
-  for (int k = 0; k < kGroup; ++k)
-    if (!std::isfinite(values[k])) return false;
-  return true;
+// The bits of the largest magnitude, which order as the magnitudes do; at least kInfinity when a value is not finite.
+constexpr std::uint32_t kInfinity = 0x7f800000u;
+std::int32_t largest_bits(const float* values) {
+  std::int32_t largest = 0;
+  for (int k = 0; k < kGroup; ++k) {
+    const auto bits = static_cast<std::int32_t>(bits_from_float(values[k]) & 0x7fffffffu);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
 }
 
 // GGUF's Q8_0: scale = max|w| / 127, codes rounded half away from zero with the unrounded scale.
-std::uint16_t quantize_q8_0(const float* values, std::int8_t* codes) {
-  float largest = 0.0f;
-  for (int k = 0; k < kGroup; ++k) largest = std::max(largest, std::fabs(values[k]));
+std::uint16_t quantize_q8_0(const float* values, float largest, std::int8_t* codes) {
   const float scale = largest / 127.0f;
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-  for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::int8_t>(std::roundf(std::clamp(values[k] * inverse, -127.0f, 127.0f)));
+  for (int k = 0; k < kGroup; ++k) {
+    // Step by step instead of roundf, which the compiler cannot turn into vectors.
+    const float scaled = std::min(127.0f, std::max(-127.0f, values[k] * inverse));
+    const int whole = static_cast<int>(scaled);
+    const float rest = scaled - static_cast<float>(whole);
+    codes[k] = static_cast<std::int8_t>(whole + (rest >= 0.5f ? 1 : 0) - (rest <= -0.5f ? 1 : 0));
+  }
   return f16_from_float(scale);
 }
 
 // GGUF's Q4_0: scale = (the value of largest magnitude, with its sign) / -8, so that value gets code -8.
-std::uint16_t quantize_q4_0(const float* values, std::int8_t* codes) {
-  float largest = 0.0f, extreme = 0.0f;
-  for (int k = 0; k < kGroup; ++k) {
-    if (std::fabs(values[k]) > largest) {
-      largest = std::fabs(values[k]);
-      extreme = values[k];
-    }
-  }
+std::uint16_t quantize_q4_0(const float* values, float largest, std::int8_t* codes) {
+  float extreme = 0.0f;
+  for (int k = kGroup - 1; k >= 0; --k) extreme = std::fabs(values[k]) == largest ? values[k] : extreme;  // the first of equals
   const float scale = extreme / -8.0f;
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   for (int k = 0; k < kGroup; ++k) {
-    const float shifted = std::clamp(values[k] * inverse + 8.5f, 0.0f, 15.5f);
-    codes[k] = static_cast<std::int8_t>(std::min(15, static_cast<int>(shifted)) - 8);
+    const float shifted = std::min(15.5f, std::max(0.0f, values[k] * inverse + 8.5f));
+    codes[k] = static_cast<std::int8_t>(static_cast<int>(shifted) - 8);
   }
   return f16_from_float(scale);
 }
@@ -69,11 +77,15 @@ std::uint16_t quantize_q4_0(const float* values, std::int8_t* codes) {
 void quantize(GroupTile& tile, WeightType type) {
   constexpr std::uint16_t kNan = 0x7e00;
   for (int r = 0; r < kLanes; ++r) {
-    if (!all_finite(tile.values[r])) {  // no code can say NaN: the scale says it for the whole group
+    const auto bits = static_cast<std::uint32_t>(largest_bits(tile.values[r]));
+    const float largest = float_from_bits(bits);
+    if (bits >= kInfinity) {  // no code can say NaN: the scale says it for the whole group
       std::memset(tile.codes[r], 0, kGroup);
       tile.scales[r] = kNan;
+    } else if (type == WeightType::kInt8) {
+      tile.scales[r] = quantize_q8_0(tile.values[r], largest, tile.codes[r]);
     } else {
-      tile.scales[r] = type == WeightType::kInt8 ? quantize_q8_0(tile.values[r], tile.codes[r]) : quantize_q4_0(tile.values[r], tile.codes[r]);
+      tile.scales[r] = quantize_q4_0(tile.values[r], largest, tile.codes[r]);
     }
   }
 }
@@ -107,31 +119,39 @@ Place place_in_row(WeightType type, std::byte* row, int cols, int chunk) {
   return {row + chunk * kLanes * 2, row + row_scale_bytes(type, cols) + bytes * static_cast<std::size_t>(lines_per_chunk(type) * chunk), bytes};
 }
 
+void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) {
+  auto* words = reinterpret_cast<std::uint32_t*>(line);
+  auto* halves = reinterpret_cast<std::uint16_t*>(line);
+  const auto four = [&](int lane, int first) {
+    std::uint32_t codes;
+    std::memcpy(&codes, tile.codes[lane] + first, 4);
+    return codes;
+  };
+  switch (type) {
+    case WeightType::kFloat32:
+      for (int lane = 0; lane < kLanes; ++lane) words[lane] = bits_from_float(tile.values[lane][k]);
+      break;
+    case WeightType::kFloat16:
+      for (int lane = 0; lane < kLanes; ++lane) halves[lane] = f16_from_float(tile.values[lane][k]);
+      break;
+    case WeightType::kBFloat16:
+      for (int lane = 0; lane < kLanes; ++lane)
+        words[lane] = bf16_from_float(tile.values[lane][k]) | static_cast<std::uint32_t>(bf16_from_float(tile.values[lane][k + 1])) << 16;
+      break;
+    case WeightType::kInt8:  // plus 128 is the sign bit turned over
+      for (int lane = 0; lane < kLanes; ++lane) words[lane] = four(lane, k) ^ 0x80808080u;
+      break;
+    case WeightType::kInt4:  // plus 8 turns over the sign bit of the low four
+      for (int lane = 0; lane < kLanes; ++lane)
+        words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
+      break;
+  }
+}
+
 void store(const GroupTile& tile, WeightType type, Place place) {
   if (is_quantized(type)) std::memcpy(place.scales, tile.scales, sizeof tile.scales);
   const int step = kGroup / lines_per_chunk(type);  // columns a line
-  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) {
-    auto* bytes = reinterpret_cast<std::uint8_t*>(place.lines);
-    auto* halves = reinterpret_cast<std::uint16_t*>(place.lines);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float* values = tile.values[lane] + k;
-      const std::int8_t* codes = tile.codes[lane] + k;
-      switch (type) {
-        case WeightType::kFloat32: reinterpret_cast<float*>(place.lines)[lane] = values[0]; break;
-        case WeightType::kFloat16: halves[lane] = f16_from_float(values[0]); break;
-        case WeightType::kBFloat16:
-          halves[2 * lane] = bf16_from_float(values[0]);
-          halves[2 * lane + 1] = bf16_from_float(values[1]);
-          break;
-        case WeightType::kInt8:
-          for (int i = 0; i < 4; ++i) bytes[4 * lane + i] = static_cast<std::uint8_t>(codes[i] + 128);
-          break;
-        case WeightType::kInt4:
-          for (int i = 0; i < 4; ++i) bytes[4 * lane + i] = static_cast<std::uint8_t>((codes[i] + 8) | ((codes[i + 4] + 8) << 4));
-          break;
-      }
-    }
-  }
+  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) store_line(tile, type, k, place.lines);
 }
 
 // The values, dequantised.
