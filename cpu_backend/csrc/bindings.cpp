@@ -11,6 +11,7 @@
 
 #include "isa.h"
 #include "machine.h"
+#include "partition.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -390,6 +391,11 @@ PYBIND11_MODULE(_kernel, module) {
   });
   module.def("default_threads", &default_threads);
   module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);
+  module.def("partition_blocks", [](int blocks, const std::vector<int>& threads_of_nodes) {
+    std::vector<std::pair<int, int>> ranges;
+    for (const UnitRange& range : partition_blocks(blocks, threads_of_nodes)) ranges.emplace_back(range.first, range.end);
+    return ranges;
+  }, "blocks"_a, "threads_of_nodes"_a);
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
 }
 

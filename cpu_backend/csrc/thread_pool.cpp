@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include "partition.h"
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -130,8 +132,9 @@ void Phase::reset(int units) {
   units_ = units;
   done_.store(0);
   for (int worker = 0; worker < workers; ++worker) {
-    cursors_[worker].next.store(static_cast<int>(static_cast<long long>(units) * worker / workers));
-    cursors_[worker].end = static_cast<int>(static_cast<long long>(units) * (worker + 1) / workers);
+    const UnitRange own = share_of(units, worker, 1, workers);
+    cursors_[worker].next.store(own.first);
+    cursors_[worker].end = own.end;
   }
 }
 
