@@ -17,7 +17,16 @@ CSRC = Path("cpu_backend/csrc")
 # The bases build on each other: AVX-512 code may use everything that AVX2 code may.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 # g++ 12 warns about its own header (GCC bug 105593)
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+AVX512 = [
+    *AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mprefer-vector-width=512",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*VNNI, "-mavx512bf16"]
 ISA_FLAGS = {
@@ -69,9 +78,7 @@ class BuildKernel(build_ext):
             return
         if "Python.h" in probe.stderr:
             sys.exit("moegraft: Python.h was not found; install the headers of this Python, e.g. 'apt install python3-dev', and try again")
-        sys.exit(
-            f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it says: {probe.stderr.strip().splitlines()[0]})"
-        )
+        sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it says: {probe.stderr.strip().splitlines()[0]})")
 
 
 packages = [f"moegraft.{folder}" for folder in FOLDERS]

@@ -30,7 +30,7 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _source(owner: Any) -> str:  # a class; its own annotation fails, for mypy takes a module's __hash__ for that of its class
+def _source(owner: type[nn.Module]) -> str:
     try:
         return inspect.getsource(owner)
     except (OSError, TypeError):  # typed into a prompt, or built in C
@@ -42,7 +42,8 @@ def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
     if type(module) is not nn.Linear:
         return False
     parent, _, leaf = path.rpartition(".")
-    return f"self.{leaf}.weight" not in _source(type(model.get_submodule(parent)))
+    owner: Any = type(model.get_submodule(parent))  # mypy takes a module's __hash__ for that of its class
+    return f"self.{leaf}.weight" not in _source(owner)
 
 
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:

@@ -207,8 +207,8 @@ def test_the_file_for_a_model_type(model_type: str, name: str) -> None:
 
 def test_a_shipped_name_and_a_path_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cpu").mkdir()  # a folder of a shipped file's name is not in its way
-    assert Path(read_rules("cpu", registry=REGISTRY).files[0]).name == "cpu.yaml"
+    (tmp_path / "cpu-exact").mkdir()  # a folder of a shipped file's name is not in its way
+    assert Path(read_rules("cpu-exact", registry=REGISTRY).files[0]).name == "cpu-exact.yaml"
     write(tmp_path, "- {match: {kind: experts}, replace: {class: hybrid_experts}}\n", "mine")
     assert read_rules("mine", registry=REGISTRY).files == ("mine",)
 

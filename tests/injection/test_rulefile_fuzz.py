@@ -12,7 +12,7 @@ from rule_support import findings_of, plan_for, read, tiny_model, write
 
 VALID = """\
 version: 1
-extends: cpu
+extends: cpu-exact
 vars: {cache: 0.5, weights: int8}
 requires: {model_type: tiny}
 rules:
