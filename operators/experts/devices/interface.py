@@ -164,7 +164,7 @@ class Device(Protocol):
         """GPU work: CUDA runs `function` now, under the stream, to launch kernels; emulated devices run it when the stream gets there."""
         ...
 
-    def launch_host(self, stream: Stream, function: int, data: int) -> None:
+    def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         """Runs the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
         ...
 

@@ -1,0 +1,206 @@
+"""The virtual clock: discrete events in one thread, and the lanes (streams, the CPU engine) that live on it."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from math import exp
+from typing import Literal
+
+from moegraft.operators.experts.devices.interface import DeviceError, Event
+
+Step = Callable[[], None]
+Callback = Callable[[DeviceError | None], None]
+
+
+class Clock:
+    """What happens when. At equal times, what was scheduled first comes first; with `jitter` above 0 the seed decides."""
+
+    def __init__(self, name: str, seed: int, jitter: float, notify_ms: float) -> None:
+        self.name = name
+        self.now_ms = 0.0
+        self.closed = False
+        self._random = random.Random(seed)
+        self._jitter = jitter
+        self._notify_ms = notify_ms
+        self._last_notice_ms = 0.0
+        self._heap: list[tuple[float, float, int, Step]] = []
+        self._scheduled = 0
+
+    def coin(self) -> bool:
+        return self._random.random() < 0.5
+
+    def jittered(self, ms: float) -> float:
+        return ms * exp(self._random.uniform(-self._jitter, self._jitter)) if self._jitter > 0 else ms
+
+    def schedule(self, ms: float, step: Step) -> None:
+        """Does `step` in that time."""
+        self._push(self.now_ms + ms, self._random.random() if self._jitter > 0 else 0.0, step)
+
+    def complete(self, event: VirtualEvent, error: DeviceError | None) -> None:
+        event.time_ms, event.error = self.now_ms, error
+        for lane in event.lanes:
+            self.schedule(0.0, lane.proceed)
+        for callback in event.callbacks:
+            self.tell(callback, error)
+        event.lanes.clear()
+        event.callbacks.clear()
+
+    def tell(self, callback: Callback, error: DeviceError | None) -> None:
+        """One notifier: later callbacks never overtake earlier ones."""
+        self._last_notice_ms = max(self._last_notice_ms, self.now_ms + self.jittered(self._notify_ms))
+        self._push(self._last_notice_ms, 0.0, lambda: callback(error))
+
+    def advance(self, ms: float) -> None:
+        until_ms = self.now_ms + ms
+        while self._heap and self._heap[0][0] <= until_ms:
+            self._step()
+        self.now_ms = until_ms
+
+    def run_until(self, event: VirtualEvent) -> None:
+        """Moves on to where the event is done; not at all if it is."""
+        while event.time_ms is None:
+            if not self._heap:
+                raise DeviceError(f"{self.name}: the host waits for what no work leads to")
+            self._step()
+
+    def run_all(self) -> None:
+        while self._heap:
+            self._step()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise DeviceError(f"{self.name} is closed")
+
+    def _push(self, time_ms: float, tie: float, step: Step) -> None:
+        self._scheduled += 1
+        heapq.heappush(self._heap, (time_ms, tie, self._scheduled, step))
+
+    def _step(self) -> None:
+        time_ms, _, _, step = heapq.heappop(self._heap)
+        self.now_ms = max(self.now_ms, time_ms)
+        step()
+
+
+class VirtualEvent:
+    """A place in a lane; `time_ms` once it is reached."""
+
+    __slots__ = ("_clock", "callbacks", "error", "lanes", "time_ms")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.time_ms: float | None = None
+        self.error: DeviceError | None = None
+        self.lanes: list[VirtualLane] = []  # that wait for it
+        self.callbacks: list[Callback] = []
+
+    def done(self) -> bool:
+        return self.time_ms is not None
+
+    def wait(self) -> None:
+        self._clock.run_until(self)
+        if self.error is not None:
+            raise self.error
+
+
+class Run:
+    """Work of a lane: what happens as it starts and as it ends, `ms` apart."""
+
+    __slots__ = ("begin", "end", "kind", "ms")
+
+    def __init__(self, kind: Literal["copies", "launches", "cpu_jobs"], ms: float, begin: Step | None, end: Step | None) -> None:
+        self.kind: Literal["copies", "launches", "cpu_jobs"] = kind
+        self.ms = ms
+        self.begin = begin
+        self.end = end
+
+
+class _Wait:
+    __slots__ = ("event",)
+
+    def __init__(self, event: VirtualEvent) -> None:
+        self.event = event
+
+
+class VirtualLane:
+    """A stream, or the CPU engine. `busy_ms` is the time it has spent on work."""
+
+    __slots__ = ("_clock", "_error", "_items", "_running", "busy_ms", "name")
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.name = name
+        self.busy_ms = 0.0
+        self._clock = clock
+        self._items: deque[Run | _Wait | VirtualEvent] = deque()
+        self._running: Run | None = None
+        self._error: DeviceError | None = None  # told by the next event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, VirtualEvent), f"{event!r} is not an event of this device"
+        self.put(_Wait(event))
+
+    def record(self, *, timed: bool = False) -> VirtualEvent:
+        event = VirtualEvent(self._clock)
+        self.put(event)
+        return event
+
+    def put(self, item: Run | _Wait | VirtualEvent) -> None:
+        self._clock.check_open()
+        self._items.append(item)
+        if self._running is None and len(self._items) == 1:  # else its first item waits, and is waked
+            self.proceed()
+
+    def proceed(self) -> None:
+        """Does what takes no time and starts what does; called when the lane is idle."""
+        items = self._items
+        while items and self._running is None:
+            item = items[0]
+            if isinstance(item, _Wait):
+                if item.event.time_ms is None:
+                    item.event.lanes.append(self)
+                    return
+                self._error = self._error or item.event.error
+                items.popleft()
+            elif isinstance(item, VirtualEvent):
+                items.popleft()
+                error, self._error = self._error, None
+                self._clock.complete(item, error)
+            else:
+                items.popleft()
+                self._start(item)
+
+    def drop(self, reason: DeviceError) -> None:
+        """Ends everything that has not started; its events fail."""
+        items, self._items = self._items, deque()
+        for item in items:
+            if isinstance(item, VirtualEvent):
+                self._clock.complete(item, reason)
+
+    def _start(self, run: Run) -> None:
+        if run.kind == "launches" and self._error is not None:
+            return  # what it would read never came
+        self._running = run
+        self._step(run.begin)
+        ms = self._clock.jittered(run.ms)
+        self.busy_ms += ms
+        self._clock.schedule(ms, self._finish)
+
+    def _finish(self) -> None:
+        run, self._running = self._running, None
+        assert run is not None, "a lane finishes what it has started"
+        self._step(run.end)
+        self.proceed()
+
+    def _step(self, step: Step | None) -> None:
+        if step is None:
+            return
+        try:
+            step()
+        except DeviceError as error:
+            self._error = self._error or error
+        except Exception as error:  # noqa: BLE001  it is carried to the host's wait, as a worker's exception is
+            failure = DeviceError(f"{self._clock.name}: work on stream {self.name!r} raised {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._error = self._error or failure
