@@ -102,6 +102,7 @@ setup(
             include_dirs=[CSRC.as_posix()],
             depends=[path.as_posix() for path in CSRC.glob("*.h")],
             cxx_std=17,
+            libraries=["dl"] if sys.platform == "linux" else [],  # a part of libc only since glibc 2.34
             extra_compile_args=["-O3", "-fno-math-errno", "-pthread", "-g0"],
         )
     ],

@@ -168,21 +168,26 @@ class _HostCallMaker(Protocol):
 class Runtime:
     """Kernels of one instruction set and a persistent pool of threads.
 
-    Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the
+    `forward` and `linear` run on PyTorch's own OpenMP threads where those are as many: its threads spin for milliseconds after each
+    operation, and a second pool would share the cores with them. Submitted work runs on the pool. Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the
     child must make its own Runtime.
 
     Args:
         threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.
         isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, else the richest that
             is tested.
+        share_threads: False keeps all work on the runtime's own threads.
 
     Raises:
         ValueError: a bad thread count, an unknown or unavailable instruction set.
     """
 
-    def __init__(self, threads: int = 0, isa: str | None = None) -> None: ...
+    def __init__(self, threads: int = 0, isa: str | None = None, share_threads: bool = True) -> None: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def shares_threads(self) -> bool:
+        """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""
     @property
     def isa(self) -> str: ...
     @staticmethod

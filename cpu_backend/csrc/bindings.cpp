@@ -164,7 +164,8 @@ ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states
 // Keeps the arguments of submitted work alive until it was waited for.
 class PyRuntime {
  public:
-  PyRuntime(int threads, const std::optional<std::string>& isa) : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""))) {}
+  PyRuntime(int threads, const std::optional<std::string>& isa, bool share_threads)
+      : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""), share_threads)) {}
   ~PyRuntime() {
     py::gil_scoped_release release;  // joining must not stop Python
     runtime_.reset();
@@ -355,9 +356,10 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
       .def("check", [](PyHostCall& self) { self.call.check(); });
   py::class_<PyRuntime>(module, "Runtime")
-      .def(py::init<int, const std::optional<std::string>&>(), "threads"_a = 0, "isa"_a = py::none())
+      .def(py::init<int, const std::optional<std::string>&, bool>(), "threads"_a = 0, "isa"_a = py::none(), "share_threads"_a = true)
       .def_property_readonly("threads", [](PyRuntime& self) { return self.get().threads(); })
       .def_property_readonly("isa", [](PyRuntime& self) { return self.get().isa(); })
+      .def_property_readonly("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
       .def_static("available_isas", &available_isas)
       .def_static("compiled_isas", &compiled_isas)
       .def_static("untested_isas", &untested_isas)

@@ -35,7 +35,7 @@ Engine::Engine(const Kernels& kernels, ThreadPool& pool)
       private_(static_cast<std::size_t>(pool.threads())) {}
 
 template <class AnyJob>
-void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens) {
+void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, const OpenMp* shared) {
   const PackedExperts& experts = *args.experts;
   const std::size_t row_bytes = element_bytes(args.activations) * static_cast<std::size_t>(experts.shape().hidden);
   for (std::int64_t first = 0; first < args.tokens; first += pass_tokens) {
@@ -47,22 +47,22 @@ void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens) {
     const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
     job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_},
                 {&records_, &lanes_, &neurons_, private_.data()});
-    pool_.run(job);
+    pool_.run(job, shared);
   }
 }
 
-void Engine::forward(const ForwardArgs& args) {
+void Engine::forward(const ForwardArgs& args, const OpenMp* shared) {
   const ExpertsPhases phases = {&encode_phase_, &neurons_phase_, &rows_phase_};
   if (args.experts->kind() == LayoutKind::kSparse) {
     SparseJob job(kernels_, *args.experts, args.activations, args.threshold, pool_.threads(), phases);
-    run_passes(job, args, kSparsePassTokens);
+    run_passes(job, args, kSparsePassTokens, shared);
   } else {
     ExpertsJob job(kernels_, *args.experts, args.activations, pool_.threads(), phases);
-    run_passes(job, args, kPassTokens);
+    run_passes(job, args, kPassTokens, shared);
   }
 }
 
-void Engine::linear(const LinearArgs& args) {
+void Engine::linear(const LinearArgs& args, const OpenMp* shared) {
   if (!args.linear->packed()) throw std::invalid_argument("linear is used before its weights were packed");
   const std::size_t in_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->cols());
   const std::size_t out_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->rows());
@@ -72,7 +72,7 @@ void Engine::linear(const LinearArgs& args) {
     job.prepare({static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first),
                  static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first), tokens},
                 {&records_, private_.data()});
-    pool_.run(job);
+    pool_.run(job, shared);
   }
 }
 

@@ -38,12 +38,13 @@ class Engine {
  public:
   Engine(const Kernels& kernels, ThreadPool& pool);
 
-  void forward(const ForwardArgs& args);  // throws std::invalid_argument, std::bad_alloc
-  void linear(const LinearArgs& args);    // throws std::invalid_argument, std::bad_alloc
+  // `shared`: the OpenMP library whose threads the caller computes with, or null. Both throw std::invalid_argument, std::bad_alloc.
+  void forward(const ForwardArgs& args, const OpenMp* shared);
+  void linear(const LinearArgs& args, const OpenMp* shared);
 
  private:
   template <class AnyJob>
-  void run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens);
+  void run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, const OpenMp* shared);
 
   const Kernels& kernels_;
   ThreadPool& pool_;

@@ -21,10 +21,11 @@ int checked_threads(int threads) {
 
 }  // namespace
 
-Runtime::Runtime(int threads, const std::string& isa)
+Runtime::Runtime(int threads, const std::string& isa, bool share_threads)
     : kernels_(kernels_for(isa)),
       threads_(checked_threads(threads)),
       owner_(getpid()),
+      openmp_(share_threads ? OpenMp::find() : nullptr),
       pool_(std::make_unique<ThreadPool>(threads_)),
       engine_(std::make_unique<Engine>(kernels_, *pool_)),
       queue_(std::make_unique<Queue>()) {}
@@ -51,16 +52,16 @@ void Runtime::check_process() const {
     throw std::runtime_error("this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
 }
 
-void Runtime::forward(const ForwardArgs& args) {
+void Runtime::forward(const ForwardArgs& args, const OpenMp* shared) {
   check_process();
   const std::lock_guard<std::mutex> lock(engine_mutex_);
-  engine_->forward(args);
+  engine_->forward(args, shared);
 }
 
 void Runtime::linear(const LinearArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(engine_mutex_);
-  engine_->linear(args);
+  engine_->linear(args, openmp_);
 }
 
 std::uint64_t Runtime::submit(const ForwardArgs& args) {
@@ -98,7 +99,7 @@ void Runtime::serve() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      forward(pending.args);
+      forward_on_own_threads(pending.args);
     } catch (...) {
       error = std::current_exception();
     }
@@ -113,7 +114,7 @@ void HostCall::run(void* host_call) noexcept {
   auto& call = *static_cast<HostCall*>(host_call);
   std::exception_ptr error;
   try {
-    call.runtime_.forward(call.args_);
+    call.runtime_.forward_on_own_threads(call.args_);
   } catch (...) {
     error = std::current_exception();
   }

@@ -1,7 +1,8 @@
 // What a model owns to compute on the CPU: kernels of one instruction set, a pool of threads, and a queue of submitted work.
 //
-// Threads: forward() and linear() block their caller, which works as worker 0; calls from several threads take turns. submit() returns
-// at once: a queue thread, started by the first submit, runs the work in order. wait() blocks until that work is done and rethrows its
+// Threads: forward() and linear() block their caller, which works too; calls from several threads take turns. They run on the OpenMP
+// threads that PyTorch computes the rest of the model with, where there are as many (openmp.h), else on the runtime's own. Submitted work
+// and host calls come from threads that PyTorch does not compute on, and run on the runtime's own. submit() returns at once: a queue thread, started by the first submit, runs the work in order. wait() blocks until that work is done and rethrows its
 // exception. The destructor finishes the running work, drops what has not begun, and joins every thread.
 #pragma once
 
@@ -24,17 +25,20 @@ namespace moegraft {
 class Runtime {
  public:
   // threads 0: default_threads(). Throws std::invalid_argument, std::system_error.
-  Runtime(int threads, const std::string& isa);
+  Runtime(int threads, const std::string& isa, bool share_threads = true);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
   int threads() const { return threads_; }
   const char* isa() const { return kernels_.isa; }
+  // Whether forward() on this thread would run on another library's threads.
+  bool shares_threads() const { return openmp_ && openmp_->has_team_of(threads_); }
   const Kernels& kernels() const { return kernels_; }
 
   // All throw std::runtime_error in a process forked from the one that made this runtime: its threads are not there.
-  void forward(const ForwardArgs& args);
+  void forward(const ForwardArgs& args) { forward(args, openmp_); }
+  void forward_on_own_threads(const ForwardArgs& args) { forward(args, nullptr); }
   void linear(const LinearArgs& args);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
@@ -57,12 +61,14 @@ class Runtime {
     std::thread server;
   };
 
+  void forward(const ForwardArgs& args, const OpenMp* shared);
   void check_process() const;
   void serve();
 
   const Kernels& kernels_;
   const int threads_;
   const pid_t owner_;
+  const OpenMp* const openmp_;
   std::unique_ptr<ThreadPool> pool_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Queue> queue_;

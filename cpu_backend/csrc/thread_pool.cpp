@@ -92,8 +92,26 @@ void ThreadPool::leave_core_to_caller() {
 #endif
 }
 
-void ThreadPool::run(Job& job) {
+namespace {
+
+struct TeamRun {
+  Job& job;
+  std::atomic<int> next_worker{0};
+};
+
+void run_member(void* argument) {
+  auto& run = *static_cast<TeamRun*>(argument);
+  run.job.run(run.next_worker.fetch_add(1));
+}
+
+}  // namespace
+
+void ThreadPool::run(Job& job, const OpenMp* shared) {
   if (workers_.empty()) return job.run(0);
+  if (shared && shared->has_team_of(threads())) {
+    TeamRun run{job};
+    return shared->parallel(&run_member, &run, threads());
+  }
   leave_core_to_caller();
   job_.store(&job);
   gate_.fetch_and(~kClosed);

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "openmp.h"
+
 namespace moegraft {
 
 class Job {
@@ -33,8 +35,8 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
-  // One caller at a time.
-  void run(Job& job);
+  // One caller at a time. With `shared`, on that library's threads, where it has a team of this size; this pool's own then stay asleep.
+  void run(Job& job, const OpenMp* shared);
 
  private:
   void work(int worker);

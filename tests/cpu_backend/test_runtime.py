@@ -47,6 +47,30 @@ def test_threads() -> None:
         Runtime(-1)
 
 
+def test_work_runs_on_the_threads_that_pytorch_computes_with() -> None:
+    """Where there are as many: thread ids of the process tell whose threads were at work."""
+    before = torch.get_num_threads()
+    layer = make_layer("float32", 4, 64, 64)
+    batch = numpy_batch(4, layer)
+    outs = [np.empty_like(batch[0]) for _ in range(3)]
+    try:
+        torch.set_num_threads(3)
+        shared, own, other = Runtime(3), Runtime(3, share_threads=False), Runtime(2)
+        assert (shared.shares_threads, own.shares_threads, other.shares_threads) == (True, False, False)
+        torch.ones(1 << 20).sum()  # PyTorch's team is there
+        for runtime, out in zip((shared, own, other), outs, strict=True):
+            runtime.forward(layer.packed, *batch, out)
+        threads = set(os.listdir("/proc/self/task"))
+        shared.forward(layer.packed, *batch, outs[0])
+        assert set(os.listdir("/proc/self/task")) == threads
+        torch.set_num_threads(2)
+        assert not shared.shares_threads and other.shares_threads
+        shared.forward(layer.packed, *batch, outs[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(np.array_equal(out, outs[0]) for out in outs)
+
+
 @pytest.mark.parametrize(
     ("text", "cores"),
     [("max 100000", 0), ("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("", 0), ("-1 100000", 0), ("nonsense", 0)],
