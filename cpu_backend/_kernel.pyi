@@ -169,8 +169,9 @@ class Runtime:
     """Kernels of one instruction set and a persistent pool of threads.
 
     `forward` and `linear` run on PyTorch's own OpenMP threads where those are as many: its threads spin for milliseconds after each
-    operation, and a second pool would share the cores with them. Submitted work runs on the pool. Idle threads sleep. Calls from several Python threads take turns; the GIL is released while the kernel works. After a fork the
-    child must make its own Runtime.
+    operation, and a second pool would share the cores with them. Submitted work runs on the pool, whose idle threads sleep. Calls
+    from several Python threads take turns; the GIL is released while the kernel works. After a fork the child must make its own
+    Runtime.
 
     Args:
         threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,9 +61,9 @@ def test_work_runs_on_the_threads_that_pytorch_computes_with() -> None:
         torch.ones(1 << 20).sum()  # PyTorch's team is there
         for runtime, out in zip((shared, own, other), outs, strict=True):
             runtime.forward(layer.packed, *batch, out)
-        threads = set(os.listdir("/proc/self/task"))
+        threads = set(Path("/proc/self/task").iterdir())
         shared.forward(layer.packed, *batch, outs[0])
-        assert set(os.listdir("/proc/self/task")) == threads
+        assert set(Path("/proc/self/task").iterdir()) == threads
         torch.set_num_threads(2)
         assert not shared.shares_threads and other.shares_threads
         shared.forward(layer.packed, *batch, outs[0])
