@@ -49,6 +49,10 @@ class Work:
     cost_ms: float | None = None
 
 
+class DeviceTimeoutError(DeviceError):
+    """Work was not done in the time that was given to it."""
+
+
 class Event(Protocol):
     """A place in a stream, reached once."""
 
@@ -56,11 +60,12 @@ class Event(Protocol):
         """Whether everything before it is done, failed work included. Never blocks."""
         ...
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until it is done.
 
         Raises:
             DeviceError: work before it failed, each failure told by one event.
+            DeviceTimeoutError: it is not done after that time.
         """
         ...
 

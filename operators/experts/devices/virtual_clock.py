@@ -6,10 +6,10 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 from typing import Literal
 
-from moegraft.operators.experts.devices.interface import DeviceError, Event
+from moegraft.operators.experts.devices.interface import DeviceError, DeviceTimeoutError, Event
 
 Step = Callable[[], None]
 Callback = Callable[[DeviceError | None], None]
@@ -59,11 +59,15 @@ class Clock:
             self._step()
         self.now_ms = until_ms
 
-    def run_until(self, event: VirtualEvent) -> None:
+    def run_until(self, event: VirtualEvent, timeout_ms: float) -> None:
         """Moves on to where the event is done; not at all if it is."""
+        until_ms = self.now_ms + timeout_ms
         while event.time_ms is None:
             if not self._heap:
                 raise DeviceError(f"{self.name}: the host waits for what no work leads to")
+            if self._heap[0][0] > until_ms:
+                self.now_ms = until_ms
+                raise DeviceTimeoutError(f"{self.name}: not done after {timeout_ms:g} ms")
             self._step()
 
     def run_all(self) -> None:
@@ -99,8 +103,8 @@ class VirtualEvent:
     def done(self) -> bool:
         return self.time_ms is not None
 
-    def wait(self) -> None:
-        self._clock.run_until(self)
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._clock.run_until(self, inf if timeout_s is None else timeout_s * 1e3)
         if self.error is not None:
             raise self.error
 
