@@ -1,0 +1,351 @@
+"""The transfer queue: experts go to the device in chunks, the most urgent first.
+
+Priority lives here and not on the device: at most two chunks are handed to the copy stream ahead of need, so a demand waits for two
+chunks at most, and what was not handed over can be dropped. Only what a stream waits for (`Transfer.ready`) is handed over whole.
+
+Threads: calls may come from any thread; the device's notifier sends the next chunk when one has landed. One lock, the slot table's,
+guards everything; nothing blocks under it but a ring of page-locked chunks that is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from functools import partial
+from math import inf
+
+from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, Event, OnSpan
+from moegraft.operators.experts.devices.process import ProcessGuard
+from moegraft.operators.experts.transfer.link import LinkClock
+from moegraft.operators.experts.transfer.slots import SlotTable
+from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
+from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Unsent, Urgency
+
+DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
+CHUNKS = 8  # of a large expert
+SMALL_CHUNK_BYTES = 4_000_000  # 0.17 ms at 24 GB/s: below, the host's part of a chunk shows
+CLOSE_S = 1.0
+
+OnTransfer = Callable[[int, float], None]
+
+
+def default_chunk_bytes(expert_bytes: int) -> int:
+    """8 chunks for experts of 32 MB and more, one for those of 4 MB; a multiple of 64."""
+    chunks = min(CHUNKS, max(1, round(expert_bytes / SMALL_CHUNK_BYTES)))
+    return -(-expert_bytes // chunks // 64) * 64
+
+
+class TransferQueue:
+    """Loads experts of `store` into slots of `slots` through the stream "copy" of `device`.
+
+    Args:
+        arena: the slots' memory, slot after slot; None moves nothing (simulations).
+        source: where the bytes are read; page-locks the store where none is given.
+        on_span: told of every chunk, for a timeline.
+        on_transfer: told of bytes and ms of every chunk that nothing but the link held up, for a cost model.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: ExpertStore,
+        slots: SlotTable,
+        arena: Buffer | None,
+        *,
+        chunk_bytes: int | None = None,
+        source: HostSource | None = None,
+        on_span: OnSpan | None = None,
+        on_transfer: OnTransfer | None = None,
+    ) -> None:
+        self.device = device
+        self.store = store
+        self.slots = slots
+        self.chunk_bytes = default_chunk_bytes(store.expert_bytes) if chunk_bytes is None else chunk_bytes
+        self.source = HostSource(store, device, self.chunk_bytes) if source is None else source
+        self.statistics = TransferStatistics()
+        self.link = LinkClock()
+        self._arena = arena
+        self._on_span = on_span
+        self._on_transfer = on_transfer
+        self._guard = ProcessGuard(f"the transfer queue of {device.name}")
+        self._lock = slots.lock
+        self._copy = device.stream("copy")
+        self._past = self._copy.record()  # done before anything is sent
+        self._live: list[dict[int, Transfer]] = [{} for _ in range(store.layers)]
+        self._unsent = Unsent()
+        self._enqueued = 0
+        self._running: Transfer | None = None  # that the last chunk was of
+        self._sending = False
+        self._closed = False
+        slots.on_room = self._pump
+
+    def request(self, layer: int, expert: int, urgency: Urgency) -> Transfer | None:
+        """Asks for an expert; joins it if it is on its way, and makes it more urgent if need be.
+
+        A demand holds its slot until `release`; of an expert that is there already it gets a transfer that has landed.
+        None: no slot can be had for a demand; or nothing is to be done for a prefetch.
+
+        Raises:
+            DeviceError: the queue is closed.
+            RuntimeError: in a forked child.
+        """
+        self._guard.check()
+        with self._lock:
+            if self._closed:
+                raise DeviceError(f"the transfer queue of {self.device.name} is closed")
+            self.statistics.requested += 1
+            transfer = self._live[layer].get(expert)
+            if urgency is Urgency.DEMAND:
+                self.statistics.demanded += 1
+                return self._demand(layer, expert, transfer)
+            if transfer is not None:
+                self.statistics.joined += 1
+                self._upgrade(transfer, urgency)
+            elif not self.slots.holds(layer, expert) and self.slots.capacity_of(layer) > 0:
+                transfer = self._enter(Transfer(self, layer, expert, urgency))
+            self._pump()
+            return transfer
+
+    def release(self, transfer: Transfer, last_use: Event | None) -> None:
+        """Ends a demand: its reader was handed over before the event, or there was none. Once for every demand."""
+        with self._lock:
+            self.slots.release(transfer.pins.pop(), last_use)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Drops what was not handed over yet. False: all of it was, and it will land; or it is done."""
+        with self._lock:
+            if transfer.done or transfer.sent_bytes >= self.store.expert_bytes:
+                return False
+            self._drop(transfer, TransferState.CANCELLED)
+            self.statistics.cancelled += 1
+            self.statistics.cancelled_bytes += transfer.sent_bytes
+            self._pump()
+            return True
+
+    def replan(self, keep: Container[tuple[int, int]] = (), *, started: bool = False) -> int:
+        """Drops prefetches, all but those of the `(layer, expert)` to keep, that have not started, or were suspended; how many."""
+        with self._lock:
+            waiting = self._unsent.prefetches()
+            chosen = [each for each in waiting if (started or each.sent_bytes == 0) and (each.layer, each.expert) not in keep]
+            return sum(self.cancel(transfer) for transfer in chosen)
+
+    def in_flight(self, layer: int) -> dict[int, float]:
+        """Experts of a layer with bytes on the way, and in how many ms each would be there if demanded now."""
+        with self._lock:
+            return {expert: self.arrival_ms(each) for expert, each in self._live[layer].items() if each.state is TransferState.RUNNING}
+
+    def arrival_ms(self, transfer: Transfer) -> float:
+        """See `Transfer.arrival_ms`."""
+        with self._lock:
+            left = self.store.expert_bytes - transfer.sent_bytes
+            if transfer.done:
+                return 0.0 if transfer.state is TransferState.LANDED else inf
+            ahead = transfer.way_mark - self.link.landed_bytes if left == 0 else self._bytes_before(transfer) + left
+            return self.link.until_ms(ahead, self.device.now_ms())
+
+    def busy_ms(self) -> float:
+        """How long until a new demand would start: what is under way, and the demands before it."""
+        with self._lock:
+            return self.link.until_ms(self._bytes_before(None), self.device.now_ms())
+
+    def transfer_ms(self) -> float:
+        """What one expert takes on a free link."""
+        return self.link.ms(self.store.expert_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on the way or waiting."""
+        return self._enqueued == 0 and not self._unsent
+
+    @property
+    def available(self) -> int:
+        """Demands that could be met with a slot now, those of prefetches under way included."""
+        with self._lock:
+            return self.slots.available + sum(each.reservation is not None for each in self._unsent.prefetches())
+
+    def hand_over(self, transfer: Transfer) -> Event:
+        """See `Transfer.ready`."""
+        with self._lock:
+            if transfer.state is TransferState.LANDED:
+                return self._past
+            if transfer.state is TransferState.FAILED:
+                assert transfer.error is not None, "a failure has its error"
+                raise transfer.error
+            if transfer.state is TransferState.CANCELLED:
+                raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} was cancelled: nothing is to be waited for")
+            if transfer.reservation is None and not self._find_slot(transfer, demand=True):
+                raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} has no slot: demand it before waiting for it")
+            self._sending = True  # waiting for a ring's chunk lets the notifier in
+            try:
+                while transfer.sent_bytes < self.store.expert_bytes and not transfer.done:
+                    self._send(transfer)
+            finally:
+                self._sending = False
+            self._pump()
+            if transfer.error is not None:
+                raise transfer.error
+            return self._past if transfer.done else transfer.events[-1]
+
+    def close(self) -> None:
+        """Drops what was not handed over, lets the rest land, and gives page-locked memory back. Takes a second at most.
+
+        Raises:
+            DeviceTimeoutError: the copies under way did not end.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.slots.on_room = None
+            for transfer in list(self._unsent):
+                self._drop(transfer, TransferState.CANCELLED)
+                self.statistics.cancelled += 1
+            last = self._copy.record()
+        try:
+            last.wait(CLOSE_S)
+        finally:
+            self.source.close()
+
+    # Under the lock from here on.
+
+    def _demand(self, layer: int, expert: int, transfer: Transfer | None) -> Transfer | None:
+        if transfer is None and self.slots.holds(layer, expert):
+            landed = Transfer(self, layer, expert, Urgency.DEMAND)
+            landed.state = TransferState.LANDED
+            landed.pins.append(self.slots.pin(layer, (expert,)))
+            return landed
+        joins = transfer is not None
+        transfer = transfer or Transfer(self, layer, expert, Urgency.DEMAND)
+        if transfer.reservation is None and not self._find_slot(transfer, demand=True):
+            self.statistics.refused += 1
+            return None
+        assert transfer.reservation is not None, "it was just found"
+        transfer.pins.append(self.slots.pin_loading(transfer.reservation))
+        if joins:
+            self.statistics.joined += 1
+            self._upgrade(transfer, Urgency.DEMAND)
+        else:
+            self._enter(transfer)
+        self._pump()
+        return transfer
+
+    def _find_slot(self, transfer: Transfer, *, demand: bool) -> bool:
+        """Reserves one; for a demand, if need be, that of the least urgent prefetch under way, which is dropped."""
+        transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=demand)
+        if transfer.reservation is None and demand:
+            with_slots = [each for each in self._unsent.prefetches() if each.reservation is not None]
+            if with_slots:
+                sending, self._sending = self._sending, True  # or another prefetch takes the slot
+                self.cancel(with_slots[-1])
+                self._sending = sending
+                transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=True)
+        return transfer.reservation is not None
+
+    def _enter(self, transfer: Transfer) -> Transfer:
+        self._live[transfer.layer][transfer.expert] = transfer
+        self._unsent.add(transfer)
+        return transfer
+
+    def _upgrade(self, transfer: Transfer, urgency: Urgency) -> None:
+        if urgency < transfer.urgency:
+            self.statistics.upgraded += 1
+            self._unsent.upgrade(transfer, urgency)
+
+    def _pump(self) -> None:
+        if self._sending or self._closed:
+            return
+        self._sending = True
+        try:
+            while self._enqueued < DEPTH:
+                transfer = self._next()
+                if transfer is None:
+                    break
+                self._send(transfer)
+        finally:
+            self._sending = False
+
+    def _next(self) -> Transfer | None:
+        """The most urgent that has a slot or can have one."""
+        room = True
+        for transfer in self._unsent:
+            if transfer.reservation is not None:
+                return transfer
+            room = room and self._find_slot(transfer, demand=False)
+            if room:
+                return transfer
+        return None
+
+    def _send(self, transfer: Transfer) -> None:
+        """The next chunk; a refused one fails the transfer."""
+        assert transfer.reservation is not None, "it has a slot before its first byte"
+        start, size = transfer.sent_bytes, self.store.expert_bytes
+        nbytes = min(self.chunk_bytes, size - start)
+        after = transfer.reservation.after if start == 0 else None
+        try:
+            if after is not None:
+                self._copy.wait(after)
+            if start + nbytes == size:
+                for event in transfer.events:  # so that the last chunk's event has the failures of all
+                    self._copy.wait(event)
+            source = self.source.chunk(transfer.layer, transfer.expert, start, nbytes)
+            self.device.copy(self._copy, self._arena, transfer.reservation.slot * size + start, source, nbytes)
+            event = self._copy.record()
+        except DeviceError as error:
+            self._fail(transfer, error)
+            return
+        self.source.sent(transfer.layer, event)
+        if self._running is not transfer and self._running is not None and 0 < self._running.sent_bytes < size and not self._running.done:
+            self.statistics.suspended += 1
+        self._running = transfer
+        transfer.state = TransferState.RUNNING
+        transfer.sent_bytes += nbytes
+        transfer.way_mark = self.link.send(nbytes, self.device.now_ms())
+        transfer.events.append(event)
+        self._enqueued += 1
+        if transfer.sent_bytes == size:
+            self._unsent.remove(transfer)
+        self.device.notify(event, partial(self._told, transfer, event, nbytes, self.device.now_ms(), after is None))
+
+    def _told(self, transfer: Transfer, event: Event, nbytes: int, sent_ms: float, counts: bool, error: DeviceError | None) -> None:
+        """A chunk has landed, or failed: on the notifier."""
+        with self._lock:
+            now_ms = self.device.now_ms()
+            start_ms = self.link.land(nbytes, sent_ms, now_ms, counts=counts and error is None)
+            self._enqueued -= 1
+            transfer.events.remove(event)
+            transfer.told_bytes += nbytes
+            if self._on_span is not None:
+                part = f"{transfer.told_bytes * 100 // self.store.expert_bytes}%"
+                self._on_span("link", f"layer {transfer.layer} expert {transfer.expert} {part}", start_ms, now_ms)
+            if self._on_transfer is not None and counts and error is None:
+                self._on_transfer(nbytes, now_ms - start_ms)
+            if error is not None and not transfer.done:
+                self._fail(transfer, error)
+            elif transfer.state is TransferState.RUNNING and transfer.told_bytes == self.store.expert_bytes:
+                self._land(transfer)
+            self._pump()
+
+    def _land(self, transfer: Transfer) -> None:
+        assert transfer.reservation is not None, "it was loaded somewhere"
+        transfer.state = TransferState.LANDED
+        del self._live[transfer.layer][transfer.expert]
+        self.statistics.landed += 1
+        self.statistics.landed_bytes += self.store.expert_bytes
+        self.slots.commit(transfer.reservation)
+
+    def _fail(self, transfer: Transfer, error: DeviceError) -> None:
+        transfer.error = error
+        self.statistics.failed += 1
+        self._drop(transfer, TransferState.FAILED)
+
+    def _drop(self, transfer: Transfer, state: TransferState) -> None:
+        transfer.state = state
+        del self._live[transfer.layer][transfer.expert]
+        if transfer.sent_bytes < self.store.expert_bytes:
+            self._unsent.remove(transfer)
+        if transfer.reservation is not None:
+            self.slots.cancel(transfer.reservation)
+
+    def _bytes_before(self, transfer: Transfer | None) -> int:
+        """What lands before the first byte of a demand: what is under way, and the demands before it; None: a new demand."""
+        waiting = sum(self.store.expert_bytes - each.sent_bytes for each in self._unsent.demands_before(transfer))
+        return self.link.sent_bytes - self.link.landed_bytes + waiting
