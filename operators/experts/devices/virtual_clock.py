@@ -7,11 +7,10 @@ import random
 from collections import deque
 from collections.abc import Callable
 from math import exp, inf
-from typing import Literal
 
+from moegraft.operators.experts.devices.emulated import Step, as_device_error
 from moegraft.operators.experts.devices.interface import DeviceError, DeviceTimeoutError, Event
 
-Step = Callable[[], None]
 Callback = Callable[[DeviceError | None], None]
 
 
@@ -109,16 +108,16 @@ class VirtualEvent:
             raise self.error
 
 
-class Run:
+class _Run:
     """Work of a lane: what happens as it starts and as it ends, `ms` apart."""
 
-    __slots__ = ("begin", "end", "kind", "ms")
+    __slots__ = ("begin", "end", "is_launch", "ms")
 
-    def __init__(self, kind: Literal["copies", "launches", "cpu_jobs"], ms: float, begin: Step | None, end: Step | None) -> None:
-        self.kind: Literal["copies", "launches", "cpu_jobs"] = kind
+    def __init__(self, ms: float, begin: Step | None, end: Step | None, *, is_launch: bool = False) -> None:
         self.ms = ms
         self.begin = begin
         self.end = end
+        self.is_launch = is_launch
 
 
 class _Wait:
@@ -137,20 +136,31 @@ class VirtualLane:
         self.name = name
         self.busy_ms = 0.0
         self._clock = clock
-        self._items: deque[Run | _Wait | VirtualEvent] = deque()
-        self._running: Run | None = None
+        self._items: deque[_Run | _Wait | VirtualEvent] = deque()
+        self._running: _Run | None = None
         self._error: DeviceError | None = None  # told by the next event
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, VirtualEvent), f"{event!r} is not an event of this device"
-        self.put(_Wait(event))
+        self._put(_Wait(event))
 
     def record(self, *, timed: bool = False) -> VirtualEvent:
         event = VirtualEvent(self._clock)
-        self.put(event)
+        self._put(event)
         return event
 
-    def put(self, item: Run | _Wait | VirtualEvent) -> None:
+    def put_copy(self, ms: float, first_half: Step, second_half: Step) -> None:
+        self._put(_Run(ms, first_half, second_half))
+
+    def put_launch(self, ms: float, function: Step | None) -> None:
+        """Reads, and writes, at one of its ends."""
+        early = self._clock.coin()
+        self._put(_Run(ms, function if early else None, None if early else function, is_launch=True))
+
+    def put_job(self, ms: float, function: Step) -> None:
+        self._put(_Run(ms, function, None))
+
+    def _put(self, item: _Run | _Wait | VirtualEvent) -> None:
         self._clock.check_open()
         self._items.append(item)
         if self._running is None and len(self._items) == 1:  # else its first item waits, and is waked
@@ -182,8 +192,8 @@ class VirtualLane:
             if isinstance(item, VirtualEvent):
                 self._clock.complete(item, reason)
 
-    def _start(self, run: Run) -> None:
-        if run.kind == "launches" and self._error is not None:
+    def _start(self, run: _Run) -> None:
+        if run.is_launch and self._error is not None:
             return  # what it would read never came
         self._running = run
         self._step(run.begin)
@@ -202,9 +212,5 @@ class VirtualLane:
             return
         try:
             step()
-        except DeviceError as error:
-            self._error = self._error or error
         except Exception as error:  # noqa: BLE001  it is carried to the host's wait, as a worker's exception is
-            failure = DeviceError(f"{self._clock.name}: work on stream {self.name!r} raised {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._error = self._error or failure
+            self._error = self._error or as_device_error(self._clock.name, self.name, error)
