@@ -114,6 +114,10 @@ class SlotTable:
         """Of the whole pool where layers share one."""
         return self._residents.capacity_of(layer)
 
+    def full(self, layer: int) -> bool:
+        """Whether who lands in this layer pushes another out."""
+        return self._residents.over(layer) >= 0
+
     def state(self, slot: int) -> SlotState:
         return self._state[slot]
 
