@@ -163,6 +163,7 @@ class _HostCallMaker(Protocol):
         out: Array,
         *,
         threshold: float = 0.0,
+        neuron_counts: NDArray[np.int64] | None = None,
     ) -> HostCall: ...
 
 class Runtime:
@@ -207,6 +208,8 @@ class Runtime:
         out: Array,
         *,
         threshold: float = 0.0,
+        neuron_counts: NDArray[np.int64] | None = None,
+        acted: NDArray[np.float32] | None = None,
     ) -> None:
         """Computes the routed experts of a layer into `out`, accumulated in float32 and rounded once.
 
@@ -216,6 +219,8 @@ class Runtime:
             top_k_weights: (T, K) weight of each expert's share.
             out: (T, H), dtype of hidden_states.
             threshold: sparse layouts only: neurons with `|act(gate)|` (ungated: `|act(up)|`) below it count as zero.
+            neuron_counts: sparse layouts only: (2,); the neurons that reached the threshold, and all of them, are added to it.
+            acted: sparse layouts only: (T, K, I) takes `act(gate)`; rows of padded slots stay as they are.
 
         Raises:
             TypeError: wrong dtype.
@@ -231,6 +236,8 @@ class Runtime:
         out: Array,
         *,
         threshold: float = 0.0,
+        neuron_counts: NDArray[np.int64] | None = None,
+        acted: NDArray[np.float32] | None = None,
     ) -> int:
         """Queues `forward` and returns a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
     def wait(self, ticket: int) -> None:

@@ -137,8 +137,37 @@ void check_out(const py::array& out, const py::array& like, py::ssize_t cols) {
   if (!out.writeable()) refuse("out is read-only");
 }
 
+// The keywords of forward that only sparse layouts take.
+struct SparseKeywords {
+  float threshold;
+  py::object neuron_counts;  // an array or None
+  py::object acted;          // an array or None
+};
+
+std::int64_t* count_values(const py::object& object) {
+  if (object.is_none()) return nullptr;
+  const auto array = py::cast<py::array>(object);
+  require_layout(array, "neuron_counts", 1);
+  require_dtype(array, "neuron_counts", 'i', 8, "int64");
+  if (array.shape(0) != 2) refuse("neuron_counts has shape " + shape_text(array) + " where (2,) is expected: active neurons, and all");
+  if (!array.writeable()) refuse("neuron_counts is read-only");
+  return static_cast<std::int64_t*>(const_cast<void*>(array.data()));
+}
+
+float* acted_values(const py::object& object, const py::array& top_k_index, int intermediate) {
+  if (object.is_none()) return nullptr;
+  const auto array = py::cast<py::array>(object);
+  require_layout(array, "acted", 3);
+  require_dtype(array, "acted", 'f', 4, "float32");
+  if (array.shape(0) != top_k_index.shape(0) || array.shape(1) != top_k_index.shape(1) || array.shape(2) != intermediate)
+    refuse("acted has shape " + shape_text(array) + " where that of top_k_index, " + shape_text(top_k_index) + ", and " + std::to_string(intermediate) +
+           " neurons are expected");
+  if (!array.writeable()) refuse("acted is read-only");
+  return static_cast<float*>(const_cast<void*>(array.data()));
+}
+
 ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states, const py::array& top_k_index, const py::array& top_k_weights,
-                         const py::array& out, float threshold) {
+                         const py::array& out, const SparseKeywords& sparse) {
   const PackedExperts& experts = *packed.experts;
   require_layout(hidden_states, "hidden_states", 2);
   const ActivationType type = activation_type_of(hidden_states, "hidden_states");
@@ -154,11 +183,14 @@ ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states
   if (top_k_weights.shape(0) != tokens || top_k_weights.shape(1) != top_k_index.shape(1))
     refuse("top_k_weights has shape " + shape_text(top_k_weights) + " where that of top_k_index, " + shape_text(top_k_index) + ", is expected");
   check_out(out, hidden_states, experts.shape().hidden);
-  if (!(threshold >= 0.0f)) refuse("threshold is " + number_text(threshold) + "; it must be at least 0");
-  if (threshold > 0.0f && experts.kind() != LayoutKind::kSparse)
-    refuse("threshold is " + number_text(threshold) + " but the experts are dense; pack them with PackedExperts(..., sparse=True)");
+  if (!(sparse.threshold >= 0.0f)) refuse("threshold is " + number_text(sparse.threshold) + "; it must be at least 0");
+  const bool asked = sparse.threshold > 0.0f || !sparse.neuron_counts.is_none() || !sparse.acted.is_none();
+  if (asked && experts.kind() != LayoutKind::kSparse)
+    refuse((sparse.threshold > 0.0f ? "threshold is " + number_text(sparse.threshold) : "neurons are to be counted or shown") +
+           " but the experts are dense; pack them with PackedExperts(..., sparse=True)");
   return {&experts, hidden_states.data(), static_cast<const std::int64_t*>(top_k_index.data()), static_cast<const float*>(top_k_weights.data()),
-          const_cast<void*>(out.data()), type, tokens, static_cast<int>(top_k_index.shape(1)), threshold};
+          const_cast<void*>(out.data()), type, tokens, static_cast<int>(top_k_index.shape(1)), sparse.threshold, count_values(sparse.neuron_counts),
+          acted_values(sparse.acted, top_k_index, experts.shape().intermediate)};
 }
 
 // Keeps the arguments of submitted work alive until it was waited for.
@@ -174,17 +206,18 @@ class PyRuntime {
   Runtime& get() { return *runtime_; }
 
   void forward(const PyExperts& experts, const py::array& hidden_states, const py::array& top_k_index, const py::array& top_k_weights,
-               const py::array& out, float threshold) {
-    const ForwardArgs args = forward_args(experts, hidden_states, top_k_index, top_k_weights, out, threshold);
+               const py::array& out, float threshold, const py::object& neuron_counts, const py::object& acted) {
+    const ForwardArgs args = forward_args(experts, hidden_states, top_k_index, top_k_weights, out, {threshold, neuron_counts, acted});
     py::gil_scoped_release release;
     runtime_->forward(args);
   }
 
   std::uint64_t submit(const py::object& experts, const py::array& hidden_states, const py::array& top_k_index, const py::array& top_k_weights,
-                       const py::array& out, float threshold) {
-    const ForwardArgs args = forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, threshold);
+                       const py::array& out, float threshold, const py::object& neuron_counts, const py::object& acted) {
+    const ForwardArgs args =
+        forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, {threshold, neuron_counts, acted});
     const std::uint64_t ticket = runtime_->submit(args);
-    alive_[ticket] = py::make_tuple(experts, hidden_states, top_k_index, top_k_weights, out);
+    alive_[ticket] = py::make_tuple(experts, hidden_states, top_k_index, top_k_weights, out, neuron_counts, acted);
     return ticket;
   }
 
@@ -364,20 +397,25 @@ void bind_runtime(py::module_& module) {
       .def_static("compiled_isas", &compiled_isas)
       .def_static("untested_isas", &untested_isas)
       .def("forward", &PyRuntime::forward, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f)
+           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f, "neuron_counts"_a = py::none(),
+           "acted"_a = py::none())
       .def("submit", &PyRuntime::submit, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f)
+           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f, "neuron_counts"_a = py::none(),
+           "acted"_a = py::none())
       .def("wait", &PyRuntime::wait, "ticket"_a)
       .def("linear", &PyRuntime::linear, "linear"_a, py::arg("x").noconvert(), py::arg("out").noconvert())
       .def("host_function", [](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
-                                 const py::array& top_k_weights, const py::array& out, float threshold) {
-          const ForwardArgs args = forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, threshold);
-          return std::make_unique<PyHostCall>(self.cast<PyRuntime&>(), args, py::make_tuple(self, experts, hidden_states, top_k_index, top_k_weights, out));
+                                 const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {
+          const ForwardArgs args =
+              forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, {threshold, neuron_counts, py::none()});
+          return std::make_unique<PyHostCall>(self.cast<PyRuntime&>(), args,
+                                              py::make_tuple(self, experts, hidden_states, top_k_index, top_k_weights, out, neuron_counts));
         };
         return py::make_tuple(reinterpret_cast<std::uintptr_t>(&HostCall::run),
                               py::cpp_function(make, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-                                               py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f));
+                                               py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f,
+                                               "neuron_counts"_a = py::none()));
       });
 }
 

@@ -23,6 +23,8 @@ struct ForwardArgs {
   std::int64_t tokens;
   int top_k;
   float threshold;                    // of |act(gate)|, sparse layouts only
+  std::int64_t* neuron_counts = nullptr;  // as SparseArgs has it
+  float* acted = nullptr;                 // as SparseArgs has it
 };
 
 struct LinearArgs {

@@ -31,7 +31,7 @@ void Routing::group(const RoutingView& view, int num_experts, int segment_pairs,
   for (std::size_t slot = 0; slot < slots; ++slot) {
     const std::int64_t id = view.ids[slot];
     if (id < 0 || id >= num_experts) continue;
-    pairs_[static_cast<std::size_t>(starts_[id]++)] = {static_cast<int>(slot / view.top_k), view.weights[slot]};
+    pairs_[static_cast<std::size_t>(starts_[id]++)] = {static_cast<int>(slot / view.top_k), view.weights[slot], static_cast<int>(slot)};
   }
 }
 

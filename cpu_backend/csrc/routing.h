@@ -10,6 +10,7 @@ namespace moegraft {
 struct Pair {
   int token;
   float weight;
+  int slot;  // its place in the (tokens, top_k) ids
 };
 
 // Consecutive pairs of one expert. An expert with very many tokens has several segments, so that a segment's activations stay in cache.

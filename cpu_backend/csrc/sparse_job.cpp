@@ -34,6 +34,7 @@ struct SparseJob::Worker {
   const Segment* pending = nullptr;
   int pending_group = 0;
   std::uint32_t pending_active = 0;
+  std::int64_t active_neurons = 0;
   std::size_t active[64];  // neurons on their way through the last phase
   alignas(64) float rows[kMostTileTokens * kBlockRows];
   alignas(64) float acted[kMostTileTokens * kBlockRows];
@@ -50,14 +51,14 @@ struct SparseJob::Columns {
   std::size_t token_floats;
 };
 
-SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, float threshold, int workers,
+SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, const SparseArgs& args, int workers,
                      const ExpertsPhases& phases)
     : kernels_(kernels),
       experts_(experts),
       layout_(experts.layout()),
       activations_(activations),
       format_(format_of(experts.type(), activations)),
-      threshold_(threshold),
+      args_(args),
       workers_(workers),
       phases_(phases),
       max_tokens_(kernels.max_tokens[static_cast<int>(format_)]),
@@ -78,6 +79,7 @@ std::uint32_t* SparseJob::masks() const {
 }
 
 void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
+  first_token_ += static_cast<std::size_t>(batch_.tokens);  // those of the passes before
   batch_ = batch;
   scratch_ = scratch;
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
@@ -107,7 +109,15 @@ void SparseJob::run(int worker) noexcept {
   };
   work(*phases_.encode, &SparseJob::encode_token);
   work(*phases_.neurons, &SparseJob::compute_neurons);
+  if (args_.counts != nullptr) add_counts(mine.active_neurons, worker == 0);
   work(*phases_.rows, &SparseJob::compute_rows);
+}
+
+void SparseJob::add_counts(std::int64_t active, bool all) const {
+  __atomic_fetch_add(&args_.counts[0], active, __ATOMIC_RELAXED);
+  if (!all) return;
+  const std::int64_t neurons = static_cast<std::int64_t>(batch_.routing->pairs().size()) * experts_.shape().intermediate;
+  __atomic_fetch_add(&args_.counts[1], neurons, __ATOMIC_RELAXED);
 }
 
 void SparseJob::encode_token(int token, Worker& mine) {
@@ -147,7 +157,13 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
     for (int token = 0; token < tile.tokens; ++token) {
       float* neurons = neurons_of(segment.first_pair + tile.first + token) + group * kGroup;
       std::memcpy(neurons, mine.acted + token * kBlockRows, sizeof(float) * kGroup);
-      for (int i = 0; i < present; ++i) active |= static_cast<std::uint32_t>(is_active(neurons[i])) << i;
+      std::uint32_t reached = 0;
+      for (int i = 0; i < present; ++i) reached |= static_cast<std::uint32_t>(is_active(neurons[i])) << i;
+      active |= reached;
+      mine.active_neurons += __builtin_popcount(reached);
+      if (args_.acted == nullptr) continue;
+      const std::size_t slot = first_token_ * static_cast<std::size_t>(args_.top_k) + static_cast<std::size_t>(pairs[tile.first + token].slot);
+      std::memcpy(args_.acted + slot * static_cast<std::size_t>(shape.intermediate) + group * kGroup, neurons, sizeof(float) * static_cast<std::size_t>(present));
     }
   }
   masks()[static_cast<std::size_t>(segment_index) * neuron_groups_ + group] = active;

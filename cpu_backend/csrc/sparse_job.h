@@ -4,18 +4,27 @@
 //   neurons  a segment's 32 neurons:  gate for all tokens, then up for the active ones
 //   rows     a range of columns:      the active neurons' rows of down, added up by one worker
 // `Intra-expert activation sparsity`; a threshold of zero computes every neuron.
+// The neurons phase may count active neurons, one atomic addition a worker, and show what act(gate) was.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #include "experts_job.h"
 #include "records.h"
 
 namespace moegraft {
 
+struct SparseArgs {
+  float threshold;       // of |act(gate)|
+  std::int64_t* counts;  // (2): neurons that reached the threshold, and all of them, are added to it; or null
+  float* acted;          // (tokens, top_k, intermediate) takes act(gate), padded slots stay as they are; or null
+  int top_k;
+};
+
 class SparseJob final : public Job {
  public:
-  SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, float threshold, int workers,
+  SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, const SparseArgs& args, int workers,
             const ExpertsPhases& phases);
 
   int segment_pairs() const;
@@ -33,7 +42,8 @@ class SparseJob final : public Job {
   void add_segment(const Segment& segment, int segment_index, const Columns& columns, Worker& mine) const;
   void add_bias(const Segment& segment, const Columns& columns, Worker& mine) const;
   void write_columns(const Columns& columns, const Worker& mine) const;
-  bool is_active(float acted) const { return !(std::fabs(acted) < threshold_); }  // a NaN is active: it must be seen
+  void add_counts(std::int64_t active, bool all) const;
+  bool is_active(float acted) const { return !(std::fabs(acted) < args_.threshold); }  // a NaN is active: it must be seen
   float* neurons_of(int pair) const { return reinterpret_cast<float*>(scratch_.neurons->data()) + static_cast<std::size_t>(pair) * layout_.neurons; }
   std::uint32_t* masks() const;  // (segments, neuron groups): which of 32 neurons are active for some token
 
@@ -42,7 +52,7 @@ class SparseJob final : public Job {
   const ExpertLayout& layout_;
   const ActivationType activations_;
   const Format format_;
-  const float threshold_;
+  const SparseArgs args_;
   const int workers_;
   const ExpertsPhases phases_;
   const int max_tokens_;
@@ -53,6 +63,7 @@ class SparseJob final : public Job {
   const std::size_t lane_words_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
+  std::size_t first_token_ = 0;  // of this pass, in the caller's batch
   int unit_chunks_ = 1;  // chunks in one unit of the last phase
   int parts_ = 1;        // units that a chunk is cut into, by its lines
 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, make_batch, make_layer, relative_error
+from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 
@@ -123,3 +123,73 @@ def test_a_dense_layout_refuses_a_threshold(runtime: Runtime) -> None:
     layer = make_layer()
     with pytest.raises(ValueError, match=r"threshold is 0.5 but the experts are dense; pack them with PackedExperts\(..., sparse=True\)"):
         layer.forward(runtime, *make_batch(1, 1, layer), threshold=0.5)
+
+
+def acted_by_hand(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """(T, K, I) in float64; zero where the slot is padded."""
+    source = layer.seen["gate"] if "gate" in layer.seen else layer.seen["up"]
+    bias = layer.biases.get("gate" if "gate" in layer.seen else "up")
+    out = torch.zeros(*index.shape, source.shape[1], dtype=torch.float64)
+    for token, slot in (index >= 0).nonzero().tolist():
+        expert = index[token, slot]
+        rows = source[expert].double() @ x[token].double() + (0 if bias is None else bias[expert].double())
+        out[token, slot] = rows * torch.sigmoid(rows)
+    return out
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 2, 4, 64, 64), (30, 3, 3, 544, 72), (300, 2, 3, 33, 40)], ids=str)  # the last in two passes
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_activations_are_shown_and_counted(shape: tuple[int, ...], gated: bool, threads: int) -> None:
+    tokens, top_k, num_experts, hidden, intermediate = shape
+    layer = make_layer("float32", num_experts, hidden, intermediate, gated=gated, bias=True, sparse=True)
+    x, index, weights = make_batch(tokens, top_k, layer)
+    index[-1, 0] = -1
+    acted = np.full((tokens, top_k, intermediate), 77.0, np.float32)
+    counts = np.array([1000, 2000], np.int64)  # it is added to
+    out = torch.empty_like(x)
+    arrays = (layer.packed, x.numpy(), index.numpy(), weights.numpy(), out.numpy())
+    threshold = 0.3
+    Runtime(threads=threads).forward(*arrays, threshold=threshold, neuron_counts=counts, acted=acted)
+    expected = acted_by_hand(layer, x, index)
+    real = index >= 0
+    found = torch.from_numpy(acted)
+    torch.testing.assert_close(found[real], expected[real].float(), rtol=1e-5, atol=1e-5)
+    assert bool((found[~real] == 77).all())
+    assert counts.tolist() == [1000 + int((found[real].abs() >= threshold).sum()), 2000 + int(real.sum()) * intermediate]
+    assert 0 < counts[0] - 1000 < counts[1] - 2000
+
+
+def test_counts_of_submitted_work_and_of_no_token(runtime: Runtime) -> None:
+    layer = make_layer("int8", 4, 64, 40, sparse=True)
+    counts = np.zeros(2, np.int64)
+    for tokens in (0, 3):
+        x, index, weights = make_batch(tokens, 2, layer)
+        out = torch.empty_like(x)
+        ticket = runtime.submit(layer.packed, x.numpy(), index.numpy(), weights.numpy(), out.numpy(), neuron_counts=counts)
+        runtime.wait(ticket)
+        assert counts.tolist() == [tokens * 2 * 40] * 2  # a threshold of zero leaves nothing out
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"neuron_counts": np.zeros(3, np.int64)}, r"neuron_counts has shape \(3,\) where \(2,\) is expected"),
+        ({"neuron_counts": np.zeros(2, np.int32)}, "neuron_counts has dtype int32 where int64 is expected"),
+        ({"acted": np.zeros((1, 1, 63), np.float32)}, r"acted has shape \(1, 1, 63\) where that of top_k_index, \(1, 1\), and 64 neurons"),
+        ({"acted": np.zeros((1, 1, 64))}, "acted has dtype float64 where float32 is expected"),
+    ],
+)
+def test_what_takes_counts_must_fit(runtime: Runtime, keywords: dict[str, np.ndarray], message: str) -> None:  # type: ignore[type-arg]
+    layer = make_layer(sparse=True)
+    x, index, weights = make_batch(1, 1, layer)
+    with pytest.raises((ValueError, TypeError), match=message):
+        runtime.forward(layer.packed, x.numpy(), index.numpy(), weights.numpy(), torch.empty_like(x).numpy(), **keywords)
+
+
+def test_a_dense_layout_counts_nothing(runtime: Runtime) -> None:
+    layer = make_layer()
+    x, index, weights = make_batch(1, 1, layer)
+    with pytest.raises(ValueError, match="neurons are to be counted or shown but the experts are dense"):
+        counts = np.zeros(2, np.int64)
+        runtime.forward(layer.packed, x.numpy(), index.numpy(), weights.numpy(), torch.empty_like(x).numpy(), neuron_counts=counts)
