@@ -31,8 +31,8 @@ std::vector<float> values(std::size_t count, unsigned seed) {
   return all;
 }
 
-std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightType type) {
-  auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, type);
+std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightType type, LayoutKind kind = LayoutKind::kDense) {
+  auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, type, kind);
   for (int expert = 0; expert < shape.num_experts; ++expert) {
     for (const Part part : {Part::kGate, Part::kUp, Part::kDown}) {
       if (part == Part::kGate && !shape.gated) continue;
@@ -64,6 +64,31 @@ struct Call {
   std::vector<float> out;
   ForwardArgs args;
 };
+
+void sparse_paths(const std::string& isa) {
+  Runtime runtime(3, isa);
+  for (int type = 0; type < kWeightTypes; ++type) {
+    for (const bool gated : {true, false}) {
+      const auto experts = make_experts({3, 41, 37, gated, true}, static_cast<WeightType>(type), LayoutKind::kSparse);
+      for (const int tokens : {0, 1, 13, 300}) {  // the last in two passes
+        for (const float threshold : {0.0f, 0.4f, 1e9f}) {
+          Call call(*experts, tokens, 2);
+          std::vector<std::int64_t> counts(2, 0);
+          std::vector<float> acted(call.ids.size() * 37);
+          call.args.threshold = threshold;
+          call.args.neuron_counts = counts.data();
+          call.args.acted = acted.data();
+          runtime.forward(call.args);
+          for (const float value : call.out) expect(std::isfinite(value), "finite output of the sparse layout");
+          std::int64_t pairs = 0;
+          for (const std::int64_t id : call.ids) pairs += id >= 0 && id < 3;
+          expect(counts[1] == pairs * 37, "all neurons are counted");
+          expect(threshold == 0.4f || counts[0] == (threshold == 0.0f ? counts[1] : 0), "active neurons are counted");
+        }
+      }
+    }
+  }
+}
 
 void every_path(const std::string& isa) {
   Runtime runtime(3, isa);
@@ -141,7 +166,10 @@ void shutdown_with_work_pending() {
 }  // namespace
 
 int main() {
-  for (const std::string& isa : available_isas()) every_path(isa);
+  for (const std::string& isa : available_isas()) {
+    every_path(isa);
+    sparse_paths(isa);
+  }
   tickets_and_errors();
   callers_take_turns();
   shutdown_with_work_pending();
