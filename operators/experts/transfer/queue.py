@@ -9,17 +9,19 @@ guards everything; nothing blocks under it but a ring of page-locked chunks that
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container
 from functools import partial
 from math import inf
 
-from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, Event, OnSpan
+from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, DeviceTimeoutError, Event, OnSpan
 from moegraft.operators.experts.devices.process import ProcessGuard
 from moegraft.operators.experts.transfer.link import LinkClock
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
 from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Unsent, Urgency
 
+logger = logging.getLogger(__name__)
 DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
 CHUNKS = 8  # of a large expert
 SMALL_CHUNK_BYTES = 4_000_000  # 0.17 ms at 24 GB/s: below, the host's part of a chunk shows
@@ -202,8 +204,11 @@ class TransferQueue:
             last = self._copy.record()
         try:
             last.wait(CLOSE_S)
-        finally:
-            self.source.close()
+        except DeviceTimeoutError:
+            raise  # and memory that the device still reads stays page-locked
+        except DeviceError as error:
+            logger.warning("%s: a copy failed while the queue was closed: %s", self.device.name, error)
+        self.source.close()
 
     # Under the lock from here on.
 

@@ -1,0 +1,152 @@
+"""Devices to test on, and a rig whose experts say in every byte who they are, so that a reader knows what it has read."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moegraft.operators.experts.devices.cuda import CudaDevice, why_no_cuda
+from moegraft.operators.experts.devices.interface import Device, Event, Work
+from moegraft.operators.experts.devices.profiles import MachineProfile
+from moegraft.operators.experts.devices.threaded import ThreadedDevice
+from moegraft.operators.experts.devices.virtual import VirtualDevice
+from moegraft.operators.experts.transfer.arena import SlotPlan
+from moegraft.operators.experts.transfer.assembly import LoadingOptions, open_loading
+from moegraft.operators.experts.transfer.residents import Admission
+from moegraft.operators.experts.transfer.slots import SlotState
+from moegraft.operators.experts.transfer.store import ExpertStore
+
+EMULATED = ["virtual", "threaded"]
+DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
+
+LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
+WORK = Work("experts", cost_ms=0.1)
+
+
+def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any) -> Device:
+    if kind == "cuda":
+        assert not options, "faults and budgets are for emulated devices"
+        return CudaDevice()
+    return VirtualDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
+
+
+def sentinel(layer: int, expert: int, experts: int) -> int:
+    return layer * experts + expert + 1
+
+
+def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
+    assert layers * experts < 256, "a byte says who it is"
+    buffers = [
+        np.repeat(np.array([sentinel(layer, expert, experts) for expert in range(experts)], np.uint8), expert_bytes)
+        for layer in range(layers)
+    ]
+    return ExpertStore(list(buffers), experts, expert_bytes)
+
+
+class Rig:
+    """A device with slots, a queue, and readers on its compute stream that check what they read.
+
+    Experts have 4 chunks unless told otherwise, and the priority of an expert is its number until `priorities` is changed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        capacity: int | tuple[int, ...],
+        staging: int = 2,
+        *,
+        layers: int = 2,
+        experts: int = 5,
+        expert_bytes: int = 256,
+        chunk_bytes: int = 64,
+        admission: Admission = "always",
+    ) -> None:
+        self.device = device
+        self.experts = experts
+        self.expert_bytes = expert_bytes
+        self.priorities: NDArray[np.float64] = np.tile(np.arange(experts, dtype=np.float64), (layers, 1))
+        self.spans: list[tuple[str, float, float]] = []
+        self.measured: list[tuple[int, float]] = []
+        options = LoadingOptions(SlotPlan(capacity, staging), admission, chunk_bytes)
+        loading = open_loading(
+            device,
+            sentinel_store(layers, experts, expert_bytes),
+            lambda layer: self.priorities[layer],
+            options,
+            on_span=lambda lane, name, start_ms, end_ms: self.spans.append((name, start_ms, end_ms)),
+            on_transfer=lambda nbytes, ms: self.measured.append((nbytes, ms)),
+        )
+        assert loading is not None, "a rig has slots"
+        self.loading = loading
+        self.slots, self.queue, self.arena = loading.slots, loading.queue, loading.arena
+        self.compute = device.stream("compute")
+        self.reads = 0
+        self.wrong: list[tuple[int, int, int, bytes]] = []
+        self._wrong_on_device: Any = None
+        self._expected = [bytes([value]) * expert_bytes for value in range(layers * experts + 1)]
+
+    def read(self, layer: int, expert: int, slot: int) -> None:
+        """A reader on the compute stream."""
+        start, stop = slot * self.expert_bytes, (slot + 1) * self.expert_bytes
+        value = sentinel(layer, expert, self.experts)
+
+        def check() -> None:
+            self.reads += 1
+            found = self.arena.array[start:stop].tobytes()  # type: ignore[index]
+            if found != self._expected[value]:
+                self.wrong.append((layer, expert, slot, found))
+
+        def check_on_device() -> None:
+            self.reads += 1
+            wrong = (self.arena.tensor[start:stop] != value).sum()
+            self._wrong_on_device = wrong if self._wrong_on_device is None else self._wrong_on_device + wrong
+
+        self.device.launch(self.compute, check if self.arena.array is not None else check_on_device, WORK)
+
+    def after(self) -> Event:
+        return self.compute.record()
+
+    def settle(self) -> None:
+        """Until nothing is under way and nothing waits; prefetches that can have no slot are dropped."""
+        self.queue.replan()
+        until_s = time.monotonic() + 20
+        while True:
+            self.device.synchronize()
+            if self.queue.idle:
+                return
+            assert time.monotonic() < until_s, "the queue does not come to rest"
+
+    def bytes_in(self, slot: int) -> bytes:
+        data = self.arena.tensor.cpu().numpy() if self.arena.array is None else self.arena.array
+        return data[slot * self.expert_bytes : (slot + 1) * self.expert_bytes].tobytes()
+
+    def check(self) -> None:
+        """After `settle`: every reader read what it came for, and the table is what it says."""
+        assert not self.wrong, f"layer, expert, slot, bytes read: {self.wrong[:3]}"
+        assert self._wrong_on_device is None or int(self._wrong_on_device) == 0
+        slots = self.slots
+        assert not any(slots._pins), "all pins were released"
+        ready = {}
+        for layer in range(slots.layers):
+            row = slots.slot_of(layer)
+            assert sorted(slots.residents(layer)) == np.flatnonzero(row >= 0).tolist()
+            for expert in slots.residents(layer):
+                slot = int(row[expert])
+                assert slot not in ready and slots.state(slot) is SlotState.READY
+                assert self.bytes_in(slot) == self._expected[sentinel(layer, expert, self.experts)], (layer, expert, slot)
+                ready[slot] = (layer, expert)
+        idle = [*slots._free, *slots._evicting]
+        assert sorted([*ready, *idle]) == list(range(slots.plan.slots)), "every slot is READY or to be had"
+
+    def close(self) -> None:
+        self.loading.close()
+        self.device.close()
+
+
+def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
+    """Layer and expert of each chunk in the order in which they landed."""
+    return [(int(name.split()[1]), int(name.split()[3])) for name, _, _ in spans]
