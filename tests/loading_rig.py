@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.experts.devices.cuda import CudaDevice, why_no_cuda
@@ -107,12 +111,30 @@ class Rig:
 
         self.device.launch(self.compute, check if self.arena.array is not None else check_on_device, WORK)
 
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """The link stands still: what is handed over within starts afterwards, whatever the device."""
+        gate, opened = self.device.stream("gate"), threading.Event()
+        if isinstance(self.device, VirtualDevice):
+            self.device.launch(gate, None, Work("host", cost_ms=1.0))
+        elif isinstance(self.device, ThreadedDevice):
+            self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
+        else:
+            self.device.launch(gate, lambda: torch.cuda._sleep(200_000_000), WORK)  # 0.1 s and more
+        self.device.stream("copy").wait(gate.record())
+        yield
+        opened.set()
+
     def after(self) -> Event:
         return self.compute.record()
 
     def settle(self) -> None:
-        """Until nothing is under way and nothing waits; prefetches that can have no slot are dropped."""
+        """Until nothing is under way; prefetches that have not started are dropped."""
         self.queue.replan()
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Until nothing is under way and nothing waits."""
         until_s = time.monotonic() + 20
         while True:
             self.device.synchronize()
