@@ -23,16 +23,16 @@ from moegraft.operators.experts.transfer.transfers import Transfer, TransferStat
 
 logger = logging.getLogger(__name__)
 DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
-CHUNKS = 8  # of a large expert
-SMALL_CHUNK_BYTES = 4_000_000  # 0.17 ms at 24 GB/s: below, the host's part of a chunk shows
+MOST_CHUNKS = 64  # of an expert
+CHUNK_BYTES = 2_500_000  # 0.1 ms at 24 GB/s: a demand waits for two, and below it the host's part of a chunk shows
 CLOSE_S = 1.0
 
 OnTransfer = Callable[[int, float], None]
 
 
 def default_chunk_bytes(expert_bytes: int) -> int:
-    """8 chunks for experts of 32 MB and more, one for those of 4 MB; a multiple of 64."""
-    chunks = min(CHUNKS, max(1, round(expert_bytes / SMALL_CHUNK_BYTES)))
+    """Chunks of about 2.5 MB; a multiple of 64."""
+    chunks = min(MOST_CHUNKS, max(1, round(expert_bytes / CHUNK_BYTES)))
     return -(-expert_bytes // chunks // 64) * 64
 
 

@@ -1,0 +1,195 @@
+"""A model's decode and prefill on a modelled machine: the real engine, scheduler, cache, queue and prefetcher on the virtual clock.
+
+Experts have sizes and no weights: what is simulated is who computes what, when, and what is where. Attention, router and shared experts
+are one piece of GPU work a layer. The host is charged for each layer's decision as `HOST_MS`; what it really takes is measured beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, make_policy
+from moegraft.operators.experts.cache.trace import Trace
+from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter, Work
+from moegraft.operators.experts.devices.profiles import MachineProfile, ModelShape
+from moegraft.operators.experts.devices.virtual import VirtualDevice
+from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+from moegraft.operators.experts.engine.step import LayerStep, Prediction
+from moegraft.operators.experts.engine.warm_up import warm_up
+from moegraft.operators.experts.scheduling.cost_model import CostModel
+from moegraft.operators.experts.scheduling.scheduler import ScheduleName, layers_that_fit, make_scheduler
+from moegraft.operators.experts.transfer.arena import SlotPlan, even_plan
+from moegraft.operators.experts.transfer.assembly import LoadingOptions, open_loading
+from moegraft.operators.experts.transfer.store import ExpertStore
+from moegraft.operators.experts.transfer.transfers import Urgency
+
+HOST_MS = 0.0
+STAGING = 4
+Foresight = Literal["router", "perfect"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to run a model.
+
+    Attributes:
+        static: slots hold what was used most in the profile, for good.
+        foresight: `perfect` knows what later layers will choose: a bound.
+    """
+
+    name: str
+    schedule: ScheduleName
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    prefetch: PrefetchOptions = field(default_factory=lambda: PrefetchOptions(policy="none", promote=False))
+    static: bool = False
+    foresight: Foresight = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a run took and did.
+
+    Attributes:
+        step_ms: of every step, by the virtual clock.
+        cpu, gpu, link: share of the time that each was busy.
+        host_us: a layer's decisions in Python, really.
+    """
+
+    step_ms: NDArray[np.float64]
+    hit_rate: float
+    cpu: float
+    gpu: float
+    link: float
+    predicted_over_measured: float
+    host_us: float
+
+
+class _Counted:
+    """An executor that computes nothing: the clock charges the work."""
+
+    def on_cpu(self, experts: NDArray[np.int64]) -> Callable[[], Waiter | None] | None:
+        return None
+
+    def on_gpu(self, experts: NDArray[np.int64], slots: NDArray[np.int32]) -> Callable[[], None] | None:
+        return None
+
+    def join(self, cpu: CpuTicket | None, gpu: Event | None) -> None:
+        if cpu is not None:
+            cpu.wait()
+
+    def restart(self) -> None:
+        raise AssertionError("nothing fails in this simulation")
+
+
+class _NoJobs:
+    def on_cpu(self, count: int, load: int) -> None:
+        return None
+
+    def on_gpu(self, slots: list[int], load: int) -> None:
+        return None
+
+
+class Simulation:
+    """One model on one machine under one system.
+
+    Args:
+        ratio: share of each layer's experts that have a slot.
+        profile: the trace whose loads say which experts are hot, for static slots and for what slots hold at first.
+    """
+
+    def __init__(self, model: ModelShape, machine: MachineProfile, ratio: float, system: System, profile: Trace) -> None:
+        self.model = model
+        self.system = system
+        self.device = VirtualDevice(machine)
+        self.machine = machine
+        store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes())
+        policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
+        options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
+        loading = open_loading(self.device, store, policy.priority, options)
+        assert loading is not None, "the modelled GPU has room"
+        costs = CostModel.measured(warm_up(self.device, loading, _NoJobs()), store.expert_bytes)
+        gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
+        self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch)
+        self._fill(profile)
+
+    def _fill(self, profile: Trace) -> None:
+        hot = np.argsort(-profile.loads(), axis=1, kind="stable")
+        queue, slots = self.engine.loading.queue, self.engine.loading.slots
+        for layer in range(self.model.layers):
+            for expert in hot[layer][: slots.capacity_of(layer)].tolist():
+                queue.request(layer, int(expert), Urgency.PROMOTION)
+        while not queue.idle:
+            self.device.stream("copy").record().wait()
+            self.device.synchronize()
+
+    def run(self, trace: Trace, batch: int = 1) -> Figures:
+        """Plays the trace, `batch` tokens a step."""
+        device, engine = self.device, self.engine
+        compute = device.stream("compute")
+        rest_ms = rest_layer_ms(self.model, self.machine, batch)
+        start_ms, busy = device.now_ms(), self._busy_ms()
+        step_ms: list[float] = []
+        host_s = 0.0
+        for tokens in _batches(trace, batch):
+            began_ms = device.now_ms()
+            for step in self._steps(tokens):
+                device.launch(compute, None, Work("dense", cost_ms=rest_ms))
+                compute.record().wait()
+                device.advance(HOST_MS)
+                begin = time.perf_counter()
+                engine.run(step, _Counted())
+                host_s += time.perf_counter() - begin
+            compute.record().wait()
+            step_ms.append(device.now_ms() - began_ms)
+        took_ms = device.now_ms() - start_ms
+        shares = [(after - before) / took_ms for after, before in zip(self._busy_ms(), busy, strict=True)]
+        rest_and_host = (rest_ms + HOST_MS) * self.model.layers * len(step_ms)
+        return Figures(
+            np.asarray(step_ms),
+            engine.statistics.hit_rate,
+            *shares,
+            predicted_over_measured=(engine.statistics.planned_ms + rest_and_host) / took_ms,
+            host_us=1e6 * host_s / len(step_ms) / self.model.layers,
+        )
+
+    def _busy_ms(self) -> tuple[float, float, float]:
+        return tuple(self.device.busy_ms(lane) for lane in ("cpu", "compute", "copy"))  # type: ignore[return-value] # three
+
+    def _steps(self, tokens: Trace) -> Iterator[LayerStep]:
+        depth = self.system.prefetch.depth
+        for layer in range(self.model.layers):
+            ahead = range(layer + 1, min(layer + 1 + depth, self.model.layers))
+            predictions = [Prediction.of(later, self._foreseen(tokens, layer, later)) for later in ahead]
+            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions)
+
+    def _foreseen(self, tokens: Trace, layer: int, later: int) -> NDArray[np.int64]:
+        if self.system.foresight == "perfect":
+            return tokens.chosen[:, later]
+        return tokens.predicted[later - layer - 1, :, later]
+
+
+def _slots(model: ModelShape, ratio: float, system: System) -> SlotPlan:
+    total = round(ratio * model.num_experts) * model.layers
+    if system.schedule == "layer_map":
+        whole = layers_that_fit(model.layers, model.num_experts, total)
+        return SlotPlan(tuple(model.num_experts * on_gpu for on_gpu in whole), STAGING)
+    return even_plan(model.layers, total, STAGING)
+
+
+def _batches(trace: Trace, batch: int) -> Sequence[Trace]:
+    return [trace.part(first, first + batch) for first in range(0, trace.num_tokens - batch + 1, batch)]
+
+
+def rest_layer_ms(model: ModelShape, machine: MachineProfile, tokens: int) -> float:
+    """Attention, router and shared experts of one layer: the modelled time of one token, and the arithmetic of the others.
+
+    Counted as 12 H^2 multiplications and additions a token: four projections and a shared MLP of two more hidden sizes.
+    """
+    return model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)

@@ -1,0 +1,84 @@
+"""Routing of models that cannot be run here, drawn at random: made, not recorded.
+
+Logits of each layer are the sum of a fixed popularity of its experts, a topic that now and then changes, a part that changes slowly from
+token to token (AR(1)) and noise. The weights of the parts are tuned so that an LRU cache of a quarter of the experts hits as often as
+HybriMoE reports (Figure 9: Mixtral 30.2, DeepSeek-V2-Lite 47.7, Qwen2-57B 45.0 %). What a router would say on an earlier layer's hidden
+states is the logits with more noise: recall of about 0.70, 0.58 and 0.51 at depths 1 to 3, which a small trained model has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moegraft.operators.experts.cache.trace import Trace
+from moegraft.operators.experts.devices.profiles import MODELS, ModelShape
+
+SPREAD = 1.2  # of the logits
+TOPIC_CHANGE = 0.015  # a token's chance to begin another topic
+PREDICTION_NOISE = (0.45, 0.70, 0.90)  # beside the logits' own spread, by depth
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Weights of the parts; `memory` is what a token keeps of the slow part."""
+
+    popularity: float
+    topic: float
+    slow: float
+    memory: float
+
+
+MIXTURES = {
+    "deepseek-v2-lite": Mixture(0.34, 0.34, 0.50, 0.80),
+    "qwen2-57b-a14b": Mixture(0.34, 0.34, 0.50, 0.80),
+    "mixtral-8x7b": Mixture(0.16, 0.18, 0.40, 0.60),
+}
+
+
+def synthetic_trace(name: str, tokens: int, seed: int = 0) -> Trace:
+    """`tokens` tokens of routing for a model of `profiles.MODELS`."""
+    shape, mixture = MODELS[name], MIXTURES[name]
+    rng = np.random.default_rng(seed)
+    logits = _logits(shape, mixture, tokens, rng)
+    scores = _softmax(logits)
+    chosen = _largest(logits, shape.top_k)
+    weights = np.take_along_axis(scores, chosen, -1)
+    predicted = np.stack([_predicted(logits, shape, depth, rng) for depth in range(1, len(PREDICTION_NOISE) + 1)])
+    starts = np.zeros(tokens, bool)
+    starts[0] = True
+    layers = tuple(f"layers.{layer}.experts" for layer in range(shape.layers))
+    return Trace(scores, chosen, weights / weights.sum(-1, keepdims=True), predicted, starts, layers, f"synthetic {name}, seed {seed}")
+
+
+def _logits(shape: ModelShape, mixture: Mixture, tokens: int, rng: np.random.Generator) -> NDArray[np.float32]:
+    size = (shape.layers, shape.num_experts)
+    popularity, topic, slow = rng.normal(size=size), rng.normal(size=size), rng.normal(size=size)
+    noise = np.sqrt(1 - mixture.slow**2)
+    logits = np.empty((tokens, *size), np.float32)
+    for token in range(tokens):
+        if rng.random() < TOPIC_CHANGE:
+            topic = rng.normal(size=size)
+        slow = mixture.memory * slow + np.sqrt(1 - mixture.memory**2) * rng.normal(size=size)
+        parts = mixture.popularity * popularity + mixture.topic * topic + mixture.slow * slow + noise * rng.normal(size=size)
+        logits[token] = SPREAD * parts
+    return logits
+
+
+def _predicted(logits: NDArray[np.float32], shape: ModelShape, depth: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    noisy = logits + SPREAD * PREDICTION_NOISE[depth - 1] * rng.normal(size=logits.shape).astype(np.float32)
+    found = _largest(noisy, shape.top_k)
+    found[:, :depth] = -1  # no layer so early
+    return found
+
+
+def _largest(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    return np.argsort(-logits, axis=-1, kind="stable")[..., :count].astype(np.int64)
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    shares: NDArray[np.float32] = exponentials / exponentials.sum(-1, keepdims=True)
+    return shares

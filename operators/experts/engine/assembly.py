@@ -1,0 +1,175 @@
+"""One device's engine, from what the layers hold and what the rule says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.experts.cache.policies import make_policy
+from moegraft.operators.experts.devices.cuda import CudaDevice
+from moegraft.operators.experts.devices.interface import Device, DeviceError, Waiter
+from moegraft.operators.experts.devices.profiles import PROFILES
+from moegraft.operators.experts.devices.virtual import VirtualDevice
+from moegraft.operators.experts.engine.cuda_execution import CudaExecution, HostMirror
+from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens, SlotArena
+from moegraft.operators.experts.engine.options import GpuOptions
+from moegraft.operators.experts.engine.room import free_for_slots
+from moegraft.operators.experts.engine.warm_up import warm_up
+from moegraft.operators.experts.routing import Router
+from moegraft.operators.experts.scheduling.cost_model import CostModel
+from moegraft.operators.experts.scheduling.scheduler import Scheduler, layers_that_fit, make_scheduler
+from moegraft.operators.experts.transfer.arena import SlotPlan
+from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
+from moegraft.operators.experts.transfer.store import ExpertStore
+from moegraft.operators.experts.transfer.transfers import Urgency
+from moegraft.operators.kernels.slots import SlotExperts
+
+logger = logging.getLogger(__name__)
+EMULATED_PROFILE = "a6000_10core"
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """What the layers of one engine share.
+
+    Attributes:
+        device: its name.
+        packed, routers: of each layer, in the model's order.
+        arena: the slots where they lie in host memory, on emulated devices.
+    """
+
+    device: str
+    packed: Sequence[PackedExperts]
+    routers: Sequence[Router]
+    runtime: Runtime
+    arena: SlotArena | None = None
+    _slots: torch.Tensor | None = None
+    _kernels: SlotExperts | None = None
+    _mirror: HostMirror = field(default_factory=HostMirror)
+
+    def use(self, loading: Loading) -> None:
+        """Takes the slots that the engine has opened."""
+        first = self.packed[0]
+        if loading.arena.array is not None:
+            self.arena = SlotArena(self.runtime, first, loading.arena.array)
+            return
+        self._slots = loading.arena.tensor.view(-1, first.expert_bytes)
+        self._kernels = SlotExperts(first.shape, first.gate_spec, first.weight_type)
+
+    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors in host memory."""
+        if self.arena is not None:
+            return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        return self._mirror.fetch(tensors)
+
+    def host_buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the GPU can be copied from."""
+        if self.arena is not None:
+            return torch.empty(shape, dtype=dtype)
+        return self._mirror.buffer(name, shape, dtype)
+
+    def cuda_execution(self, cpu: CpuPart, tokens: HostTokens, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> CudaExecution:
+        assert self._kernels is not None and self._slots is not None, "a CUDA device has its slots in its own memory"
+        num_experts = self.packed[0].shape.num_experts
+        return CudaExecution(cpu, tokens, self._kernels, self._slots, hidden_states, top_k_weights, num_experts)
+
+
+class _WarmUpJobs:
+    """Zeros as tokens: what an expert takes does not depend on them."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._packed = parts.packed[0]
+
+    def _call(self, experts: int, load: int) -> tuple[CpuPart, HostExecution | CudaExecution]:
+        packed, parts = self._packed, self._parts
+        dtype = {"float32": torch.float32, "float16": torch.float16}.get(packed.weight_type, torch.bfloat16)
+        index = np.tile(np.arange(experts), (load, 1))
+        weights = np.ones((load, experts), np.float32)
+        hidden = torch.zeros(load, packed.shape.hidden, dtype=dtype)
+        tokens = HostTokens(hidden, index, weights)
+        cpu = CpuPart(parts.runtime, packed, tokens, parts.host_buffer("out", hidden.shape, dtype))
+        if parts.arena is not None:
+            return cpu, HostExecution(cpu, parts.arena, tokens, packed.shape.num_experts)
+        on_device = torch.device(parts.device)
+        return cpu, parts.cuda_execution(cpu, tokens, hidden.to(on_device), torch.from_numpy(weights).to(on_device))
+
+    def on_cpu(self, count: int, load: int) -> Callable[[], Waiter | None]:
+        cpu, _ = self._call(count, load)
+        return lambda: cpu.start(np.arange(count))
+
+    def on_gpu(self, slots: list[int], load: int) -> Callable[[], None]:
+        _, execution = self._call(len(slots), load)
+        return execution.on_gpu(np.arange(len(slots)), np.asarray(slots, np.int32))
+
+
+def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engine | None:
+    """The engine of one device; None where the device cannot hold or compute a single expert, which was said.
+
+    Args:
+        kv_bytes: room to leave for the KV cache on that device.
+    """
+    try:
+        device = _open_device(parts.device)
+    except DeviceError as error:
+        logger.warning("%s cannot be used, all experts run on the CPU: %s", parts.device, error)
+        return None
+    store = ExpertStore.of_packed(parts.packed)
+    free_bytes = free_for_slots(device.torch_device, kv_bytes) if device.torch_device.type == "cuda" else store.nbytes
+    plan = slot_plan(options, store, free_bytes)
+    top_k = 1  # no policy needs it before the first step
+    policy = make_policy(options.cache, store.layers, store.num_experts, top_k)
+    admission = "bypass" if options.cache.bypasses else "always"
+    loading = open_loading(device, store, policy.priority, LoadingOptions(plan, admission))
+    if loading is None:
+        device.close()
+        return None
+    parts.use(loading)
+    costs = CostModel.measured(warm_up(device, loading, _WarmUpJobs(parts)), store.expert_bytes)
+    engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.prefetch)
+    fill(engine)
+    return engine
+
+
+def _open_device(name: str) -> Device:
+    kind, _, index = name.partition(":")
+    if kind == "emulated":
+        return VirtualDevice(PROFILES[EMULATED_PROFILE], index=int(index))
+    return CudaDevice(int(index or 0))
+
+
+def slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int) -> SlotPlan:
+    """The slots a rule asks for; `layer_map` has them in whole layers, the last ones."""
+    plan = options.cache.plan(store.layers, store.num_experts, store.expert_bytes, free_bytes)
+    if options.schedule != "layer_map":
+        return plan
+    whole = layers_that_fit(store.layers, store.num_experts, plan.total)
+    return SlotPlan(tuple(store.num_experts * on_gpu for on_gpu in whole), plan.staging)
+
+
+def _scheduler(options: GpuOptions, loading: Loading) -> Scheduler:
+    if options.schedule != "layer_map":
+        return make_scheduler(options.schedule)
+    slots = loading.slots
+    return make_scheduler("layer_map", [slots.capacity_of(layer) >= slots.num_experts for layer in range(slots.layers)])
+
+
+def fill(engine: Engine) -> None:
+    """Loads what the cache would keep, so that the first tokens find full slots: the profile's best, else the first experts."""
+    slots, queue = engine.loading.slots, engine.loading.queue
+    room = slots.plan.total
+    for layer in range(slots.layers):
+        count = min(slots.capacity_of(layer), slots.num_experts, room)
+        best = np.argsort(-engine.policy.priority(layer), kind="stable")[:count]
+        for expert in best.tolist():
+            queue.request(layer, expert, Urgency.PROMOTION)
+        room -= count if isinstance(slots.plan.capacity, int) else 0
+    while not queue.idle:
+        engine.device.stream("copy").record().wait()
+        engine.device.synchronize()

@@ -1,0 +1,184 @@
+"""Carries out one layer after another: what is where, who computes what, what is loaded, and what is learnt from it.
+
+HybriMoE, section IV: the scheduler simulates the CPU, the GPU and the link and assigns every active expert; transfers that the plan asks
+for run beside the work on what is there already; later layers' experts are loaded while the link is idle; the cache learns from every
+token's scores. The same code drives CUDA and the emulated devices.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moegraft.operators.experts.cache.policies import CachePolicy
+from moegraft.operators.experts.devices.interface import CpuTicket, Device, DeviceError, Event, Work
+from moegraft.operators.experts.engine.prefetcher import Prefetcher, PrefetchOptions
+from moegraft.operators.experts.engine.statistics import EngineStatistics
+from moegraft.operators.experts.engine.step import LayerExecutor, LayerStep, Prediction
+from moegraft.operators.experts.scheduling.cost_model import CostModel
+from moegraft.operators.experts.scheduling.problem import LayerPlan, LayerProblem
+from moegraft.operators.experts.scheduling.scheduler import Scheduler
+from moegraft.operators.experts.transfer.assembly import Loading
+from moegraft.operators.experts.transfer.slots import Pin
+from moegraft.operators.experts.transfer.transfers import Transfer, Urgency
+
+logger = logging.getLogger(__name__)
+Where = Literal["cpu", "gpu"]
+
+
+@dataclass(slots=True)
+class _Hold:
+    """What a layer holds until its readers were handed over."""
+
+    pin: Pin
+    demands: dict[int, Transfer] = field(default_factory=dict)  # by position among the active experts
+
+
+class Engine:
+    """Computes the experts of all layers of a model on the CPU and one device.
+
+    One layer at a time; calls from several threads take turns.
+
+    Args:
+        loading: the device's slots and queue.
+        policy: learns from every step; its priorities are those that `loading` evicts by.
+    """
+
+    def __init__(
+        self, device: Device, loading: Loading, scheduler: Scheduler, costs: CostModel, policy: CachePolicy, prefetch: PrefetchOptions
+    ) -> None:
+        self.device = device
+        self.loading = loading
+        self.scheduler = scheduler
+        self.costs = costs
+        self.policy = policy
+        self.statistics = EngineStatistics(loading.slots.layers)
+        self.prefetcher = Prefetcher(prefetch, loading.slots, loading.queue, self._gains)
+        self._slots = loading.slots
+        self._queue = loading.queue
+        self._compute = device.stream("compute")
+        self._expert_bytes = loading.queue.store.expert_bytes
+        self._lock = Lock()
+
+    def run(self, step: LayerStep, executor: LayerExecutor) -> None:
+        """Computes `step.experts` through `executor`, whose `join` has returned when this does.
+
+        A device that fails costs a warning and the layer's time on the CPU; what fails there is raised.
+        """
+        with self._lock:
+            try:
+                self._run(step, executor)
+            except DeviceError as error:
+                self.statistics.recoveries += 1
+                logger.warning("%s: layer %d is computed anew on the CPU: %s", self.device.name, step.layer, error)
+                executor.restart()
+                executor.join(self._start_cpu(step, np.ones(len(step.experts), bool), executor), None)
+
+    def _run(self, step: LayerStep, executor: LayerExecutor) -> None:
+        hold = _Hold(self._slots.pin(step.layer, step.experts.tolist()))
+        read: Event | None = None
+        try:
+            problem = self._problem(step, hold.pin)
+            plan = self.scheduler.plan(step.layer, problem)
+            on_cpu = self._demand(step, plan, problem, hold)
+            cpu = self._start_cpu(step, on_cpu, executor)
+            read = self._start_gpu(step, on_cpu, hold, executor)
+            self._meanwhile(step, on_cpu)
+            executor.join(cpu, read)
+            self._learn(step, on_cpu, problem, plan, cpu)
+        finally:
+            for transfer in hold.demands.values():
+                self._queue.release(transfer, read)
+            self._slots.release(hold.pin, read)
+
+    def _problem(self, step: LayerStep, pin: Pin) -> LayerProblem:
+        link_free_ms = self._queue.busy_ms()
+        arrival_ms = np.where(np.asarray(pin.slots, np.int32) >= 0, 0.0, np.inf)
+        under_way = self._queue.in_flight(step.layer)
+        for expert, alone_ms in sorted(under_way.items(), key=lambda item: item[1]):
+            at = int(np.searchsorted(step.experts, expert))
+            if at == len(step.experts) or step.experts[at] != expert or arrival_ms[at] == 0:
+                continue
+            # Each would land that early if it alone were demanded; together what is left of them goes one after another.
+            left_ms = max(0.0, alone_ms - self._queue.busy_ms())
+            link_free_ms += left_ms
+            arrival_ms[at] = max(alone_ms if left_ms == 0 else link_free_ms, 1e-3)  # 0 would say that it is there
+        return LayerProblem(
+            loads=step.loads,
+            cpu_ms=self.costs.cpu_ms(step.loads),
+            gpu_ms=self.costs.gpu_ms(step.loads),
+            arrival_ms=arrival_ms,
+            transfer_ms=self.costs.transfer_ms(self._expert_bytes),
+            first_cpu_ms=self.costs.first_cpu_ms,
+            link_free_ms=link_free_ms,
+            max_transfers=self._queue.available,
+        )
+
+    def _demand(self, step: LayerStep, plan: LayerPlan, problem: LayerProblem, hold: _Hold) -> NDArray[np.bool_]:
+        """Asks for what the plan wants on the device and is not there; what finds no slot goes to the CPU."""
+        on_cpu = plan.on_cpu.copy()
+        arriving = np.flatnonzero(~on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
+        order = [*arriving[np.argsort(problem.arrival_ms[arriving])].tolist(), *plan.transfers.tolist()]
+        for at in order:
+            transfer = self._queue.request(step.layer, int(step.experts[at]), Urgency.DEMAND)
+            if transfer is None:
+                on_cpu[at] = True
+            else:
+                hold.demands[at] = transfer
+        return on_cpu
+
+    def _start_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: LayerExecutor) -> CpuTicket | None:
+        if not on_cpu.any():
+            return None
+        work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes)
+        return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
+
+    def _start_gpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor) -> Event | None:
+        """What is there first, in one launch; then what arrives, in its order. The event is after the last reader."""
+        slots = np.asarray(hold.pin.slots, np.int32)
+        there = np.flatnonzero(~on_cpu & (slots >= 0))
+        if len(there):
+            self._launch(step, there, slots[there], executor)
+        for at, transfer in hold.demands.items():
+            self._compute.wait(transfer.ready())
+            self._launch(step, np.array([at]), np.array([transfer.slot], np.int32), executor)
+        return self._compute.record() if len(there) or hold.demands else None
+
+    def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor) -> None:
+        work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes)
+        self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots), work)
+
+    def _meanwhile(self, step: LayerStep, on_cpu: NDArray[np.bool_]) -> None:
+        """While both devices are busy: the cache learns, and the link gets its next tasks."""
+        if step.scores is not None:
+            self.policy.update(step.layer, step.scores, step.chosen)
+        self.prefetcher.look_ahead(step)
+        missed = step.experts[on_cpu & (self._slots.slot_of(step.layer)[step.experts] < 0)]
+        self.prefetcher.promote(step.layer, missed.tolist(), self.policy.priority)
+
+    def _learn(self, step: LayerStep, on_cpu: NDArray[np.bool_], problem: LayerProblem, plan: LayerPlan, cpu: CpuTicket | None) -> None:
+        if cpu is not None and cpu.elapsed_ms is not None:
+            self.costs.observe_cpu(step.loads[on_cpu], cpu.elapsed_ms)
+        self.statistics.count(step.layer, problem, on_cpu, plan.makespan_ms)
+
+    def _gains(self, prediction: Prediction, there: NDArray[np.bool_]) -> NDArray[np.float64]:
+        problem = LayerProblem(
+            loads=prediction.loads,
+            cpu_ms=self.costs.cpu_ms(prediction.loads),
+            gpu_ms=self.costs.gpu_ms(prediction.loads),
+            arrival_ms=np.where(there, 0.0, np.inf),
+            transfer_ms=self.costs.transfer_ms(self._expert_bytes),
+            first_cpu_ms=self.costs.first_cpu_ms,
+        )
+        return self.scheduler.gains(prediction.layer, problem)
+
+    def close(self) -> None:
+        """Ends the transfers and frees the slots; the model's last layer has returned."""
+        self.device.synchronize()
+        self.loading.close()
+        self.device.close()

@@ -1,0 +1,129 @@
+"""One layer's forward pass through its engine: what the host must know is fetched once, then both devices get their part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from moegraft.operators.cpu import rounded
+from moegraft.operators.draft import DraftSettings
+from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
+from moegraft.operators.experts.engine.step import LayerStep, Prediction
+from moegraft.operators.experts.routing import Router
+from moegraft.operators.sparse.layer import LayerSparsity
+
+if TYPE_CHECKING:
+    from moegraft.operators.experts.engine.assembly import EngineParts
+    from moegraft.operators.experts.engine.engine import Engine
+
+LEARN_TOKENS = 512  # of a prompt: the cache's averages have forgotten what came before
+PREDICT_TOKENS = 256  # of a prompt: as many say what all will need
+
+
+class RouterWatch:
+    """Keeps what a layer's router last saw and said, for the experts that are called next."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._last: tuple[torch.Tensor, Any] | None = None
+        watch = ref(self)
+
+        def routed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            alive = watch()
+            if alive is not None:
+                alive._last = (args[0] if args else next(iter(kwargs.values()))), output
+
+        router.module.register_forward_hook(routed, with_kwargs=True)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The router's input (T, H) and its scores (T, E) of the call since the last `take`, if there was one."""
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        hidden_states, output = last
+        return hidden_states.detach().reshape(-1, hidden_states.shape[-1]), self._router.scores(output)
+
+
+class GpuLayer:
+    """A layer whose experts run on the CPU and a GPU.
+
+    Args:
+        index: of the layer within its engine.
+    """
+
+    def __init__(self, engine: Engine, parts: EngineParts, index: int, sparsity: LayerSparsity | None) -> None:
+        self.engine = engine
+        self._parts = parts
+        self._index = index
+        self._sparsity = sparsity
+        self._packed = parts.packed[index]
+        self._watch = RouterWatch(parts.routers[index])
+
+    @property
+    def resident(self) -> NDArray[np.bool_]:
+        """(E,): experts with a slot now."""
+        return np.asarray(self.engine.loading.slots.slot_of(self._index) >= 0)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
+        tokens = rounded(hidden_states.detach()).contiguous()
+        seen = self._watch.take()
+        device = {"index": top_k_index.detach().long(), "weights": top_k_weights.detach().float(), "tokens": tokens}
+        ahead: list[tuple[int, torch.Tensor]] = []
+        if seen is not None and seen[1].shape[0] == top_k_index.shape[0]:
+            device["scores"] = seen[1][-LEARN_TOKENS:]
+            ahead = self._predict(seen[0])
+        device |= {f"ahead {layer}": chosen for layer, chosen in ahead}
+        host = self._parts.fetch(device)
+        chosen = host["index"].numpy()
+        predictions = [Prediction.of(layer, _real(host[f"ahead {layer}"].numpy(), self._packed)) for layer, _ in ahead]
+        scores = host["scores"].numpy() if "scores" in host else None
+        step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions)
+        execution = self._execution(host, device)
+        self.engine.run(step, execution)
+        return execution.result.to(hidden_states.dtype)
+
+    def _predict(self, router_input: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What the next layers would choose on the hidden states at hand: (layer, (T', K) int64)."""
+        last = self._index + self.engine.prefetcher.options.depth
+        routers: Sequence[Router] = self._parts.routers
+        later = range(self._index + 1, min(last + 1, len(routers)))
+        tokens = router_input[-PREDICT_TOKENS:]
+        return [(layer, routers[layer].route(tokens).top_k_index) for layer in later]
+
+    def _execution(self, host: dict[str, torch.Tensor], device: dict[str, torch.Tensor]) -> Any:
+        tokens = HostTokens(host["tokens"], host["index"].numpy(), host["weights"].numpy())
+        out = self._parts.host_buffer("out", tokens.hidden_states.shape, tokens.hidden_states.dtype)
+        cpu = CpuPart(self._parts.runtime, self._packed, tokens, out, self._sparsity)
+        if self._parts.arena is not None:
+            return HostExecution(cpu, self._parts.arena, tokens, self._packed.shape.num_experts, self._sparsity)
+        return self._parts.cuda_execution(cpu, tokens, device["tokens"], device["weights"])
+
+
+def _real(chosen: NDArray[np.int64], packed: Any) -> NDArray[np.int64]:
+    """(T, K) with -1 for every padded slot."""
+    return np.where((chosen < 0) | (chosen >= packed.shape.num_experts), -1, chosen)
+
+
+def keep_resident(
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, resident: NDArray[np.bool_], settings: DraftSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft's routing with what has no slot left out: the `top_k` largest of the resident experts of each token, weighed anew.
+
+    A token with none left gets padded slots alone: what is added to its experts (shared ones, the residual) must do.
+    """
+    there = torch.from_numpy(np.append(resident, False)).to(top_k_index.device)
+    places = top_k_index.where((top_k_index >= 0) & (top_k_index < len(resident)), len(resident))
+    weights = top_k_weights.where(there[places], 0)
+    largest = weights.topk(min(settings.top_k, weights.shape[-1]), dim=-1).indices
+    kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True) & there[places]
+    weights = weights.where(kept, 0)
+    total = weights.sum(-1, keepdim=True)
+    scaled = weights * (top_k_weights.sum(-1, keepdim=True) / total.where(total > 0, 1))
+    return top_k_index.where(kept, -1), scaled

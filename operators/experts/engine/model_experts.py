@@ -1,0 +1,121 @@
+"""The experts of one model whose rules give them a GPU: gathered while the model loads, then opened, one engine for each GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.experts.devices.cuda import why_no_cuda
+from moegraft.operators.experts.engine.assembly import EngineParts, open_engine
+from moegraft.operators.experts.engine.gpu_layer import GpuLayer
+from moegraft.operators.experts.engine.options import GpuOptions
+from moegraft.operators.experts.routing import Router
+from moegraft.operators.sparse.layer import LayerSparsity
+
+if TYPE_CHECKING:
+    from moegraft.operators.experts.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Member:
+    """One layer: what it holds in host memory, and where its router lives."""
+
+    packed: PackedExperts
+    sparsity: LayerSparsity | None
+    router: Router
+    attach: Callable[[GpuLayer], None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rest of the layer is."""
+        return next(self.router.module.parameters()).device
+
+    @property
+    def kind(self) -> tuple[int, int, str, bool]:
+        """Layers of one kind share slots."""
+        return self.packed.shape.num_experts, self.packed.expert_bytes, self.packed.weight_type, self.packed.sparse
+
+
+@dataclass(slots=True)
+class ModelExperts:
+    """The layers of one model under one set of GPU options.
+
+    Layers join while the model is built and are `ready` when it is loaded; with the last one the engines open.
+    """
+
+    options: GpuOptions
+    runtime: Runtime
+    context_bytes: Callable[[int], int]  # KV cache for a number of tokens
+    expected: int = 0
+    engines: list[Engine] = field(default_factory=list)
+    _members: dict[int, Member] = field(default_factory=dict)
+
+    def join(self) -> int:
+        """The number of a new layer, in the model's order."""
+        self.expected += 1
+        return self.expected - 1
+
+    def ready(self, number: int, member: Member) -> None:
+        self._members[number] = member
+        if len(self._members) == self.expected:
+            self._open([self._members[number] for number in sorted(self._members)])
+            self._members.clear()
+
+    def _open(self, members: Sequence[Member]) -> None:
+        reason = self._why_on_cpu(members)
+        if reason is not None:
+            logger.warning("all experts run on the CPU (gpu: %s): %s", self.options.gpu, reason)
+            return
+        for device, together in self._by_device(members).items():
+            for layers in _by_kind(together).values():
+                parts = EngineParts(device, [member.packed for member in layers], [member.router for member in layers], self.runtime)
+                engine = open_engine(parts, self.options, self._kv_share(len(layers), len(members)))
+                if engine is None:
+                    continue
+                self.engines.append(engine)
+                for index, member in enumerate(layers):
+                    member.attach(GpuLayer(engine, parts, index, member.sparsity))
+
+    def _why_on_cpu(self, members: Sequence[Member]) -> str | None:
+        if self.options.emulated:
+            return None
+        reason = why_no_cuda()
+        if reason is None and any(member.device.type != "cuda" for member in members):
+            reason = "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
+        return reason
+
+    def _by_device(self, members: Sequence[Member]) -> Mapping[str, Sequence[Member]]:
+        """Layers are computed where their routers are; emulated devices share them out evenly, in order."""
+        names = [str(member.device) for member in members]
+        if self.options.emulated:
+            devices = self.options.devices
+            names = [devices[number * len(devices) // len(members)] for number in range(len(members))]
+        found: dict[str, list[Member]] = {}
+        for name, member in zip(names, members, strict=True):
+            found.setdefault(name, []).append(member)
+        return found
+
+    def _kv_share(self, layers: int, all_layers: int) -> int:
+        return self.context_bytes(self.options.cache.context) * layers // all_layers
+
+    def statistics(self) -> Mapping[str, object]:
+        """By device."""
+        return {engine.device.name: engine.report() for engine in self.engines}
+
+    def close(self) -> None:
+        while self.engines:
+            self.engines.pop().close()
+
+
+def _by_kind(members: Sequence[Member]) -> Mapping[tuple[int, int, str, bool], Sequence[Member]]:
+    found: dict[tuple[int, int, str, bool], list[Member]] = {}
+    for member in members:
+        found.setdefault(member.kind, []).append(member)
+    return found

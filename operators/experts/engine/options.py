@@ -1,0 +1,108 @@
+"""What a rule says about where experts run: the GPU, the slots on it, who is scheduled how, what is loaded ahead."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moegraft.operators.experts.cache.policies import CacheOptions
+from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+from moegraft.operators.experts.scheduling.scheduler import ScheduleName
+from moegraft.operators.experts.transfer.arena import SlotPlan, even_plan
+
+UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+STAGING = 4  # slots to load into beside those in use: two chunks are on the way, and a demand may join them
+GPU = re.compile(r"auto|none|(cuda|emulated)(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCacheOptions(CacheOptions):
+    """Which experts have a slot on the GPU, and how many: at most one of `ratio`, `slots` and `gpu_memory`.
+
+    Attributes:
+        ratio: share of each layer's experts.
+        slots: experts of each layer.
+        gpu_memory: for all slots of one GPU, such as `12GiB`. Where no size is given it is what is free after the rest of the
+            model, the KV cache for `context` tokens and a margin.
+        context: tokens of the KV cache that room is left for.
+    """
+
+    ratio: float | None = None
+    slots: int | None = None
+    gpu_memory: str | None = None
+    context: int = 8192
+
+    def __post_init__(self) -> None:
+        CacheOptions.__post_init__(self)  # no super(): a class with slots is made anew
+        given = [name for name in ("ratio", "slots", "gpu_memory") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"the cache has one size, not {' and '.join(given)}")
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio is a share from 0 to 1, not {self.ratio}")
+        if self.slots is not None and self.slots < 0:
+            raise ValueError(f"slots must be 0 or more, not {self.slots}")
+        if self.gpu_memory is not None:
+            parse_bytes(self.gpu_memory)
+        if self.context < 1:
+            raise ValueError(f"context is a number of tokens, not {self.context}")
+
+    def per_layer(self, num_experts: int) -> int | None:
+        """Slots of a layer where the rule says so; None where memory decides."""
+        if self.slots is not None:
+            return min(self.slots, num_experts)
+        return None if self.ratio is None else round(self.ratio * num_experts)
+
+    def plan(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int) -> SlotPlan:
+        """The slots to ask a GPU for that has `free_bytes` for them."""
+        each = self.per_layer(num_experts)
+        if each is not None:
+            total = each * layers
+        else:
+            room = free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)
+            total = min(layers * num_experts, max(0, room // expert_bytes - STAGING))
+        staging = STAGING if 0 < total < layers * num_experts else 0
+        if self.scope == "global":
+            return SlotPlan(total, staging)
+        return even_plan(layers, total, staging)
+
+
+def parse_bytes(text: str) -> int:
+    """`12GiB`, `800 MB` as bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text, re.IGNORECASE)
+    if not found:
+        raise ValueError(f"'{text}' is no amount of memory; write a number with KiB, MiB or GiB, such as 12GiB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """Where the experts of a model run beside the CPU; layers with equal options share slots, cache and engine."""
+
+    gpu: str
+    cache: ExpertCacheOptions
+    schedule: ScheduleName
+    prefetch: PrefetchOptions
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that `gpu` names, numbered."""
+        return tuple(name if ":" in name else f"{name}:0" for name in self.gpu.split(","))
+
+    @property
+    def emulated(self) -> bool:
+        return self.gpu.startswith("emulated")
+
+
+def check_gpu(gpu: str) -> None:
+    """
+    Raises:
+        ValueError: `gpu` names no device.
+    """
+    names = gpu.split(",")
+    kinds = {name.partition(":")[0] for name in names}
+    if not all(GPU.fullmatch(name) for name in names) or len(kinds) > 1 or len(set(names)) < len(names):
+        raise ValueError(f"gpu is auto, none, cuda:N or several of them with commas between, not '{gpu}'")

@@ -1,0 +1,28 @@
+"""How much of a GPU's memory the slots may take."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+MARGIN_SHARE = 0.06  # of the GPU: activations of a prompt, PyTorch's own blocks, the display
+MARGIN_BYTES = 768 << 20
+
+
+def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype) -> int:
+    """Keys and values of `context` tokens by the config's numbers of heads; a latent or windowed cache is smaller."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * heads * size * dtype.itemsize * context * text.num_hidden_layers)
+
+
+def free_for_slots(device: torch.device, kv_bytes: int) -> int:
+    """What is left on a CUDA device for slots, when the rest of the model is there already.
+
+    Args:
+        kv_bytes: of the part of the KV cache that this device will hold.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + reusable - kv_bytes - max(MARGIN_BYTES, int(MARGIN_SHARE * total)))
