@@ -89,7 +89,7 @@ class _Counted:
 
 
 class _NoJobs:
-    def on_cpu(self, count: int, load: int) -> None:
+    def on_cpu(self, experts: list[int], load: int) -> None:
         return None
 
     def on_gpu(self, slots: list[int], load: int) -> None:
@@ -114,7 +114,7 @@ class Simulation:
         options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
         loading = open_loading(self.device, store, policy.priority, options)
         assert loading is not None, "the modelled GPU has room"
-        costs = CostModel.measured(warm_up(self.device, loading, _NoJobs()), store.expert_bytes)
+        costs = CostModel(warm_up(self.device, loading, _NoJobs()))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
         self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch)
         self._fill(profile)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.experts.cache.policies import make_policy
@@ -87,26 +89,28 @@ class _WarmUpJobs:
         self._parts = parts
         self._packed = parts.packed[0]
 
-    def _call(self, experts: int, load: int) -> tuple[CpuPart, HostExecution | CudaExecution]:
+    def _tokens(self, experts: NDArray[np.int64], load: int) -> tuple[HostTokens, CpuPart]:
         packed, parts = self._packed, self._parts
         dtype = {"float32": torch.float32, "float16": torch.float16}.get(packed.weight_type, torch.bfloat16)
-        index = np.tile(np.arange(experts), (load, 1))
-        weights = np.ones((load, experts), np.float32)
         hidden = torch.zeros(load, packed.shape.hidden, dtype=dtype)
-        tokens = HostTokens(hidden, index, weights)
-        cpu = CpuPart(parts.runtime, packed, tokens, parts.host_buffer("out", hidden.shape, dtype))
-        if parts.arena is not None:
-            return cpu, HostExecution(cpu, parts.arena, tokens, packed.shape.num_experts)
-        on_device = torch.device(parts.device)
-        return cpu, parts.cuda_execution(cpu, tokens, hidden.to(on_device), torch.from_numpy(weights).to(on_device))
+        tokens = HostTokens(hidden, np.tile(experts, (load, 1)), np.ones((load, len(experts)), np.float32))
+        return tokens, CpuPart(parts.runtime, packed, tokens, parts.host_buffer("out", hidden.shape, dtype))
 
-    def on_cpu(self, count: int, load: int) -> Callable[[], Waiter | None]:
-        cpu, _ = self._call(count, load)
-        return lambda: cpu.start(np.arange(count))
+    def on_cpu(self, experts: list[int], load: int) -> Callable[[], Waiter]:
+        _, cpu = self._tokens(np.asarray(experts), load)
+        return partial(cpu.start, np.asarray(experts))
 
     def on_gpu(self, slots: list[int], load: int) -> Callable[[], None]:
-        _, execution = self._call(len(slots), load)
-        return execution.on_gpu(np.arange(len(slots)), np.asarray(slots, np.int32))
+        experts = np.arange(len(slots))
+        tokens, cpu = self._tokens(experts, load)
+        return self._execution(cpu, tokens).on_gpu(experts, np.asarray(slots, np.int32))
+
+    def _execution(self, cpu: CpuPart, tokens: HostTokens) -> HostExecution | CudaExecution:
+        parts = self._parts
+        if parts.arena is not None:
+            return HostExecution(cpu, parts.arena, tokens, self._packed.shape.num_experts)
+        device = torch.device(parts.device)
+        return parts.cuda_execution(cpu, tokens, tokens.hidden_states.to(device), torch.from_numpy(tokens.top_k_weights).to(device))
 
 
 def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engine | None:
@@ -131,7 +135,7 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
         device.close()
         return None
     parts.use(loading)
-    costs = CostModel.measured(warm_up(device, loading, _WarmUpJobs(parts)), store.expert_bytes)
+    costs = CostModel(warm_up(device, loading, _WarmUpJobs(parts)))
     engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.prefetch)
     fill(engine)
     return engine

@@ -167,15 +167,20 @@ class Engine:
         self.statistics.count(step.layer, problem, on_cpu, plan.makespan_ms)
 
     def _gains(self, prediction: Prediction, there: NDArray[np.bool_]) -> NDArray[np.float64]:
+        # The scheduler makes experts resident one after another, equal loads in order of position: the likeliest first.
+        order = np.argsort(prediction.ranks, kind="stable")
+        loads = prediction.loads[order]
         problem = LayerProblem(
-            loads=prediction.loads,
-            cpu_ms=self.costs.cpu_ms(prediction.loads),
-            gpu_ms=self.costs.gpu_ms(prediction.loads),
-            arrival_ms=np.where(there, 0.0, np.inf),
+            loads=loads,
+            cpu_ms=self.costs.cpu_ms(loads),
+            gpu_ms=self.costs.gpu_ms(loads),
+            arrival_ms=np.where(there[order], 0.0, np.inf),
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
         )
-        return self.scheduler.gains(prediction.layer, problem)
+        gains = np.empty(len(order))
+        gains[order] = self.scheduler.gains(prediction.layer, problem)
+        return gains
 
     def close(self) -> None:
         """Ends the transfers and frees the slots; the model's last layer has returned."""

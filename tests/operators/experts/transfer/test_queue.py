@@ -370,7 +370,7 @@ def test_closed_it_refuses(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("expert_bytes", "chunks"),
-    [(4_866_048, 1), (15_482_880, 4), (99_090_432, 8), (64, 1)],  # DeepSeek-V2-Lite, Qwen2-57B, Mixtral in int4
+    [(4_866_048, 2), (15_482_880, 6), (99_090_432, 40), (64, 1), (1_000_000_000, 64)],  # DeepSeek-V2-Lite, Qwen2-57B, Mixtral in int4
 )
 def test_chunks_of_real_experts(expert_bytes: int, chunks: int) -> None:
     chunk = default_chunk_bytes(expert_bytes)
