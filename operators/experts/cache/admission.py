@@ -28,11 +28,6 @@ def retained(priority: NDArray[np.float64], resident: Mask, active: Mask, capaci
     return kept
 
 
-def admits(candidate_priority: float, victim_priority: float, *, bypass: bool) -> bool:
-    """Whether an expert that is not in the cache may take the slot of the lowest-ranked one that may leave."""
-    return not bypass or candidate_priority > victim_priority
-
-
 def with_prefetched(priority: NDArray[np.float64], resident: Mask, wanted: NDArray[np.int64], capacity: int, budget: int) -> Mask:
     """The cache after prefetching, in order, the first `budget` of the `wanted` experts that are not in it.
 

@@ -26,7 +26,7 @@ FORGOTTEN = 1e-12  # what is left of a token's weight when it no longer changes 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Which experts are kept.
+    """Which experts are kept. The defaults are chosen by `benchmarks/results/cache_sweep.csv`.
 
     Attributes:
         policy: `mrs`, a moving average of router scores (HybriMoE, section IV-D); `lru`, the latest use; `lfu`, uses in all;
@@ -40,10 +40,10 @@ class CacheOptions:
         profile: a routing trace (`benchmarks/traces.py`), for `static`.
     """
 
-    policy: PolicyName = "mrs"
+    policy: PolicyName = "score_frequency"
     alpha: float = 0.1
     top_p: int | None = None
-    frequency_alpha: float = 0.02
+    frequency_alpha: float = 0.01
     admission: Literal["auto", "always", "bypass"] = "auto"
     scope: Literal["layer", "global"] = "layer"
     profile: Path | None = None
@@ -154,7 +154,7 @@ class MinusRecentScore(_Ranked):
 class ScoreAndFrequency:
     """The averages of scores, fast, and of uses, slow, each over its own mean in the layer."""
 
-    def __init__(self, layers: int, num_experts: int, alpha: float, top_p: int | None = None, frequency_alpha: float = 0.02) -> None:
+    def __init__(self, layers: int, num_experts: int, alpha: float, top_p: int | None = None, frequency_alpha: float = 0.01) -> None:
         self._scores = MinusRecentScore(layers, num_experts, alpha, top_p)
         self._average = _MovingAverage(frequency_alpha)
         self._uses = np.zeros((layers, num_experts))

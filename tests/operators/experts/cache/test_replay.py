@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_traces import random_trace
 
-from moegraft.operators.experts.cache.admission import admits, retained, with_prefetched
+from moegraft.operators.experts.cache.admission import retained, with_prefetched
 from moegraft.operators.experts.cache.policies import (
     CachePolicy,
     Ids,
@@ -237,16 +237,12 @@ def test_the_steps_of_a_trace() -> None:
 
 class TestAdmission:
     def test_always(self) -> None:
-        assert admits(0.0, 1.0, bypass=False)
         priority = np.array([5.0, 4.0, 3.0, 2.0])
         marks = np.array([True, True, False, False]), np.array([False, False, True, True])
         assert retained(priority, *marks, 3, bypass=False).tolist() == [True, False, True, True]
         assert retained(priority, *marks, 1, bypass=False).tolist() == [False, False, True, False]  # more active than slots
 
     def test_bypass(self) -> None:
-        assert not admits(0.0, 1.0, bypass=True)
-        assert not admits(1.0, 1.0, bypass=True)
-        assert admits(2.0, 1.0, bypass=True)
         priority = np.array([5.0, 1.0, 3.0, 2.0])
         marks = np.array([True, True, False, False]), np.array([False, False, True, True])
         assert retained(priority, *marks, 2, bypass=True).tolist() == [True, False, True, False]

@@ -1,0 +1,247 @@
+"""Which experts should a cache keep? Hit rates of every policy over recorded routing, beside the optimum and HybriMoE's Figure 9.
+
+    python benchmarks/cache_policies.py policies sweep     # --text FILE and --trace FILE.npz are played as well
+
+- policies: at 25, 50 and 75 % of the experts, with 0, 1 or 2 experts a layer fetched as the layer before predicts; admission, and slots
+  that layers share. Caches start empty and a quarter of the tokens warms them up; `static` knows the uses of that quarter.
+- sweep: the weights `alpha` and `frequency_alpha` and `top_p`, on other tokens than those that `policies` plays.
+
+The bundled model's texts: `plays`, held out of its training; `mixed`, plays and this project's guides by turns, so that what is popular
+changes. At 25 % it has as many slots as a token takes experts: without bypass and prefetch all policies are then the same. Beside it
+stands routing that is drawn, not recorded, for the shapes of the paper's models: `_synthetic_routing.py`, made so that LRU hits as often as
+the paper says. It can show what a policy makes of such a memory, and nothing of real models.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+from _synthetic_routing import MIXTURES, synthetic_trace
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from record import RESULTS, ROOT, write_rows
+from traces import held_out, record
+
+from moegraft.injection.demo import demo_path
+from moegraft.operators.experts.cache.optimal import Optimal
+from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, StaticProfile, make_policy
+from moegraft.operators.experts.cache.replay import Setting, Tally, replay, steps_of
+from moegraft.operators.experts.cache.trace import Trace, joined
+
+GUIDES = ("README.md", "rules/README.md")
+PASSAGE = 1024  # tokens of one kind of text
+RATIOS = (0.25, 0.5, 0.75)
+SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 there would be nothing to choose
+SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 1536, 8  # layers differ in nothing but the draw
+WARM = 4  # the part of a trace that is not counted, as 1 / WARM
+PLAIN = CacheOptions(policy="mrs", alpha=0.5)  # an average of few tokens; the paper does not give its alpha
+OPTIONS = {
+    "lru": CacheOptions(policy="lru"),
+    "lfu": CacheOptions(policy="lfu"),
+    "mrs, alpha 0.5": PLAIN,
+    "mrs": CacheOptions(policy="mrs"),
+    "score_frequency": CacheOptions(policy="score_frequency"),
+}
+NAMES = (*OPTIONS, "static", "min")
+# Hit rates in percent: model, ratio of experts, LRU and MRS (HybriMoE, Figure 9 and section VI-D).
+PAPER = (("Mixtral", 0.25, 30.2, 36.2), ("DeepSeek", 0.25, 47.7, 52.7), ("Qwen2", 0.25, 45.0, 52.8), ("Mixtral", 0.75, 80.6, 83.3))
+Row = dict[str, object]
+
+
+def mixed(plays: Trace, guides: Trace) -> Trace:
+    """Passages of both by turns."""
+    starts = range(0, min(plays.num_tokens, guides.num_tokens), PASSAGE)
+    return joined([trace.part(start, start + PASSAGE) for start in starts for trace in (plays, guides)])
+
+
+def demo_traces(tokens: int, part: int) -> list[Trace]:
+    """`tokens` tokens of plays and of mixed text; `part` 0 is what choices are made on, 1 what they are reported on."""
+    plays = record(demo_path(), held_out(), tokens, skip=part * tokens, source="plays")
+    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in GUIDES)
+    guides = record(demo_path(), text, tokens // 2, skip=part * (tokens // 2), source="guides")
+    both = mixed(plays.part(0, tokens // 2), guides)
+    return [plays, Trace(both.scores, both.chosen, both.weights, both.predicted, both.starts, both.layers, "mixed")]
+
+
+def synthetic_traces(part: int) -> list[Trace]:
+    """The first layers of the paper's models."""
+    return [first_layers(synthetic_trace(name, SYNTHETIC_TOKENS, seed=part), SYNTHETIC_LAYERS, f"{name}, drawn") for name in MIXTURES]
+
+
+def first_layers(trace: Trace, layers: int, source: str) -> Trace:
+    arrays = (trace.scores[:, :layers], trace.chosen[:, :layers], trace.weights[:, :layers], trace.predicted[:, :, :layers])
+    return Trace(*arrays, trace.starts, trace.layers[:layers], source)
+
+
+def policy(name: str, trace: Trace) -> CachePolicy:
+    """A fresh one."""
+    match name:
+        case "min":
+            return Optimal(steps_of(trace, 1))
+        case "static":
+            return StaticProfile(trace.part(0, trace.num_tokens // WARM).loads())
+    return make_policy(OPTIONS[name], trace.num_layers, trace.num_experts, trace.top_k)
+
+
+def played(trace: Trace, make: Callable[[], CachePolicy], ratio: float, **chosen: object) -> Tally:
+    setting = Setting(round(ratio * trace.num_experts), warm_tokens=trace.num_tokens // WARM, **chosen)  # type: ignore[arg-type]
+    return replay(trace, make(), setting)
+
+
+def policies(trace: Trace) -> Iterator[Row]:
+    """One row a policy and way to play it."""
+    ways = [{"prefetch": prefetch} for prefetch in (0, 1, 2) if trace.depths or not prefetch]
+    ways += [{"bypass": True}, {"shared": True}]
+    for ratio, way, name in product(RATIOS, ways, NAMES):
+        if name == "static" and "bypass" in way:
+            continue  # it never does anything else
+        bypass = bool(way.get("bypass", name == "static"))
+        tally = played(trace, lambda name=name: policy(name, trace), ratio, **{**way, "bypass": bypass})  # type: ignore[misc]
+        layer_tokens = trace.num_layers * (trace.num_tokens - trace.num_tokens // WARM)
+        row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "experts": trace.num_experts, "top_k": trace.top_k}
+        row |= {"ratio": ratio, "admission": "bypass" if bypass else "always", "scope": "global" if way.get("shared") else "layer"}
+        row |= {"prefetch": way.get("prefetch", 0), "policy": name, "hit_percent": round(100 * tally.hit_rate, 2)}
+        row |= {"loads_a_layer": round((tally.admitted + tally.prefetched) / layer_tokens, 3)}
+        row |= {"prefetch_in_use": round(tally.prefetched_in_use / tally.prefetched, 3) if tally.prefetched else ""}
+        print(row, flush=True)
+        yield row
+
+
+def papers() -> Iterator[Row]:
+    """The paper's own figures, in rows of the same columns."""
+    for model, ratio, lru, mrs in PAPER:
+        for name, percent in (("lru", lru), ("mrs", mrs)):
+            row: Row = {"trace": f"{model} (HybriMoE's paper)", "tokens": "", "experts": "", "top_k": "", "ratio": ratio}
+            row |= {"admission": "", "scope": "", "prefetch": 0, "policy": name, "hit_percent": percent}
+            yield row | {"loads_a_layer": "", "prefetch_in_use": ""}
+
+
+def sweep(trace: Trace) -> Iterator[Row]:
+    """MRS by alpha and top_p, and score_frequency by both weights."""
+    tried = [
+        CacheOptions(policy="mrs", alpha=alpha, top_p=top_p)
+        for alpha, top_p in product((0.5, 0.2, 0.1, 0.05, 0.02, 0.01), (trace.top_k, 2 * trace.top_k, trace.num_experts))
+    ]
+    tried += [
+        CacheOptions(policy="score_frequency", alpha=alpha, frequency_alpha=frequency_alpha)
+        for alpha, frequency_alpha in product((0.5, 0.2, 0.1, 0.05, 0.02), (0.02, 0.01, 0.005))
+    ]
+    tried += [CacheOptions(policy="lru"), CacheOptions(policy="lfu")]
+    shape = (trace.num_layers, trace.num_experts, trace.top_k)
+    for options in tried:
+        row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "policy": options.policy, "alpha": options.alpha}
+        row |= {"top_p": options.top_p or 2 * trace.top_k, "frequency_alpha": options.frequency_alpha}
+        hits = [100 * played(trace, lambda: make_policy(options, *shape), ratio).hit_rate for ratio in SWEEP_RATIOS]  # noqa: B023
+        row |= {f"hit_percent_{ratio}": round(percent, 2) for ratio, percent in zip(SWEEP_RATIOS, hits, strict=True)}
+        row |= {"hit_percent": round(sum(hits) / len(hits), 2)}
+        print(row, flush=True)
+        yield row
+
+
+def select(rows: Sequence[Row], **wanted: object) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def draw(axes: Axes, points: list[tuple[object, object]], name: str) -> None:
+    style = {"color": "black", "linestyle": "--"} if name == "min" else {"marker": "o"}
+    axes.plot(*zip(*points, strict=True), markersize=3, linewidth=1, label=name, **style)
+
+
+def plot_policies(rows: list[Row]) -> Path:
+    """By trace: hit rate by capacity, and by prefetching at half of the experts; beside them the paper's."""
+    traces = list(dict.fromkeys(row["trace"] for row in rows if row["tokens"]))
+    figure = Figure(figsize=(4.2 * (len(traces) + 1), 8), layout="constrained")
+    grid = figure.subplots(2, len(traces) + 1)
+    for column, trace in enumerate(traces):
+        above, below = grid[:, column]
+        for name in NAMES:
+            own = select(rows, trace=trace, policy=name, scope="layer")
+            own = [row for row in own if row["admission"] == ("bypass" if name == "static" else "always")]
+            unique = {(row["ratio"], row["prefetch"]): row["hit_percent"] for row in own}
+            draw(above, [(100 * ratio, unique[ratio, 0]) for ratio in RATIOS], name)
+            fetched = [budget for budget in (0, 1, 2) if (0.5, budget) in unique]
+            draw(below, [(budget, unique[0.5, budget]) for budget in fetched], name)
+        above.set(title=f"{trace}", xlabel="% of experts in the cache", ylabel="hits, %")
+        below.set(title=f"{trace}, half of the experts", xlabel="experts fetched ahead a layer", ylabel="hits, %", xticks=[0, 1, 2])
+        above.legend(fontsize="x-small")
+    draw_paper(grid[0, -1])
+    draw_ways(grid[1, -1], rows, traces[0])
+    for axes in grid.flat:
+        axes.grid(alpha=0.3)
+    path = RESULTS / "cache_policies.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def draw_paper(axes: Axes) -> None:
+    labels = [f"{model}\n{ratio:.0%}" for model, ratio, _, _ in PAPER]
+    for offset, name, column in ((-0.2, "lru", 2), (0.2, "mrs", 3)):
+        bars = axes.bar([place + offset for place in range(len(PAPER))], [row[column] for row in PAPER], width=0.38, label=name)
+        axes.bar_label(bars, fontsize="x-small")
+    axes.set(title="HybriMoE's paper, Figure 9", ylabel="hits, %", xticks=range(len(PAPER)), xticklabels=labels)
+    axes.legend(fontsize="x-small")
+
+
+def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
+    """Admission and sharing at half of the experts."""
+    ways = {"always": ("always", "layer"), "bypass": ("bypass", "layer"), "shared slots": ("always", "global")}
+    shown = [name for name in NAMES if name != "static"]
+    for offset, (label, (admission, scope)) in zip((-0.27, 0, 0.27), ways.items(), strict=True):
+        found = select(rows, trace=trace, ratio=0.5, admission=admission, scope=scope, prefetch=0)
+        percents = {row["policy"]: row["hit_percent"] for row in found}
+        axes.bar([place + offset for place in range(len(shown))], [percents[name] for name in shown], width=0.25, label=label)
+    axes.set(title=f"{trace}, half of the experts", ylabel="hits, %", xticks=range(len(shown)), ylim=(40, None))
+    axes.set_xticklabels(shown, rotation=30, ha="right", fontsize="x-small")
+    axes.legend(fontsize="x-small")
+
+
+def plot_sweep(rows: list[Row]) -> Path:
+    """By trace: the mean hit rate by alpha."""
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+    figure = Figure(figsize=(5.5 * len(traces), 4.5), layout="constrained")
+    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False).flat, traces, strict=True):
+        own = select(rows, trace=trace)
+        for kind, other in (("mrs", "top_p"), ("score_frequency", "frequency_alpha")):
+            for value in dict.fromkeys(row[other] for row in own if row["policy"] == kind):
+                points = [(row["alpha"], row["hit_percent"]) for row in select(own, policy=kind, **{other: value})]
+                style = "-" if kind == "mrs" else "--"
+                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, linewidth=1, label=f"{kind}, {other} {value}")
+        for kind, color in (("lru", "grey"), ("lfu", "black")):
+            axes.axhline(float(str(select(own, policy=kind)[0]["hit_percent"])), color=color, linestyle=":", label=kind)
+        axes.set(
+            xscale="log",
+            xlabel="alpha",
+            ylabel=f"hits, %, mean over {', '.join(f'{ratio:.1%}' for ratio in SWEEP_RATIOS)}",
+            title=f"{trace}",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="xx-small")
+    path = RESULTS / "cache_sweep.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("policies", "sweep"))
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files that the bundled model reads as well")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="recorded traces that are played as well")
+    arguments = parser.parse_args()
+    added = [record(demo_path(), path.read_text(encoding="utf-8"), arguments.tokens, source=path.name) for path in arguments.text]
+    added += [Trace.load(path) for path in arguments.trace]
+    for part in arguments.parts:
+        if part == "sweep":
+            rows = [row for trace in [*demo_traces(arguments.tokens, 0), *synthetic_traces(0)] for row in sweep(trace)]
+            print(write_rows("cache_sweep", rows), plot_sweep(rows))
+        else:
+            traces = [*demo_traces(arguments.tokens, 1), *added, *synthetic_traces(1)]
+            rows = [row for trace in traces for row in policies(trace)]
+            print(write_rows("cache_policies", [*rows, *papers()]), plot_policies(rows))
+
+
+if __name__ == "__main__":
+    main()
