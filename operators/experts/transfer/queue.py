@@ -84,7 +84,8 @@ class TransferQueue:
         """Asks for an expert; joins it if it is on its way, and makes it more urgent if need be.
 
         A demand holds its slot until `release`; of an expert that is there already it gets a transfer that has landed.
-        None: no slot can be had for a demand; or nothing is to be done for a prefetch.
+        None: no slot can be had for a demand, unless one is released first, which need not have landed; or nothing is to be done for
+        a prefetch.
 
         Raises:
             DeviceError: the queue is closed.
@@ -96,6 +97,8 @@ class TransferQueue:
                 raise DeviceError(f"the transfer queue of {self.device.name} is closed")
             self.statistics.requested += 1
             transfer = self._live[layer].get(expert)
+            if transfer is not None and transfer.reservation is not None and transfer.reservation.overtaken:
+                transfer = None  # where it lands another follows
             if urgency is Urgency.DEMAND:
                 self.statistics.demanded += 1
                 return self._demand(layer, expert, transfer)
@@ -308,6 +311,7 @@ class TransferQueue:
         self._enqueued += 1
         if transfer.sent_bytes == size:
             self._unsent.remove(transfer)
+            self.slots.sent(transfer.reservation)
         self.device.notify(event, partial(self._told, transfer, event, nbytes, self.device.now_ms(), after is None))
 
     def _told(self, transfer: Transfer, event: Event, nbytes: int, sent_ms: float, counts: bool, error: DeviceError | None) -> None:
@@ -332,7 +336,7 @@ class TransferQueue:
     def _land(self, transfer: Transfer) -> None:
         assert transfer.reservation is not None, "it was loaded somewhere"
         transfer.state = TransferState.LANDED
-        del self._live[transfer.layer][transfer.expert]
+        self._forget(transfer)
         self.statistics.landed += 1
         self.statistics.landed_bytes += self.store.expert_bytes
         self.slots.commit(transfer.reservation)
@@ -344,11 +348,16 @@ class TransferQueue:
 
     def _drop(self, transfer: Transfer, state: TransferState) -> None:
         transfer.state = state
-        del self._live[transfer.layer][transfer.expert]
+        self._forget(transfer)
         if transfer.sent_bytes < self.store.expert_bytes:
             self._unsent.remove(transfer)
         if transfer.reservation is not None:
             self.slots.cancel(transfer.reservation)
+
+    def _forget(self, transfer: Transfer) -> None:
+        live = self._live[transfer.layer]
+        if live.get(transfer.expert) is transfer:  # else it was overtaken, and asked for again
+            del live[transfer.expert]
 
     def _bytes_before(self, transfer: Transfer | None) -> int:
         """What lands before the first byte of a demand: what is under way, and the demands before it; None: a new demand."""

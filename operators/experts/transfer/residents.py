@@ -23,7 +23,8 @@ class Residents:
 
     Args:
         priority: of a layer, (E,) float64, larger stays; comparable between layers where they share a pool.
-        admission: `always`: until the next readers let go, who has landed leaves last; `bypass`: like everybody, by priority.
+        admission: of those who landed since a layer's readers last let go. `always`: they leave last. `bypass`: like everybody, by
+            priority; while one is held that would leave, nobody leaves in its place.
     """
 
     def __init__(self, layers: int, num_experts: int, plan: SlotPlan, priority: Priority, admission: Admission) -> None:
@@ -33,7 +34,7 @@ class Residents:
         self._pool = plan.capacity if isinstance(plan.capacity, int) else None
         self._capacity = [] if isinstance(plan.capacity, int) else list(plan.capacity)
         self._priority = priority
-        self._admission = admission
+        self._bypass = admission == "bypass"
         self._count = 0
         self._crowded: set[int] = set()  # layers; of a pool, all count as the first
         self._keep: list[frozenset[int]] = [frozenset()] * layers
@@ -48,8 +49,7 @@ class Residents:
         members[expert] = slot
         self.table[layer, expert] = slot
         self._count += 1
-        if self._admission == "always":
-            self._fresh[layer].add(expert)
+        self._fresh[layer].add(expert)
         self._changed(layer)
 
     def remove(self, layer: int, expert: int) -> int:
@@ -95,16 +95,19 @@ class Residents:
         return None if best is None else best[2:]
 
     def _lowest(self, layer: int, pins: Sequence[int], protected: int, *, spare_kept: bool) -> tuple[bool, float, int, int] | None:
-        keep, fresh = self._keep[layer], self._fresh[layer]
-        idle = [expert for expert, slot in self.members[layer].items() if not pins[slot] and expert != protected]
+        members, keep, fresh = self.members[layer], self._keep[layer], self._fresh[layer]
+        idle = [expert for expert, slot in members.items() if not pins[slot] and expert != protected]
         if keep and spare_kept:
             idle = [expert for expert in idle if expert not in keep]
-        plain = [expert for expert in idle if expert not in fresh and expert not in keep] if fresh or keep else idle
+        last = keep if self._bypass else keep | fresh
+        plain = [expert for expert in idle if expert not in last] if last else idle
         candidates = plain or idle
         if not candidates:
             return None
         values = self._priority(layer)
         expert = min(candidates, key=values.__getitem__)
+        if self._bypass and spare_kept and any(pins[members[each]] and values[each] < values[expert] for each in fresh):
+            return None
         return (not plain, float(values[expert]), layer, expert)
 
     def _shared_with(self, layer: int) -> Sequence[int]:

@@ -40,9 +40,14 @@ class Pin:
 
 
 class Reservation:
-    """A slot that an expert is being loaded into. The copy stream waits for `after`, its last reader, before the first byte."""
+    """A slot that an expert is being loaded into. The copy stream waits for `after`, its last reader, before the first byte.
 
-    __slots__ = ("after", "expert", "generation", "layer", "slot")
+    Attributes:
+        sent: all of its bytes were handed over.
+        overtaken: nobody held it after that, and the next load was handed over behind it and its readers: it never gets READY.
+    """
+
+    __slots__ = ("after", "expert", "generation", "layer", "overtaken", "sent", "slot")
 
     def __init__(self, layer: int, expert: int, slot: int, generation: int, after: Event | None) -> None:
         self.layer = layer
@@ -50,12 +55,14 @@ class Reservation:
         self.slot = slot
         self.generation = generation
         self.after = after
+        self.sent = False
+        self.overtaken = False
 
 
 class SlotTable:
     """Slots, pins and evictions of one device. Thread-safe: `lock`, a reentrant one, guards it, and the transfer queue on top of it.
 
-    All readers of the slots run on one stream, so that the event of the last one covers those before.
+    All readers of the slots run on one stream, and they are released in its order: the event of the last one covers those before.
 
     Args:
         priority, admission: see `Residents`; priorities are asked for under the lock.
@@ -75,7 +82,6 @@ class SlotTable:
         self.prefetches_wasted = 0  # left before anybody used them
         self.on_room: Callable[[], None] | None = None  # called under the lock when a slot can be had again
         self._residents = Residents(layers, num_experts, plan, priority, admission)
-        self._bypass = admission == "bypass"
         self._state = [SlotState.FREE] * plan.slots
         self._generation = [0] * plan.slots
         self._pins = [0] * plan.slots
@@ -84,6 +90,8 @@ class SlotTable:
         self._unused_prefetch = [False] * plan.slots
         self._free = deque(range(plan.slots))
         self._evicting: deque[int] = deque()  # not held, their last use perhaps not done
+        self._spent: dict[int, None] = {}  # LOADING, with all bytes and readers handed over
+        self._loading: list[Reservation | None] = [None] * plan.slots
         self._frozen = False
         self._epoch = 0  # of `thaw`
         self._epoch_use: Event | None = None
@@ -126,7 +134,7 @@ class SlotTable:
         """Slots that a demand can have now."""
         with self.lock:
             surplus = 0 if self._frozen else self._residents.surplus(self._pins)
-            return len(self._free) + len(self._evicting) + surplus
+            return len(self._free) + len(self._evicting) + len(self._spent) + surplus
 
     def pin(self, layer: int, experts: Iterable[int]) -> Pin:
         """Holds those of the experts that are READY until `release`."""
@@ -146,6 +154,7 @@ class SlotTable:
         with self.lock:
             slot = self._slot_of(reservation)
             self._pins[slot] += 1
+            self._spent.pop(slot, None)
             if self._unused_prefetch[slot]:
                 self._mark_used(slot)
             return Pin(reservation.layer, [slot], [reservation.generation])
@@ -164,9 +173,8 @@ class SlotTable:
                 if last_use is not None:
                     self._last_use[slot] = last_use
                     self._use_epoch[slot] = self._epoch
-                if self._state[slot] is SlotState.EVICTING and pins[slot] == 0:
-                    self._make_room(slot)
-                    room = True
+                if pins[slot] == 0 and self._state[slot] is not SlotState.READY:
+                    room |= self._let_go(slot)
             room |= self._shrink(pin.layer)
             self._residents.settle(pin.layer)
             if room:
@@ -203,25 +211,32 @@ class SlotTable:
         """A slot to load into; None where none can be had. A demand pushes out who is above capacity, kept or not."""
         with self.lock:
             assert not self.holds(layer, expert), f"expert {expert} of layer {layer} is there already"
-            if demand and not self._free and not self._evicting:
-                self._push_out()
-            if self._free:
-                slot = self._free.popleft()
-            elif self._evicting:
-                slot = self._take_evicting()
-            else:
+            slot = self._take(demand=demand)
+            if slot is None:
                 return None
             after, self._last_use[slot] = self._last_use[slot], None
             self._generation[slot] += 1
             self._state[slot] = SlotState.LOADING
             self._unused_prefetch[slot] = not demand
-            return Reservation(layer, expert, slot, self._generation[slot], after)
+            reservation = self._loading[slot] = Reservation(layer, expert, slot, self._generation[slot], after)
+            return reservation
+
+    def sent(self, reservation: Reservation) -> None:
+        """All bytes of the load were handed over."""
+        with self.lock:
+            slot = self._slot_of(reservation)
+            reservation.sent = True
+            if self._pins[slot] == 0:
+                self._let_go(slot)
 
     def commit(self, reservation: Reservation) -> None:
-        """The expert has landed: it is READY, and where its layer is over capacity another leaves now."""
+        """The expert has landed: it is READY unless overtaken, and where its layer is over capacity another leaves now."""
         with self.lock:
+            if reservation.overtaken:
+                return
             slot, layer, expert = self._slot_of(reservation), reservation.layer, reservation.expert
             self._state[slot] = SlotState.READY
+            self._spent.pop(slot, None)
             self._residents.add(layer, expert, slot)
             # Who was demanded and read already (its readers wait in their stream) has had its use.
             spent = self._pins[slot] == 0 and not self._unused_prefetch[slot]
@@ -231,10 +246,13 @@ class SlotTable:
     def cancel(self, reservation: Reservation) -> None:
         """Gives the slot back. Copies into it that are under way are no danger: later ones follow on the same stream."""
         with self.lock:
+            if reservation.overtaken:
+                return
             slot = self._slot_of(reservation)
             if self._last_use[slot] is None:
                 self._last_use[slot] = reservation.after
             self._unused_prefetch[slot] = False
+            self._spent.pop(slot, None)
             self._leave(slot)
             self._tell_room()
 
@@ -286,6 +304,17 @@ class SlotTable:
         if self._pins[slot] == 0:
             self._make_room(slot)
 
+    def _let_go(self, slot: int) -> bool:
+        """Of a slot that nobody holds any more and that is not READY; whether it can be had now."""
+        if self._state[slot] is SlotState.EVICTING:
+            self._make_room(slot)
+            return True
+        loading = self._loading[slot]
+        if loading is not None and loading.sent:
+            self._spent[slot] = None
+            return True
+        return False
+
     def _make_room(self, slot: int) -> None:
         last_use = self._last_use[slot]
         if last_use is None or last_use.done():
@@ -295,12 +324,25 @@ class SlotTable:
         else:
             self._evicting.append(slot)
 
-    def _take_evicting(self) -> int:
-        """A slot that was left: one whose last reader is done, else the one left first."""
+    def _take(self, *, demand: bool) -> int | None:
+        """A free slot, else one that was left: with its last reader done if there is one, else the first. A demand has two ways more."""
+        if demand and not self._free and not self._evicting:
+            self._push_out()
+        if self._free:
+            return self._free.popleft()
         for position, slot in enumerate(self._evicting):
             last_use = self._last_use[slot]
             if last_use is None or last_use.done():
                 self._last_use[slot] = None
                 del self._evicting[position]
                 return slot
-        return self._evicting.popleft()
+        if self._evicting:
+            return self._evicting.popleft()
+        if demand and self._spent:
+            slot = next((slot for slot in self._spent if not self._unused_prefetch[slot]), next(iter(self._spent)))
+            del self._spent[slot]
+            overtaken = self._loading[slot]
+            assert overtaken is not None, "a spent slot is being loaded"
+            overtaken.overtaken = True
+            return slot
+        return None
