@@ -89,6 +89,10 @@ class Operator(nn.Module, ABC):
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
 
+    def statistics(self) -> Mapping[str, object]:
+        """What it did so far, by name, for programs that show it."""
+        return {}
+
 
 class ModelOperator(Operator):
     """An operator that replaces no module and holds no weights: it does what the whole model does, `generate`, its own way.
@@ -116,7 +120,3 @@ class ModelOperator(Operator):
     @abstractmethod
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model.generate(*args, **kwargs)`; `plain` is the stock one, bound to the model."""
-
-    def statistics(self) -> Mapping[str, object]:
-        """What it did so far, by name, for programs that show it."""
-        return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -18,6 +18,9 @@ from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
+from moegraft.operators.experts.sparse_path import forward_packed
+from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
+from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.traceable import experts, needs_gradient, register_experts
 from moegraft.operators.weights import Part, WeightSource
 
@@ -40,10 +43,13 @@ class HybridExpertsOptions:
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
+        sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
+            changes what the model says.
     """
 
     weights: WEIGHT_TYPES = "stored"
     cache_dir: str | None = None
+    sparsity: SparsityOptions | None = None
 
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
@@ -63,10 +69,18 @@ class HybridExperts(Operator):
     options_type = HybridExpertsOptions
     summary = "routed experts on the CPU by the C++ kernel, in the stored or a quantised weight type"
 
-    def __init__(self, layout: ExpertsLayout, options: HybridExpertsOptions, runtime: Runtime, draft: DraftSwitch) -> None:
+    def __init__(
+        self,
+        layout: ExpertsLayout,
+        options: HybridExpertsOptions,
+        runtime: Runtime,
+        draft: DraftSwitch,
+        sparsity: LayerSparsity | None = None,
+    ) -> None:
         super().__init__()
         self.layout = layout
         self.options = options
+        self.sparsity = sparsity
         self.num_experts = layout.num_experts
         self._runtime = runtime
         self._draft = draft
@@ -80,7 +94,7 @@ class HybridExperts(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
-        expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype))
+        expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype), sparse=options.sparsity is not None)
         # Pages of a mapped file can be dropped and read again: they are no demand on memory.
         device = "cpu" if options.cache_dir is None else "disk"
         return Footprint({device: layout.num_experts * expert_bytes})
@@ -90,7 +104,8 @@ class HybridExperts(Operator):
         runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
         draft = context.shared(DraftSwitch, DraftSwitch)
         draft.join()
-        return cls(read_layout(module), options, runtime, draft)
+        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity) if options.sparsity is not None else None
+        return cls(read_layout(module), options, runtime, draft, sparsity)
 
     @property
     def weight_type(self) -> str | None:
@@ -99,7 +114,11 @@ class HybridExperts(Operator):
 
     def placement(self) -> str:
         runtime = self._runtime
-        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)})"
+        skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
+        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){skipping}"
+
+    def statistics(self) -> Mapping[str, object]:
+        return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         weight_type = _weight_type(self.options, source.dtype)
@@ -107,10 +126,11 @@ class HybridExperts(Operator):
         if self.options.cache_dir is not None and fingerprint is None:
             warnings.warn("cache_dir is not used: it keeps experts of checkpoints, and this model is in memory already", stacklevel=2)
         if self.options.cache_dir is None or fingerprint is None:
-            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type)
+            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=self.sparsity is not None)
             self._pack(packed, source, advance)
         else:
-            cache, key = PackedCache(self.options.cache_dir), key_for(fingerprint, self.layout, weight_type)
+            cache = PackedCache(self.options.cache_dir)
+            key = key_for(fingerprint, self.layout, weight_type, sparse=self.sparsity is not None)
             found = cache.open(key, self.layout)
             if found is not None:
                 advance(self._source_bytes(source))
@@ -155,13 +175,9 @@ class HybridExperts(Operator):
         top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
         routed = torch.empty_like(tokens)
-        self._runtime.forward(
-            self._packed,
-            as_array(tokens),
-            top_k_index.to("cpu", torch.int64).contiguous().numpy(),
-            top_k_weights.detach().to("cpu", torch.float32).contiguous().numpy(),
-            as_array(routed),
-        )
+        index = top_k_index.to("cpu", torch.int64).contiguous()
+        weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        forward_packed(self._runtime, self._packed, tokens, index, weights, routed, self.sparsity)
         return routed.to(hidden_states.device, hidden_states.dtype)
 
     def extra_repr(self) -> str:

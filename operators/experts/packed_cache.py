@@ -42,6 +42,7 @@ class CacheKey:
     fingerprint: str  # of the source's stored weights, the module's name included
     weight_type: str
     layout: str
+    sparse: bool = False
     layout_version: int = LAYOUT_VERSION
 
     @property
@@ -49,9 +50,13 @@ class CacheKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str) -> CacheKey:
-    """The key of one layer; `fingerprint` comes from its `WeightSource`."""
-    return CacheKey(fingerprint, weight_type, repr(layout))
+def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False) -> CacheKey:
+    """The key of one layer; `fingerprint` comes from its `WeightSource`, `sparse` is that of `PackedExperts`."""
+    return CacheKey(fingerprint, weight_type, repr(layout), sparse)
+
+
+def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
+    return layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type, sparse=key.sparse)
 
 
 class PackedCache:
@@ -90,11 +95,10 @@ class PackedCache:
         path = self.path(key)
         # A name of its own: threads share a process id, and so do containers that share a folder.
         scratch = path.with_suffix(f".{uuid4().hex}.part")
-        size = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as file:
-                _reserve(file.fileno(), HEADER_BYTES + size)
+                _reserve(file.fileno(), HEADER_BYTES + _packed_bytes(key, layout))
             packed = _map(scratch, key, layout, mode="r+")
             fill(packed)
             _write_header(scratch, key, _checksums(packed))
@@ -122,11 +126,11 @@ class _DamagedError(Exception):
 
 
 def _map(path: Path, key: CacheKey, layout: ExpertsLayout, *, mode: Any) -> PackedExperts:
-    size = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type)
+    size = _packed_bytes(key, layout)
     if path.stat().st_size != HEADER_BYTES + size:
         raise _DamagedError(f"it has {path.stat().st_size} bytes, not {HEADER_BYTES + size}")
     buffer = np.memmap(path, dtype=np.uint8, mode=mode, offset=HEADER_BYTES, shape=(size,))
-    return PackedExperts(layout.shape, layout.gate, key.weight_type, np.asarray(buffer))
+    return PackedExperts(layout.shape, layout.gate, key.weight_type, np.asarray(buffer), sparse=key.sparse)
 
 
 def _checksums(packed: PackedExperts) -> list[int]:

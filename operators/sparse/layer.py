@@ -1,0 +1,171 @@
+"""What one layer leaves out while a model runs, and whether that is still what was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moegraft.operators.base import Operator
+from moegraft.operators.sparse.options import SparsityOptions
+
+logger = logging.getLogger(__name__)
+WINDOW_TOKENS = 1024  # between two looks: the shares of fewer scatter from passage to passage of one text
+DRIFT = 0.02
+
+# Called with top_k_index (T, K) and act(gate) (T, K, I) float32; rows of padded slots hold anything.
+Observer = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class LayerSparsity:
+    """The threshold of one layer of experts, which its operator reads in every forward pass, and the count of what reached it.
+
+    Attributes:
+        threshold: of `|act(gate)|`; 0 computes every neuron.
+        counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it.
+        observer: while it is set, the operator shows it every activation.
+    """
+
+    def __init__(self, options: SparsityOptions, group: SparsityGroup) -> None:
+        self.options = options
+        self.threshold = 0.0
+        self.counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        self.observer: Observer | None = None
+        self._group = group
+        self._unseen_tokens = 0  # since the group looked last
+
+    @property
+    def routed_target(self) -> float:
+        """The share of routed neurons that is to be left out; 0 before the threshold is set."""
+        return self._group.routed_target
+
+    @property
+    def achieved(self) -> float | None:
+        """The share of routed neurons left out so far; None before the first token."""
+        return achieved(self.counts)
+
+    def set_threshold(self, threshold: float, routed_target: float, counts: NDArray[np.int64] | int = 0) -> None:
+        """Takes the threshold for a target; what was counted before gives way to `counts`."""
+        self.threshold = threshold
+        self.counts[:] = counts
+        self._group.routed_target = routed_target
+        self._group.restart()
+
+    def begin(self, tokens: int) -> None:
+        """To be called before each forward pass, over `tokens` tokens; the other layers have had those before by then."""
+        if self.routed_target and self._unseen_tokens >= WINDOW_TOKENS:
+            self._group.look()
+        self._unseen_tokens += tokens
+
+    def seen(self) -> None:
+        self._unseen_tokens = 0
+
+    def describe(self) -> str:
+        """What it is to leave out, for people."""
+        if not self.options.target:
+            return "every neuron in a layout that can leave some out"
+        return f"without the {100 * self.options.target:g} % of {self.options.counts} neurons that matter least"
+
+    def statistics(self) -> Mapping[str, object]:
+        """What it leaves out, by name, for programs that show it."""
+        return {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
+
+
+@dataclass(eq=False, slots=True)
+class SparsityGroup:
+    """The layers of one model that have one target together."""
+
+    options: SparsityOptions
+    layers: list[LayerSparsity] = field(default_factory=list)
+    routed_target: float = 0.0
+    _before: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    _warned: bool = False
+
+    def counts(self) -> NDArray[np.int64]:
+        """Of all layers together."""
+        return total_counts(self.layers)
+
+    def restart(self) -> None:
+        """Forgets what was seen up to now."""
+        self._before = self.counts()
+        for layer in self.layers:
+            layer.seen()
+
+    def look(self) -> None:
+        """Says once when what was left out since the last look is off the target."""
+        share = achieved(self.counts() - self._before)
+        self.restart()
+        if share is None or self._warned or abs(share - self.routed_target) <= DRIFT:
+            return
+        self._warned = True
+        logger.warning(
+            "sparsity: %.1f %% of the routed neurons are left out, where the target is %.1f %%: this text is not like the one that the "
+            "thresholds are from; moegraft calibrate --text FILE makes them from your own",
+            100 * share,
+            100 * self.routed_target,
+        )
+
+
+class SparseLayers:
+    """All layers of one model that leave neurons out, by target (`context.shared(SparseLayers, SparseLayers)`)."""
+
+    def __init__(self) -> None:
+        self._groups: dict[SparsityOptions, SparsityGroup] = {}
+
+    def join(self, options: SparsityOptions) -> LayerSparsity:
+        """The state of one more layer."""
+        group = self._groups.setdefault(options, SparsityGroup(options))
+        layer = LayerSparsity(options, group)
+        group.layers.append(layer)
+        return layer
+
+    def statistics(self) -> list[Mapping[str, object]]:
+        """What the layers of each target left out together, for programs that show it."""
+        return [
+            {
+                "target": group.options.target,
+                "counts": group.options.counts,
+                "layers": len(group.layers),
+                "routed_target": group.routed_target,
+                "routed_sparsity": achieved(group.counts()),
+            }
+            for group in self._groups.values()
+        ]
+
+
+def total_counts(layers: Iterable[LayerSparsity]) -> NDArray[np.int64]:
+    """(2,): active neurons, and all, of several layers."""
+    total = np.zeros(2, np.int64)
+    for layer in layers:
+        total += layer.counts
+    return total
+
+
+def achieved(counts: NDArray[np.int64]) -> float | None:
+    """The share of neurons that were left out, of (active, all)."""
+    active, neurons = counts.tolist()
+    return 1 - active / neurons if neurons else None
+
+
+def sparsity_of(operator: Operator) -> LayerSparsity | None:
+    """What an operator leaves out; None where it leaves nothing out, or cannot."""
+    found = getattr(operator, "sparsity", None)
+    return found if isinstance(found, LayerSparsity) else None
+
+
+@contextmanager
+def whole(layers: Iterable[LayerSparsity]) -> Iterator[None]:
+    """While it lasts, no neuron is left out unless `threshold` is set anew, and no drift is looked for."""
+    before = [(layer, layer.threshold, layer.routed_target, layer.counts.copy()) for layer in layers]
+    for layer, *_ in before:
+        layer.set_threshold(0.0, 0.0)
+    try:
+        yield
+    finally:
+        for layer, threshold, target, counts in before:
+            layer.set_threshold(threshold, target, counts)

@@ -1,0 +1,197 @@
+"""The thresholds file: what `|act(gate)|` a share of a layer's neurons stays below, with what that was measured on.
+
+JSON, so that people can read it and a checkpoint can carry it. It belongs to one model's weights and is refused for any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moegraft.operators.errors import ThresholdsError
+from moegraft.operators.sparse.options import Counts, Mode
+from moegraft.operators.weights import WeightSource
+
+FORMAT = "moegraft-thresholds/1"
+CRITERION = "abs_act_gate"
+FILE_NAME = "moegraft_thresholds.json"  # in a model's own folder
+# Shares of neurons at which thresholds are kept; one in between is interpolated.
+GRID = (*(step / 100 for step in range(100)), 0.995, 0.999)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerThresholds:
+    """One layer of experts.
+
+    Attributes:
+        shared_intermediate: neurons of the shared experts beside it, 0 where there are none.
+        weights: what `weights_hash` gave.
+        quantiles: the threshold at each share of the grid.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    shared_intermediate: int
+    weights: str
+    quantiles: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What a target did on text that thresholds were not made from.
+
+    Attributes:
+        achieved: share of neurons left out, counted as the target is.
+        agreement: share of positions with the same likeliest next token as without sparsity.
+    """
+
+    target: float
+    counts: Counts
+    mode: Mode
+    achieved: float
+    dense_perplexity: float
+    perplexity: float
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """A thresholds file.
+
+    Attributes:
+        model, model_type: as the user and the config name them.
+        text_sha256, tokens, held_out_tokens: the text, the tokens of it that made the thresholds, and those that judged them.
+        top_k: experts a token.
+        layers: by the path of the experts module.
+        all_layers: the quantiles of all layers together, for mode `global`.
+    """
+
+    model: str
+    model_type: str
+    text_sha256: str
+    tokens: int
+    held_out_tokens: int
+    top_k: int
+    layers: Mapping[str, LayerThresholds]
+    all_layers: tuple[float, ...]
+    held_out: tuple[HeldOut, ...] = ()
+    grid: tuple[float, ...] = GRID
+
+    def threshold(self, module: str, routed_target: float, mode: Mode) -> float:
+        """The `|act(gate)|` below which a neuron of `module` is left out; 0 for a target of 0.
+
+        Raises:
+            ValueError: the target is above the last of the grid.
+        """
+        if routed_target == 0:
+            return 0.0
+        if routed_target > self.grid[-1]:
+            raise ValueError(f"a share of {routed_target:.4g} of the routed neurons is above the file's last, {self.grid[-1]:g}")
+        quantiles = self.layers[module].quantiles if mode == "layer" else self.all_layers
+        return interpolated(self.grid, quantiles, routed_target)
+
+
+def interpolated(grid: Sequence[float], quantiles: Sequence[float], share: float) -> float:
+    """A threshold between two of the grid, by their logarithms: activations spread over orders of magnitude."""
+    return float(np.exp2(np.interp(share, grid, np.log2(quantiles))))
+
+
+def weights_hash(source: WeightSource, num_experts: int) -> str:
+    """What identifies a layer's weights on any machine: a hash of nine rows of three experts' first matrix, by value in float32."""
+    digest = hashlib.sha256()
+    part = source.parts()[0]  # the gate, or up where there is none
+    for expert in sorted({0, num_experts // 2, num_experts - 1}):
+        piece = source.read(part, expert)
+        rows = piece[[0, len(piece) // 2, len(piece) - 1]]
+        digest.update(rows.detach().float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:32]
+
+
+def write_thresholds(thresholds: Thresholds, path: Path) -> None:
+    """Replaces the file in one step, so that a reader never finds half of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    body = {"format": FORMAT, "criterion": CRITERION, **asdict(thresholds)}
+    text = json.dumps(_rounded(body), indent=1, allow_nan=False)
+    # One line a list of numbers: the quantiles of 48 layers are 5,000 of them.
+    text = re.sub(r"\[[-+.,\s\de]+\]", lambda found: " ".join(found[0].split()), text)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        scratch.write_text(text + "\n", encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to six digits, which is finer than the histogram behind them."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read_thresholds(path: Path) -> Thresholds:
+    """
+    Raises:
+        ThresholdsError: there is no such file, or it is no thresholds file of this version, or is damaged.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ThresholdsError(f"{path}: no such file; write it with: moegraft calibrate --out {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise ThresholdsError(f"{path}: no thresholds file can be read here ({error}); make it anew with moegraft calibrate") from error
+    if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
+        raise ThresholdsError(f"{path}: not a thresholds file of format {FORMAT}; make it anew with moegraft calibrate")
+    criterion = body.pop("criterion", None)
+    if criterion != CRITERION:
+        raise ThresholdsError(f"{path}: its thresholds are of {criterion!r}, and operators compare {CRITERION}")
+    try:
+        return _parsed(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ThresholdsError(f"{path}: damaged ({error}); make it anew with moegraft calibrate") from error
+
+
+def _parsed(body: dict[str, Any]) -> Thresholds:
+    layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
+    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(HeldOut(**row) for row in body["held_out"])}
+    found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
+    _check_numbers("grid", found.grid, len(found.grid), least=0.0)
+    _check_numbers("all_layers", found.all_layers, len(found.grid))
+    for name, layer in layers.items():
+        _check_numbers(f"quantiles of {name}", layer.quantiles, len(found.grid))
+        for field in fields(layer):
+            value = getattr(layer, field.name)
+            if field.name not in ("weights", "quantiles") and not (isinstance(value, int) and value >= 0):
+                raise ValueError(f"{field.name} of {name} is {value!r}")
+    if not (isinstance(found.top_k, int) and found.top_k > 0):
+        raise ValueError(f"top_k is {found.top_k!r}")
+    return found
+
+
+def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:
+    """
+    Raises:
+        ValueError: not `count` finite numbers that rise from `least` or more.
+    """
+    if len(values) != count or not count:
+        raise ValueError(f"{name} has {len(values)} numbers where the grid has {count}")
+    if not all(isinstance(value, int | float) and least <= value < math.inf for value in values):
+        raise ValueError(f"{name} has something that is no number{' above 0' if least else ' from 0 on'}")
+    if any(left > right for left, right in pairwise(values)):
+        raise ValueError(f"{name} does not rise")
