@@ -14,6 +14,7 @@ from moegraft.injection.plan import Plan
 from moegraft.operators.base import BuildContext, ModelOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.sparse.layer import SparseLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class Injection:
         """The operator of kind `model`, which replaces nothing and answers `generate`."""
         found = self.operators.get("")
         return found if isinstance(found, ModelOperator) else None
+
+    def statistics(self) -> dict[str, object]:
+        """What operators did so far: `modules` by path, and `sparsity`, what was left out, for each target that rules give."""
+        modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
+        return {"modules": modules, "sparsity": self.context.shared(SparseLayers, SparseLayers).statistics()}
 
     def placement(self) -> list[str]:
         """What runs where, a line for each group of equal operators."""

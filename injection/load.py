@@ -17,7 +17,8 @@ from moegraft.injection.live import live_source, refuse_meta
 from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.progress import byte_bar
-from moegraft.injection.rulefile import default_rules, read_rules
+from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
+from moegraft.injection.sparsity.setup import prepare_sparsity
 from moegraft.injection.stream import Stream, stored_dtype
 from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
@@ -26,6 +27,7 @@ from moegraft.operators.registry import OperatorRegistry, load_registry
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
+Rules = str | os.PathLike[str] | RuleFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class _Request:
     threads: int
     device_map: str | dict[str, Any] | None
     attn_implementation: str | None
+    trust_remote_code: bool
     registry: OperatorRegistry
 
 
@@ -47,7 +50,7 @@ def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[True], 
 def optimize_and_load(model: Any, rules: Any = None, *, dry_run: Literal[False] = False, **options: Any) -> PreTrainedModel: ...
 def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what decides the type of the result
     model: str | os.PathLike[str] | PreTrainedModel,
-    rules: str | os.PathLike[str] | None = None,
+    rules: Rules | None = None,
     *,
     dtype: torch.dtype | str | None = None,
     vars: Mapping[str, object] | None = None,
@@ -65,7 +68,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     Args:
         model: a hub id or folder; a model on meta, whose weights are at `checkpoint` or its `name_or_path`; or a loaded model,
             which is changed in place: each replaced module is freed as its operator takes over.
-        rules: a rule file, or the name of a shipped one; by default the one for the model's type, else `cpu`.
+        rules: a rule file, the name of a shipped one, or what `read_rules` made of one; by default the one for the model's type, else
+            `cpu`.
         dtype: of what is not replaced, and of activations; by default the config's, else the checkpoint's.
         vars: values for the rule file's `${...}`, over its own.
         progress: a bar in bytes on stderr.
@@ -80,8 +84,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
     Raises:
         RuleFileError: every mistake of the rules, with line and column.
-        CheckpointError, UnsupportedModelError, NotEnoughMemoryError: before any weight is read where that can be known, and
-            never with a half-built model left behind.
+        CheckpointError, UnsupportedModelError, ThresholdsError, NotEnoughMemoryError: before any weight is read where that can be
+            known, and never with a half-built model left behind.
     """
     request = _Request(
         dtype=_torch_dtype(dtype),
@@ -90,6 +94,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         threads=threads,
         device_map=device_map,
         attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
         registry=registry or load_registry(),
     )
     if isinstance(model, str | os.PathLike):
@@ -137,12 +142,14 @@ def _refuse_load_options(model: PreTrainedModel, request: _Request, checkpoint: 
         )
 
 
-def _plan_for(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dtype: torch.dtype) -> Plan:
+def _plan_for(model: PreTrainedModel, rules: Rules | None, request: _Request, dtype: torch.dtype) -> Plan:
     model_type = model.config.model_type
     if rules is None:
         rules = default_rules(model_type)
         logger.info("no rules given: the shipped file '%s' is used for model type '%s'", rules, model_type)
-    rule_file = read_rules(rules, vars=request.vars, registry=request.registry)
+    if isinstance(rules, RuleFile) and request.vars:
+        raise UnsupportedModelError("vars: these rules have been read with theirs; give them to read_rules")
+    rule_file = rules if isinstance(rules, RuleFile) else read_rules(rules, vars=request.vars, registry=request.registry)
     the_plan = plan(model, rule_file, registry=request.registry, dtype=dtype, model_type=model_type)
     for notice in the_plan.notices:
         logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
@@ -153,12 +160,12 @@ def _rest_dtype(source: ModelSource, request: _Request, stored: torch.dtype) -> 
     return request.dtype or _torch_dtype(source.config.dtype) or stored
 
 
-def _plan_only(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> Plan:
+def _plan_only(source: ModelSource, rules: Rules | None, request: _Request) -> Plan:
     stored = stored_dtype(source)
     return _plan_for(meta_skeleton(source, _rest_dtype(source, request, stored)), rules, request, stored)
 
 
-def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _Request) -> PreTrainedModel:
+def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTrainedModel:
     refuse_quantised(source.folder, source.config)
     stored = stored_dtype(source)
     dtype = _rest_dtype(source, request, stored)
@@ -166,9 +173,11 @@ def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _R
     the_plan = _plan_for(skeleton, rules, request, stored)
     machine = probe_machine()
     check_memory(the_plan, machine, on_cpu=request.device_map in (None, "cpu"))
+    sparsity = prepare_sparsity(the_plan, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
     stream = Stream(source, skeleton, replacing(operators))
+    sparsity.check_weights(stream.source)
     with byte_bar(stream.total_bytes, enabled=request.progress) as advance:
         model = stream.load_rest(
             injected_class(source.model_class, replacing(operators)),
@@ -179,6 +188,7 @@ def _load(source: ModelSource, rules: str | os.PathLike[str] | None, request: _R
         )
         model = injected(model, source.model_class, Injection(the_plan, operators, context))
         stream.load_operators(advance)
+    sparsity.apply(model)
     return model
 
 
@@ -203,7 +213,7 @@ def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> No
         )
 
 
-def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, request: _Request, dry_run: bool) -> PreTrainedModel | Plan:
+def _graft_loaded(model: PreTrainedModel, rules: Rules | None, request: _Request, dry_run: bool) -> PreTrainedModel | Plan:
     if isinstance(getattr(model, "moegraft", None), Injection):
         raise UnsupportedModelError(f"this {type(model).__name__} has been injected already; load it anew to apply other rules")
     the_plan = _plan_for(model, rules, request, model.dtype)
@@ -212,6 +222,9 @@ def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, 
     for swap in the_plan.swaps:
         if swap.module:
             refuse_meta(swap.module, model.get_submodule(swap.module))
+    named = Path(model.config.name_or_path or os.devnull)
+    sparsity = prepare_sparsity(the_plan, model, named if named.is_dir() else None, trust_remote_code=request.trust_remote_code)
+    sparsity.check_weights(lambda path: live_source(path, model.get_submodule(path)))
     context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
     operators = build_operators(model, the_plan, request.registry, context)
     total_bytes = sum(p.nbytes for path in replacing(operators) for p in model.get_submodule(path).parameters())
@@ -228,4 +241,6 @@ def _graft_loaded(model: PreTrainedModel, rules: str | os.PathLike[str] | None, 
         if placed:
             injected(model, type(model), Injection(the_plan, placed, context))
         raise
-    return injected(model, type(model), Injection(the_plan, operators, context))
+    model = injected(model, type(model), Injection(the_plan, operators, context))
+    sparsity.apply(model)
+    return model

@@ -11,6 +11,7 @@ from torch import nn
 from moegraft.injection.planning.assignment import Assignment, assign
 from moegraft.injection.planning.checks import check_operators, check_requires, check_taken
 from moegraft.injection.planning.modules import ModelModules
+from moegraft.injection.planning.sparsity import check_sparsity
 from moegraft.injection.planning.table import human_bytes, swap_lines, total_bytes
 from moegraft.injection.rulefile import Diagnostic, Rule, RuleFile
 from moegraft.injection.rulefile.diagnostics import Findings
@@ -84,6 +85,7 @@ def plan(model: nn.Module, rules: RuleFile, *, registry: OperatorRegistry, dtype
     assignment = assign(rules.rules, modules)
     check_taken(rules.rules, assignment, modules, findings)
     check_operators(rules.rules, assignment, modules, registry, findings)
+    check_sparsity(rules.rules, assignment, model, findings)
     findings.raise_errors()
     swaps = _swaps(rules.rules, assignment, modules, registry, dtype)
     replaced_bytes, rest_bytes = _bytes(model, [swap.module for swap in swaps if swap.module])

@@ -1,4 +1,4 @@
-"""One progress bar in bytes for a whole load."""
+"""Progress bars: one in bytes for a whole load, one in tokens for a pass over a text."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def byte_bar(total_bytes: int, *, enabled: bool) -> Iterator[Callable[[int], Non
     finally:
         if shown_before:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def token_bar(total_tokens: int, text: str, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(tokens)`; the bar goes to stderr."""
+    with tqdm(total=total_tokens, unit=" tokens", unit_scale=True, desc=text, disable=not enabled) as bar:
+        yield lambda tokens: bar.update(tokens) and None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class Stream:
         self._operators = operators
         checkpoint = open_checkpoint(source.folder)
         keymap = map_keys(skeleton, checkpoint.tensors)
-        self._sources = {path: _source(path, operator, keymap, checkpoint, skeleton) for path, operator in operators.items()}
+        self._make_source = partial(_source, keymap=keymap, checkpoint=checkpoint, skeleton=skeleton)
+        self._sources = {path: self._make_source(path, operator) for path, operator in operators.items()}
         taken = _taken(keymap, operators)
         self._rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in taken}
         read = {key for target in keymap.targets.values() for key in target.all_keys}
@@ -61,6 +63,10 @@ class Stream:
         _refuse_missing(source, keymap, operators)
         _check_unread(source, keymap, operators)
         _check_rest(skeleton, keymap, checkpoint.tensors, taken)
+
+    def source(self, path: str) -> WeightSource:
+        """The weights that the operator at `path` will take, for a look at them before."""
+        return self._make_source(path, self._operators[path])
 
     def load_rest(self, model_class: type[PreTrainedModel], advance: Callable[[int], None], **options: Any) -> PreTrainedModel:
         """Everything but the operators' weights, by transformers' own loader."""

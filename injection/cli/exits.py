@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from moegraft.injection.rulefile import RuleErrors
-from moegraft.operators.errors import MoegraftError, RuleFileError
+from moegraft.operators.errors import MoegraftError, RuleFileError, error_sentence
 
 FINDINGS = 1  # the answer is no: wrong rules, a model that does not fit, a failed verification
 USER_ERROR = 2
@@ -50,15 +50,6 @@ def error_message(error: Exception, program: str) -> str:
     if isinstance(error, RuleFileError):
         return str(error)
     return f"{program}: error: {error_sentence(error)}"
-
-
-def error_sentence(error: Exception) -> str:
-    """The error without the errno and the advice pages that libraries add."""
-    if isinstance(error, MoegraftError):
-        return str(error)
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _discard_output() -> None:

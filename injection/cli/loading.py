@@ -6,22 +6,21 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.exits import error_sentence
 from moegraft.injection.cli.model_options import ModelOptions
 from moegraft.injection.cli.terminal import Terminal
 from moegraft.injection.demo import demo_path
 from moegraft.injection.graft import Injection
 from moegraft.injection.model_source import find_model
 from moegraft.injection.plan import Plan
-from moegraft.operators.errors import CheckpointError
+from moegraft.injection.rulefile import RuleFile
+from moegraft.injection.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ def plan_only(options: ModelOptions) -> Plan:
     return optimize_and_load(model_of(options), options.rules, dry_run=True, **_load_arguments(options))
 
 
-def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
-    """Loads model and tokenizer.
+def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
+    """Loads model and tokenizer; `rules` stand for those that the options name.
 
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
@@ -61,7 +60,8 @@ def load_model(options: ModelOptions, terminal: Terminal) -> LoadedModel:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options)  # first, so that what is wrong with it is said before weights are read
     progress = terminal.notices.is_terminal and not terminal.quiet
-    model = optimize_and_load(model_of(options), options.rules, progress=progress, **_load_arguments(options))
+    arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
+    model = optimize_and_load(model_of(options), rules or options.rules, progress=progress, **arguments)
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load leaves what it did on the model"
     return LoadedModel(options.model or "the bundled model", model, tokenizer, injection.placement)
@@ -73,19 +73,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
         CheckpointError, UnsupportedModelError: no such model, or no tokenizer beside it.
     """
     folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code).folder
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        # What transformers and tokenizers raise for a missing or damaged file varies by file.
-        raise _no_tokenizer(folder, error_sentence(error).rstrip(" :")) from error
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
-        # For some model types transformers makes up a tokenizer without a single word when the files are missing.
-        raise _no_tokenizer(folder, "it has no words")
-    return tokenizer
-
-
-def _no_tokenizer(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{folder}: no tokenizer can be read from tokenizer.json or what else this model type has ({reason})")
+    return read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
 
 
 def model_of(options: ModelOptions) -> str:

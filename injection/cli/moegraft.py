@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moegraft.injection.cli.commands.calibrate import calibrate
 from moegraft.injection.cli.commands.check import check
 from moegraft.injection.cli.commands.diff import diff
 from moegraft.injection.cli.commands.doctor import doctor
@@ -53,6 +54,7 @@ app.command(epilog="Example: moegraft diff rules.yaml cpu --model Qwen/Qwen3-30B
 app.command(epilog="Example: moegraft init --model Qwen/Qwen3-30B-A3B --goal quality --ram 64GiB")(init)
 app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
+app.command(epilog="Example: moegraft calibrate --model Qwen/Qwen3-30B-A3B --text mine.txt --out thresholds.json")(calibrate)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)
 

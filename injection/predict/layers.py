@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from moegraft.injection.outline import Outline
 from moegraft.injection.plan import Plan, Swap
-from moegraft.operators.errors import UnsupportedModelError
+from moegraft.injection.routing import experts_per_token
+from moegraft.injection.sparsity.targets import experts_layer, sparsity_options
 from moegraft.operators.structure import kinds
 
-TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts")
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
 
 
@@ -28,6 +27,7 @@ class Work:
         nbytes: of all weights.
         weight_count: of all weights.
         share: of them, that one token needs: K / E of experts.
+        left_out: share of neurons whose up and down a token does not need.
     """
 
     kind: str
@@ -35,24 +35,13 @@ class Work:
     nbytes: int
     weight_count: int
     share: float
+    left_out: float = 0.0
 
 
 def weight_type(swap: Swap, stored: torch.dtype) -> str | None:
     """The type that a swap packs its weights to; None for an operator that has no such option."""
     name = getattr(swap.options, "weights", None)
     return NAMES.get(stored) if name == "stored" else name
-
-
-def experts_per_token(config: PretrainedConfig) -> int:
-    """
-    Raises:
-        UnsupportedModelError: the config does not say.
-    """
-    text = config.get_text_config()
-    found = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
-    if found is None:
-        raise UnsupportedModelError(f"the config of {config.model_type} does not say how many experts a token has")
-    return found
 
 
 def work_of(outline: Outline, plan: Plan) -> list[Work]:
@@ -88,7 +77,11 @@ def _replaced(swap: Swap, module: nn.Module, outline: Outline) -> Work:
     weights = weight_type(swap, outline.stored) or "unknown"
     is_experts = "experts" in kinds(swap.module, module, outline.skeleton)
     size = swap.footprint.total_bytes
-    return Work("experts" if is_experts else "linear", weights, size, count, _share(module, outline) if is_experts else 1.0)
+    if not is_experts:
+        return Work("linear", weights, size, count, 1.0)
+    sparsity = sparsity_options(swap.options)
+    left_out = experts_layer(swap.module, outline.skeleton).routed_target(sparsity) if sparsity is not None else 0.0
+    return Work("experts", weights, size, count, _share(module, outline), left_out)
 
 
 def _share(module: nn.Module, outline: Outline) -> float:
@@ -98,8 +91,8 @@ def _share(module: nn.Module, outline: Outline) -> float:
 
 
 def _summed(works: list[Work]) -> Iterator[Work]:
-    groups: dict[tuple[str, str, float], list[Work]] = {}
+    groups: dict[tuple[str, str, float, float], list[Work]] = {}
     for work in works:
-        groups.setdefault((work.kind, work.weights, work.share), []).append(work)
-    for (kind, weights, share), group in groups.items():
-        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share)
+        groups.setdefault((work.kind, work.weights, work.share, work.left_out), []).append(work)
+    for (kind, weights, share, left_out), group in groups.items():
+        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share, left_out)

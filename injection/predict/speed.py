@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ def _seconds(work: Work, measured: Measurements, tokens: int) -> float:
     assert rate is not None, "predict looks for all rates first"
     # Tokens choose experts independently: the expected part of them that at least one token needs.
     touched = 1 - (1 - work.share) ** tokens
-    reading_s = work.nbytes * touched / (rate.decode_gbps * 1e9)
+    # Nor do tokens share their neurons: the expected part of a touched expert, whose gate is always read, that one of its tokens needs.
+    of_expert = (3 - 2 * math.pow(work.left_out, tokens * work.share / touched)) / 3
+    reading_s = work.nbytes * touched * of_expert / (rate.decode_gbps * 1e9)
     arithmetic_s = 2 * work.weight_count * work.share * tokens / (rate.prefill_gflops * 1e9)
     return max(reading_s, arithmetic_s)

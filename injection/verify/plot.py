@@ -8,18 +8,21 @@ from moegraft.injection.rulefile.layers import layer_of
 from moegraft.injection.verify.run import Verification
 from moegraft.operators.errors import UnsupportedModelError
 
-MISSING = "--plot draws with matplotlib, which is not installed; install it with: pip install 'moegraft[bench]'"
+MISSING = "%s draws with matplotlib, which is not installed; install it with: pip install 'moegraft[bench]'"
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(option: str) -> None:
     """
+    Args:
+        option: what would draw, for the message.
+
     Raises:
         UnsupportedModelError: matplotlib is not installed.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UnsupportedModelError(MISSING) from error
+        raise UnsupportedModelError(MISSING % option) from error
 
 
 def plot(found: Verification, path: Path) -> None:

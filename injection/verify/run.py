@@ -11,6 +11,7 @@ from moegraft.injection.model_source import ModelSource
 from moegraft.injection.verify.layers import LayerError, injection_of, stock_in_place
 from moegraft.injection.verify.logits import LogitsError, compare_logits
 from moegraft.injection.verify.stock import StockModules
+from moegraft.operators.sparse.layer import achieved, sparsity_of, total_counts, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,15 @@ class Verification:
     Attributes:
         layers: in the order of the model.
         unreached: injected modules that text does not pass, such as those of a vision tower.
+        left_out: share of routed neurons that the injected logits are without; None where rules ask for no sparsity. Layers are
+            compared with every neuron.
     """
 
     tokens: int
     layers: tuple[LayerError, ...]
     unreached: tuple[str, ...]
     logits: LogitsError
+    left_out: float | None = None
 
     @property
     def first_bad(self) -> LayerError | None:
@@ -49,9 +53,11 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     """
     stock = StockModules(source)
     layers: list[LayerError] = []
+    sparse = [found for operator in injection_of(model).operators.values() if (found := sparsity_of(operator)) is not None]
     with torch.no_grad():
-        with stock_in_place(model, stock, layers):
+        with whole(sparse), stock_in_place(model, stock, layers):
             stock_logits = _logits(model, ids)
+        before = total_counts(sparse)
         injected_logits = _logits(model, ids)
     wanted = [swap.module for swap in injection_of(model).plan.swaps if swap.module]
     by_path = {layer.module: layer for layer in layers}
@@ -60,6 +66,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         layers=tuple(by_path[path] for path in wanted if path in by_path),
         unreached=tuple(path for path in wanted if path not in by_path),
         logits=compare_logits(stock_logits, injected_logits, ids),
+        left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
     )
 
 

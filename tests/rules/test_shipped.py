@@ -86,8 +86,9 @@ def test_a_family_file_plans_its_model_and_refuses_another(name: str) -> None:
 
 def blocks(language: str) -> list[str]:
     """The guide's blocks of a language, as they would be saved."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(body) for _, body in found]
+    # All blocks are found first: the end of one in another language would pass for the start of one without.
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(body) for name, body in found if name == language]
 
 
 @pytest.mark.parametrize("index", range(len(blocks("yaml"))))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegraft.injection.cli.exits import error_sentence
+from moegraft.operators.errors import error_sentence
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.chat.session import Chat

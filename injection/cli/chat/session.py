@@ -7,10 +7,9 @@ from moegraft.injection.cli.chat.answer_stats import AnswerStats, ChatStats
 from moegraft.injection.cli.chat.commands import run_command
 from moegraft.injection.cli.chat.conversation import Conversation
 from moegraft.injection.cli.chat.reader import prepare_editing, read_typed
-from moegraft.injection.cli.exits import error_sentence
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.terminal import Terminal
-from moegraft.operators.errors import MoegraftError
+from moegraft.operators.errors import MoegraftError, error_sentence
 
 
 class Chat:

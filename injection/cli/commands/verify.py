@@ -50,7 +50,7 @@ def verify(
     from moegraft.injection.verify.run import verify as compare
 
     if plot is not None:
-        require_matplotlib()  # before minutes of loading
+        require_matplotlib("--plot")  # before minutes of loading
     terminal = open_terminal()
     loaded = load_model(options, terminal)
     ids = _ids(loaded, content, str(text), tokens)
@@ -94,10 +94,17 @@ def _write(found: Verification, terminal: Terminal) -> None:
     lines += [
         f"logits over {logits.positions} positions: KL(stock || injected) {logits.kl_nats:.3g} nats, "
         f"the same likeliest token at {100 * logits.top1_agreement:.1f} %",
+        *_sparsity_line(found),
         f"perplexity: stock {logits.stock_perplexity:.4g}, injected {logits.injected_perplexity:.4g}",
         verdict(found),
     ]
     terminal.write("\n".join(lines) + "\n")
+
+
+def _sparsity_line(found: Verification) -> list[str]:
+    if found.left_out is None:
+        return []
+    return [f"layers were compared with every neuron; the injected logits leave out {100 * found.left_out:.1f} % of the routed ones"]
 
 
 def _row(layer: LayerError) -> tuple[str, ...]:
@@ -135,4 +142,5 @@ def _as_json(found: Verification) -> Json:
         "layers": [{**asdict(layer), "ok": layer.ok} for layer in found.layers],
         "unreached": found.unreached,
         "logits": asdict(found.logits),
+        "left_out": found.left_out,
     }

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from byte_tokenizer import byte_tokenizer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner, Result
 
 from moegraft.injection.cli.moegraft import app
@@ -80,14 +80,6 @@ def tiny_config(**changes: object) -> Qwen3MoeConfig:
         "dtype": torch.float32,
     }
     return Qwen3MoeConfig(**sizes | changes)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    letters = {letter: number for number, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 @pytest.fixture(scope="session")

@@ -180,3 +180,32 @@ def test_a_size_that_is_none(run: Run) -> None:
         with pytest.raises(OptionsError, match="give a size such as 24GiB"):
             parse_size(text, "--ram")
     assert run("plan", "--ram", "much").exit_code == 2
+
+
+def test_neurons_that_are_left_out_are_not_read() -> None:
+    measured = Measurements(10.0, {"int8": Rate(10.0, 1e9)}, {"int8": Rate(10.0, 1e9)}, 0.0, 0.0)
+    works = [Work("experts", "int8", 3 << 30, 3 << 30, 0.125, left_out) for left_out in (0.0, 0.9)]
+
+    def decode(batch: int) -> list[float]:
+        speeds = [predict([work], measured, layers=0, kv_bytes=0, load=Load(1, batch, 1)).decode_tokens_s for work in works]
+        return [speed for speed in speeds if speed is not None]
+
+    dense, sparse = decode(1)
+    assert sparse / dense == pytest.approx(3 / 1.2)  # the gate, and a tenth of the rest
+    dense, sparse = decode(64)
+    assert 1 < sparse / dense < 1.5  # eight tokens an expert need most of it together
+
+
+def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: Run, run_json: RunJson) -> None:
+    text = "- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{weights: int8{}}}}}}}\n"
+    dense = run_json("explain", rules(text.format("")), "--model", config_folder)
+    path = rules(text.format(", sparsity: {target: 0.8, counts: routed}"))
+    found = run_json("explain", path, "--model", config_folder)
+    # Down's groups of 32 run along H, and its rows along I are padded to whole groups as the gate's are.
+    assert found["exit_code"] == 0 and found["bytes_by_device"]["cpu"] >= dense["bytes_by_device"]["cpu"]
+    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "counts": "routed", "thresholds": None, "mode": "layer"}
+    assert "sparsity.target=0.8 sparsity.counts=routed" in run("explain", path, "--model", config_folder).stdout
+    works = work_of(
+        found_outline := outline(config_folder), found_outline.plan(read_rules(path, registry=load_registry()), load_registry())
+    )
+    assert [work.left_out for work in works if work.kind == "experts"] == [0.8]
