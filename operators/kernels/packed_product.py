@@ -1,0 +1,195 @@
+"""A matrix product over packed weights on tensor cores: tiles are unpacked in registers, right into the operand of the instruction.
+
+The weights are the left operand (their rows fill the 64 that an instruction wants, however few the tokens), the activations the right one.
+A unit holds several consecutive columns of a row, and the J-th columns of 32 or 64 units make one instruction's operand. The order in which
+a product is summed does not matter, so the activations are stored with the same columns side by side: `grouped_columns`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from moegraft.operators.kernels.activations import acted, limited_up
+from moegraft.operators.kernels.availability import interpreted
+from moegraft.operators.kernels.gates import Gate
+from moegraft.operators.kernels.launch import LAUNCH, Bytes
+from moegraft.operators.kernels.layout import PackedMatrix, round_up
+from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
+from moegraft.operators.kernels.units import column, column_as, dot, load, scale_at, signed, unit_at
+
+
+def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int]:
+    """A program's rows and warps, by the registers they leave: see benchmarks/compiled_kernels.py. Not timed yet."""
+    if dtype == torch.float32:  # three passes over split operands
+        return 64, 4
+    return 128, 8 if block_pairs >= 64 else 4
+
+
+def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    """`x (T, columns)` as the product wants it: (T, padded columns), in each step of columns first all that units hold first, and so on."""
+    step, held = matrix.step_columns, matrix.columns_a_unit
+    padded = torch.nn.functional.pad(x, (0, round_up(x.shape[1], step) - x.shape[1]))
+    if held == 1:
+        return padded.contiguous()
+    return padded.view(x.shape[0], -1, step // held, held).transpose(2, 3).reshape(x.shape[0], -1)
+
+
+@triton.jit
+def _grouped_column(index, M: tl.constexpr):
+    """Where `grouped_columns` puts a column."""
+    in_step = index % M.step_columns
+    units: tl.constexpr = M.step_columns // M.columns_a_unit
+    return index - in_step + (in_step % M.columns_a_unit) * units + in_step // M.columns_a_unit
+
+
+@triton.jit
+def _tile_product(
+    units_ptr,
+    scales_ptr,
+    x_ptr,
+    first_row,
+    x_rows,
+    present,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`W[first_row : first_row + ROWS] @ x[x_rows].T`: (ROWS, BM) float32; zeros where `present` is false."""
+    rows = first_row + tl.arange(0, ROWS)
+    HELD: tl.constexpr = M.columns_a_unit
+    UNITS: tl.constexpr = M.step_columns // HELD
+    GROUPS: tl.constexpr = M.step_columns // 32
+    TAIL: tl.constexpr = M.columns % M.step_columns != 0
+    MASKED: tl.constexpr = TAIL or M.rows % ROWS != 0
+    COUNT: tl.constexpr = (M.columns + 31) // 32 * 32 // HELD
+    units = tl.arange(0, UNITS)
+    groups = tl.arange(0, GROUPS)
+    inside = (rows < M.rows)[:, None]
+    w_ptrs = units_ptr + unit_at(rows[:, None], units[None, :], M)
+    s_ptrs = scales_ptr + scale_at(rows[:, None], groups[None, :], M)
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * WIDTH + units[:, None]
+    total = tl.zeros((ROWS, BM), tl.float32)
+    for step in range(0, (M.columns + M.step_columns - 1) // M.step_columns):
+        at = step * UNITS + units
+        offset = step * GROUPS * M.group_stride
+        w = signed(load(w_ptrs + offset, inside & (at < COUNT)[None, :], MASKED), M)
+        if M.header > 0:
+            scales = load(s_ptrs + 2 * offset, inside & (step * GROUPS + groups < COUNT // M.units_a_group)[None, :], MASKED)
+            scales = tl.broadcast_to(scales[:, :, None], (ROWS, GROUPS, UNITS // GROUPS))
+            scales = tl.reshape(scales, (ROWS, UNITS)).to(tl.float32)
+        for j in tl.static_range(HELD):
+            mask = present[None, :]
+            if TAIL:
+                mask = mask & (at * HELD + j < M.columns)[:, None]
+            x = tl.load(x_ptrs + step * M.step_columns + j * UNITS, mask=mask, other=0.0)
+            if M.header > 0:
+                total = dot((column(w, j, M) * scales).to(x.dtype), x, total, UPCAST)
+            else:
+                total = dot(column_as(w, j, x.dtype, M), x, total, UPCAST)
+    return total
+
+
+@triton.jit
+def _finish(total, first_row, biases_ptr, M: tl.constexpr, GATE: tl.constexpr, FINISH: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+    """What becomes of the rows of a tile, and the numbers of the outputs it makes."""
+    if FINISH == "gate":
+        # blocks of 16 gate rows and 16 up rows
+        halves = tl.permute(tl.reshape(total, (ROWS // 32, 2, 16, BM)), (0, 2, 3, 1))
+        gate, up = tl.split(halves)
+        gate = tl.reshape(gate, (ROWS // 2, BM))
+        up = tl.reshape(up, (ROWS // 2, BM))
+        lanes = first_row // 2 + tl.arange(0, ROWS // 2)
+        if M.bias_word >= 0:
+            gate += tl.load(biases_ptr + M.bias_word + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
+            up += tl.load(biases_ptr + M.up_bias_word + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
+        value = acted(gate, GATE) * limited_up(up, GATE)
+    else:
+        lanes = first_row + tl.arange(0, ROWS)
+        value = total
+        BIAS: tl.constexpr = M.up_bias_word if FINISH == "act" else M.bias_word
+        if BIAS >= 0:
+            value += tl.load(biases_ptr + BIAS + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
+        if FINISH == "act":
+            value = acted(value, GATE)
+    # a gate need not map zero to zero, and neurons beyond the last must not reach the output
+    return tl.where((lanes < M.outputs)[:, None], value, 0.0), lanes
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,  # (tokens or pairs, X_WIDTH) floating, in the order of `grouped_columns`
+    units_ptr,  # (S, expert_bytes), as units
+    scales_ptr,  # the same bytes as float16
+    biases_ptr,  # float32; of experts: the same bytes
+    pairs_ptr,  # of PairGroups, or None: rows of x are taken in order, with the one matrix there is
+    block_ids_ptr,
+    count_ptr,
+    out_ptr,  # (pairs, OUT_WIDTH) floating
+    pair_count,
+    M: tl.constexpr,
+    GATE: tl.constexpr,
+    FINISH: tl.constexpr,  # "gate": gate and up rows become neurons; "act": rows become activations; "rows": they stay
+    PAIRS_A_ROW: tl.constexpr,  # pairs that share a row of x: K for hidden states, 1 for neurons
+    X_WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    NEXT: tl.constexpr,  # the matrix that takes the result as its x, or None
+    ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid (blocks, rows / ROWS): blocks of one expert run side by side, so its weights leave memory once."""
+    block = tl.program_id(0)
+    pair = block * BM + tl.arange(0, BM)
+    slot = tl.zeros((), tl.int64)
+    if pairs_ptr is not None:
+        if block >= tl.load(count_ptr):
+            return
+        pair = tl.load(pairs_ptr + pair)
+        slot = tl.load(block_ids_ptr + block).to(tl.int64)
+    present = pair < pair_count
+    x_rows = tl.where(present, pair // PAIRS_A_ROW, 0)
+    first_row = tl.program_id(1) * ROWS
+    start = slot * M.expert_stride + M.first
+    total = _tile_product(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, x_rows, present, M, X_WIDTH, ROWS, BM, UPCAST)
+    value, lanes = _finish(total, first_row, biases_ptr + slot * M.expert_words, M, GATE, FINISH, ROWS, BM)
+    columns = lanes if NEXT is None else _grouped_column(lanes, NEXT)
+    out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * OUT_WIDTH + columns[:, None]
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=present[None, :] & (lanes < OUT_WIDTH)[:, None])
+
+
+def packed_product(
+    x: torch.Tensor,
+    packed: Bytes,
+    matrix: PackedMatrix,
+    out: torch.Tensor,
+    *,
+    groups: PairGroups | None = None,
+    gate: Gate | None = None,
+    finish: Literal["gate", "act", "rows"] = "rows",
+    pairs_a_row: int = 1,
+    following: PackedMatrix | None = None,
+) -> None:
+    """`out[pair] = finish(W[expert of pair] @ x[pair // pairs_a_row] + bias)`.
+
+    Args:
+        x: in the order of `grouped_columns` for `matrix`.
+        out: (pairs, width), any floating dtype; columns up to its width are written.
+        groups: the pairs by expert; None: one matrix for all rows of x.
+        following: the matrix that `out` will be the x of; `out` is then as wide as that matrix's whole steps.
+    """
+    pair_count = out.shape[0]
+    block_pairs = groups.block_pairs if groups else pairs_a_block(pair_count, 1, x.dtype)
+    rows, warps = _tile(block_pairs, x.dtype)
+    blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
+    _product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
+        x, packed.units, packed.scales, packed.biases,
+        groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
+        M=matrix, GATE=gate, FINISH=finish, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
+        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=3, **LAUNCH,
+    )  # fmt: skip
