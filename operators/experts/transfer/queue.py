@@ -10,13 +10,12 @@ guards everything; nothing blocks under it but a ring of page-locked chunks that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
-from functools import partial
+from collections.abc import Container
 from math import inf
 
 from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, DeviceTimeoutError, Event, OnSpan
 from moegraft.operators.experts.devices.process import ProcessGuard
-from moegraft.operators.experts.transfer.link import LinkClock
+from moegraft.operators.experts.transfer.sender import ChunkSender, OnTransfer
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
 from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Unsent, Urgency
@@ -26,8 +25,6 @@ DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a g
 MOST_CHUNKS = 64  # of an expert
 CHUNK_BYTES = 2_500_000  # 0.1 ms at 24 GB/s: a demand waits for two, and below it the host's part of a chunk shows
 CLOSE_S = 1.0
-
-OnTransfer = Callable[[int, float], None]
 
 
 def default_chunk_bytes(expert_bytes: int) -> int:
@@ -64,18 +61,25 @@ class TransferQueue:
         self.chunk_bytes = default_chunk_bytes(store.expert_bytes) if chunk_bytes is None else chunk_bytes
         self.source = HostSource(store, device, self.chunk_bytes) if source is None else source
         self.statistics = TransferStatistics()
-        self.link = LinkClock()
-        self._arena = arena
-        self._on_span = on_span
-        self._on_transfer = on_transfer
         self._guard = ProcessGuard(f"the transfer queue of {device.name}")
         self._lock = slots.lock
         self._copy = device.stream("copy")
         self._past = self._copy.record()  # done before anything is sent
         self._live: list[dict[int, Transfer]] = [{} for _ in range(store.layers)]
         self._unsent = Unsent()
-        self._enqueued = 0
-        self._running: Transfer | None = None  # that the last chunk was of
+        self._sender = ChunkSender(
+            device,
+            store,
+            self.source,
+            arena,
+            slots.lock,
+            chunk_bytes=self.chunk_bytes,
+            statistics=self.statistics,
+            on_told=self._told,
+            on_span=on_span,
+            on_transfer=on_transfer,
+        )
+        self.link = self._sender.link
         self._sending = False
         self._closed = False
         slots.on_room = self._pump
@@ -159,7 +163,7 @@ class TransferQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing is on the way or waiting."""
-        return self._enqueued == 0 and not self._unsent
+        return self._sender.enqueued == 0 and not self._unsent
 
     @property
     def available(self) -> int:
@@ -263,7 +267,7 @@ class TransferQueue:
             return
         self._sending = True
         try:
-            while self._enqueued < DEPTH:
+            while self._sender.enqueued < DEPTH:
                 transfer = self._next()
                 if transfer is None:
                     break
@@ -284,54 +288,23 @@ class TransferQueue:
 
     def _send(self, transfer: Transfer) -> None:
         """The next chunk; a refused one fails the transfer."""
-        assert transfer.reservation is not None, "it has a slot before its first byte"
-        start, size = transfer.sent_bytes, self.store.expert_bytes
-        nbytes = min(self.chunk_bytes, size - start)
-        after = transfer.reservation.after if start == 0 else None
         try:
-            if after is not None:
-                self._copy.wait(after)
-            if start + nbytes == size:
-                for event in transfer.events:  # so that the last chunk's event has the failures of all
-                    self._copy.wait(event)
-            source = self.source.chunk(transfer.layer, transfer.expert, start, nbytes)
-            self.device.copy(self._copy, self._arena, transfer.reservation.slot * size + start, source, nbytes)
-            event = self._copy.record()
+            self._sender.send(transfer)
         except DeviceError as error:
             self._fail(transfer, error)
             return
-        self.source.sent(transfer.layer, event)
-        if self._running is not transfer and self._running is not None and 0 < self._running.sent_bytes < size and not self._running.done:
-            self.statistics.suspended += 1
-        self._running = transfer
-        transfer.state = TransferState.RUNNING
-        transfer.sent_bytes += nbytes
-        transfer.way_mark = self.link.send(nbytes, self.device.now_ms())
-        transfer.events.append(event)
-        self._enqueued += 1
-        if transfer.sent_bytes == size:
+        if transfer.sent_bytes == self.store.expert_bytes:
+            assert transfer.reservation is not None, "it was sent somewhere"
             self._unsent.remove(transfer)
             self.slots.sent(transfer.reservation)
-        self.device.notify(event, partial(self._told, transfer, event, nbytes, self.device.now_ms(), after is None))
 
-    def _told(self, transfer: Transfer, event: Event, nbytes: int, sent_ms: float, counts: bool, error: DeviceError | None) -> None:
+    def _told(self, transfer: Transfer, error: DeviceError | None) -> None:
         """A chunk has landed, or failed: on the notifier."""
-        with self._lock:
-            now_ms = self.device.now_ms()
-            start_ms = self.link.land(nbytes, sent_ms, now_ms, counts=counts and error is None)
-            self._enqueued -= 1
-            transfer.events.remove(event)
-            transfer.told_bytes += nbytes
-            if self._on_span is not None:
-                part = f"{transfer.told_bytes * 100 // self.store.expert_bytes}%"
-                self._on_span("link", f"layer {transfer.layer} expert {transfer.expert} {part}", start_ms, now_ms)
-            if self._on_transfer is not None and counts and error is None:
-                self._on_transfer(nbytes, now_ms - start_ms)
-            if error is not None and not transfer.done:
-                self._fail(transfer, error)
-            elif transfer.state is TransferState.RUNNING and transfer.told_bytes == self.store.expert_bytes:
-                self._land(transfer)
-            self._pump()
+        if error is not None and not transfer.done:
+            self._fail(transfer, error)
+        elif transfer.state is TransferState.RUNNING and transfer.told_bytes == self.store.expert_bytes:
+            self._land(transfer)
+        self._pump()
 
     def _land(self, transfer: Transfer) -> None:
         assert transfer.reservation is not None, "it was loaded somewhere"

@@ -9,7 +9,7 @@ from itertools import chain, takewhile
 from typing import Protocol
 
 from moegraft.operators.experts.devices.interface import DeviceError, Event
-from moegraft.operators.experts.transfer.slots import Pin, Reservation
+from moegraft.operators.experts.transfer.slot_types import Pin, Reservation
 
 
 class Urgency(IntEnum):

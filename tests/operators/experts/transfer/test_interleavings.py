@@ -22,7 +22,7 @@ from moegraft.operators.experts.transfer.slots import Reservation, SlotTable
 from moegraft.operators.experts.transfer.transfers import Transfer, Urgency
 
 WORLDS, ROUNDS, SPLIT = 1000, 100, 4
-CALLS = 4  # a round
+CALLS = 3  # a round
 
 
 class World:
@@ -31,7 +31,7 @@ class World:
     def __init__(self, seed: int, device: Device) -> None:
         self.random = random.Random(seed)
         capacity = self.random.choice([0, 1, 2, 3, 5, (1, 3)])
-        self.rig = Rig(device, capacity, self.random.randint(1, 3), admission=self.random.choice(["always", "bypass"]))
+        self.rig = Rig(device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"]))
         self.rig.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
         self.asked: list[Transfer] = []
         self.waits = True  # before reading what was demanded
@@ -73,7 +73,7 @@ class World:
     def stream(self) -> None:
         """As in a prefill: more demands than slots, each read and let go before the next is asked for."""
         rig, layer = self.rig, self.random.randrange(2)
-        for expert in self.random.sample(range(5), 4):
+        for expert in self.random.sample(range(5), 3):
             demand = rig.queue.request(layer, expert, Urgency.DEMAND)
             assert demand is not None, "the slot of the one before can be had"
             if self.waits:
