@@ -136,7 +136,7 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
         return None
     parts.use(loading)
     costs = CostModel(warm_up(device, loading, _WarmUpJobs(parts)))
-    engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.prefetch)
+    engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead)
     fill(engine)
     return engine
 

@@ -8,6 +8,7 @@ token's scores. The same code drives CUDA and the emulated devices.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal
@@ -181,6 +182,18 @@ class Engine:
         gains = np.empty(len(order))
         gains[order] = self.scheduler.gains(prediction.layer, problem)
         return gains
+
+    def report(self) -> Mapping[str, object]:
+        """What it did so far, by name, for programs that show it."""
+        slots, transfers = self._slots, self._queue.statistics
+        held = int((slots.table >= 0).sum())
+        return {
+            "slots": f"{held} of {slots.plan.total} hold an expert",
+            **self.statistics.as_mapping(),
+            "experts loaded": transfers.landed,
+            "loaded ahead and used": slots.prefetches_used,
+            "loaded ahead for nothing": slots.prefetches_wasted,
+        }
 
     def close(self) -> None:
         """Ends the transfers and frees the slots; the model's last layer has returned."""

@@ -70,8 +70,16 @@ class GpuLayer:
         """(E,): experts with a slot now."""
         return np.asarray(self.engine.loading.slots.slot_of(self._index) >= 0)
 
+    def describe(self) -> str:
+        """For people: `24 of 128 in slots of cuda:0, two_threshold`."""
+        slots = self.engine.loading.slots
+        capacity = min(slots.capacity_of(self._index), slots.num_experts)
+        return f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
+
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
+        if self._sparsity is not None:
+            self._sparsity.begin(len(hidden_states))
         tokens = rounded(hidden_states.detach()).contiguous()
         seen = self._watch.take()
         device = {"index": top_k_index.detach().long(), "weights": top_k_weights.detach().float(), "tokens": tokens}

@@ -14,10 +14,13 @@ from moegraft.operators.experts.devices.cuda import why_no_cuda
 from moegraft.operators.experts.engine.assembly import EngineParts, open_engine
 from moegraft.operators.experts.engine.gpu_layer import GpuLayer
 from moegraft.operators.experts.engine.options import GpuOptions
+from moegraft.operators.experts.engine.room import kv_cache_bytes
 from moegraft.operators.experts.routing import Router
 from moegraft.operators.sparse.layer import LayerSparsity
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from moegraft.operators.experts.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,6 @@ class ModelExperts:
 
     options: GpuOptions
     runtime: Runtime
-    context_bytes: Callable[[int], int]  # KV cache for a number of tokens
     expected: int = 0
     engines: list[Engine] = field(default_factory=list)
     _members: dict[int, Member] = field(default_factory=dict)
@@ -62,13 +64,15 @@ class ModelExperts:
         self.expected += 1
         return self.expected - 1
 
-    def ready(self, number: int, member: Member) -> None:
+    def ready(self, number: int, member: Member, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        """`config` and `dtype` are the model's."""
         self._members[number] = member
         if len(self._members) == self.expected:
-            self._open([self._members[number] for number in sorted(self._members)])
+            kv_bytes = kv_cache_bytes(config, self.options.cache.context, dtype)
+            self._open([self._members[number] for number in sorted(self._members)], kv_bytes)
             self._members.clear()
 
-    def _open(self, members: Sequence[Member]) -> None:
+    def _open(self, members: Sequence[Member], kv_bytes: int) -> None:
         reason = self._why_on_cpu(members)
         if reason is not None:
             logger.warning("all experts run on the CPU (gpu: %s): %s", self.options.gpu, reason)
@@ -76,7 +80,7 @@ class ModelExperts:
         for device, together in self._by_device(members).items():
             for layers in _by_kind(together).values():
                 parts = EngineParts(device, [member.packed for member in layers], [member.router for member in layers], self.runtime)
-                engine = open_engine(parts, self.options, self._kv_share(len(layers), len(members)))
+                engine = open_engine(parts, self.options, kv_bytes * len(layers) // len(members))
                 if engine is None:
                     continue
                 self.engines.append(engine)
@@ -101,9 +105,6 @@ class ModelExperts:
         for name, member in zip(names, members, strict=True):
             found.setdefault(name, []).append(member)
         return found
-
-    def _kv_share(self, layers: int, all_layers: int) -> int:
-        return self.context_bytes(self.options.cache.context) * layers // all_layers
 
     def statistics(self) -> Mapping[str, object]:
         """By device."""

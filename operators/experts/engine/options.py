@@ -88,6 +88,13 @@ class GpuOptions:
     prefetch: PrefetchOptions
 
     @property
+    def loading_ahead(self) -> PrefetchOptions:
+        """`prefetch`, which is none for the schedules that bring nothing: theirs is a map made once."""
+        if self.schedule in ("fixed", "layer_map", "all_cpu"):
+            return PrefetchOptions(policy="none", promote=False)
+        return self.prefetch
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The devices that `gpu` names, numbered."""
         return tuple(name if ":" in name else f"{name}:0" for name in self.gpu.split(","))

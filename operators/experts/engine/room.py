@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MARGIN_SHARE = 0.06  # of the GPU: activations of a prompt, PyTorch's own blocks, the display
 MARGIN_BYTES = 768 << 20

@@ -1,0 +1,35 @@
+"""The sets of layers of one model that share GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moegraft.cpu_backend import Runtime
+from moegraft.operators.experts.engine.model_experts import ModelExperts
+from moegraft.operators.experts.engine.options import GpuOptions
+
+
+class GpuGroups:
+    """One a model, `context.shared(GpuGroups, GpuGroups)`."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GpuOptions, ModelExperts] = {}
+
+    def group(self, options: GpuOptions, runtime: Runtime) -> ModelExperts:
+        """The layers whose rules give them these options."""
+        found = self._groups.get(options)
+        if found is None:
+            found = self._groups[options] = ModelExperts(options, runtime)
+        return found
+
+    def __iter__(self) -> Iterator[ModelExperts]:
+        return iter(self._groups.values())
+
+    def statistics(self) -> Mapping[str, object]:
+        """What each device did, by its name."""
+        return {name: found for group in self for name, found in group.statistics().items()}
+
+    def close(self) -> None:
+        """Ends transfers and frees the slots; the model computes no more."""
+        for group in self:
+            group.close()
