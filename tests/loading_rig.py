@@ -23,6 +23,7 @@ from moegraft.operators.experts.transfer.assembly import LoadingOptions, open_lo
 from moegraft.operators.experts.transfer.residents import Admission
 from moegraft.operators.experts.transfer.slots import SlotState
 from moegraft.operators.experts.transfer.store import ExpertStore
+from moegraft.operators.experts.transfer.transfers import Urgency
 
 EMULATED = ["virtual", "threaded"]
 DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
@@ -172,3 +173,16 @@ class Rig:
 def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
     """Layer and expert of each chunk in the order in which they landed."""
     return [(int(name.split()[1]), int(name.split()[3])) for name, _, _ in spans]
+
+
+def serve_in_a_process(kind: str) -> None:
+    """What a spawned process does with a device of its own."""
+    rig = Rig(make_device(kind), (3, 3))
+    demand = rig.queue.request(1, 2, Urgency.DEMAND)
+    assert demand is not None
+    rig.compute.wait(demand.ready())
+    rig.read(1, 2, demand.slot)
+    rig.queue.release(demand, rig.after())
+    rig.settle()
+    rig.check()
+    rig.close()
