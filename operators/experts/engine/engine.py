@@ -8,10 +8,10 @@ token's scores. The same code drives CUDA and the emulated devices.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,26 @@ from moegraft.operators.experts.engine.prefetcher import Prefetcher, PrefetchOpt
 from moegraft.operators.experts.engine.statistics import EngineStatistics
 from moegraft.operators.experts.engine.step import LayerExecutor, LayerStep, Prediction
 from moegraft.operators.experts.scheduling.cost_model import CostModel
-from moegraft.operators.experts.scheduling.problem import LayerPlan, LayerProblem
+from moegraft.operators.experts.scheduling.problem import UNBOUNDED, LayerPlan, LayerProblem
 from moegraft.operators.experts.scheduling.scheduler import Scheduler
 from moegraft.operators.experts.transfer.assembly import Loading
 from moegraft.operators.experts.transfer.slots import Pin
 from moegraft.operators.experts.transfer.transfers import Transfer, Urgency
 
 logger = logging.getLogger(__name__)
-Where = Literal["cpu", "gpu"]
 
 
 @dataclass(slots=True)
 class _Hold:
-    """What a layer holds until its readers were handed over."""
+    """What a layer holds and has yet to ask for.
+
+    Attributes:
+        wanted: positions, among the active experts, of those to bring, in order; `asked` are those on their way and not read yet.
+    """
 
     pin: Pin
-    demands: dict[int, Transfer] = field(default_factory=dict)  # by position among the active experts
+    wanted: deque[int] = field(default_factory=deque)
+    asked: deque[tuple[int, Transfer]] = field(default_factory=deque)
 
 
 class Engine:
@@ -86,16 +90,21 @@ class Engine:
         try:
             problem = self._problem(step, hold.pin)
             plan = self.scheduler.plan(step.layer, problem)
-            on_cpu = self._demand(step, plan, problem, hold)
-            cpu = self._start_cpu(step, on_cpu, executor)
-            read = self._start_gpu(step, on_cpu, hold, executor)
-            self._meanwhile(step, on_cpu)
+            arriving = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
+            hold.wanted.extend(arriving[np.argsort(problem.arrival_ms[arriving])].tolist())
+            hold.wanted.extend(plan.transfers.tolist())
+            self._ask(step, hold)
+            cpu = self._start_cpu(step, plan.on_cpu, executor)
+            read = self._start_gpu(step, plan.on_cpu, hold, executor)
+            self._meanwhile(step, plan.on_cpu)
             executor.join(cpu, read)
-            self._learn(step, on_cpu, problem, plan, cpu)
+            self._learn(step, problem, plan, cpu)
+            self._compute_rest(step, hold, executor)
         finally:
-            for transfer in hold.demands.values():
+            for _, transfer in hold.asked:
                 self._queue.release(transfer, read)
-            self._slots.release(hold.pin, read)
+            if not hold.pin.released:
+                self._slots.release(hold.pin, None)
 
     def _problem(self, step: LayerStep, pin: Pin) -> LayerProblem:
         link_free_ms = self._queue.busy_ms()
@@ -117,21 +126,21 @@ class Engine:
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
             link_free_ms=link_free_ms,
-            max_transfers=self._queue.available,
+            max_transfers=UNBOUNDED if self._can_stream(step.layer) else 0,
         )
 
-    def _demand(self, step: LayerStep, plan: LayerPlan, problem: LayerProblem, hold: _Hold) -> NDArray[np.bool_]:
-        """Asks for what the plan wants on the device and is not there; what finds no slot goes to the CPU."""
-        on_cpu = plan.on_cpu.copy()
-        arriving = np.flatnonzero(~on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
-        order = [*arriving[np.argsort(problem.arrival_ms[arriving])].tolist(), *plan.transfers.tolist()]
-        for at in order:
-            transfer = self._queue.request(step.layer, int(step.experts[at]), Urgency.DEMAND)
+    def _can_stream(self, layer: int) -> bool:
+        """One slot is enough to bring any number of experts, one after another: free now, or once who is there was read."""
+        slots = self._slots
+        return self._queue.available > 0 or len(slots.residents(layer)) > min(slots.capacity_of(layer), slots.num_experts - 1)
+
+    def _ask(self, step: LayerStep, hold: _Hold) -> None:
+        """Asks for what is wanted, as far as there are slots: those of experts that were read already come free for the next."""
+        while hold.wanted:
+            transfer = self._queue.request(step.layer, int(step.experts[hold.wanted[0]]), Urgency.DEMAND)
             if transfer is None:
-                on_cpu[at] = True
-            else:
-                hold.demands[at] = transfer
-        return on_cpu
+                return
+            hold.asked.append((hold.wanted.popleft(), transfer))
 
     def _start_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: LayerExecutor) -> CpuTicket | None:
         if not on_cpu.any():
@@ -143,12 +152,29 @@ class Engine:
         """What is there first, in one launch; then what arrives, in its order. The event is after the last reader."""
         slots = np.asarray(hold.pin.slots, np.int32)
         there = np.flatnonzero(~on_cpu & (slots >= 0))
+        read: Event | None = None
         if len(there):
             self._launch(step, there, slots[there], executor)
-        for at, transfer in hold.demands.items():
+            read = self._compute.record()
+        self._slots.release(hold.pin, read)  # who is above the layer's capacity may leave for what arrives
+        self._ask(step, hold)
+        while hold.asked:
+            at, transfer = hold.asked[0]
             self._compute.wait(transfer.ready())
             self._launch(step, np.array([at]), np.array([transfer.slot], np.int32), executor)
-        return self._compute.record() if len(there) or hold.demands else None
+            read = self._compute.record()
+            hold.asked.popleft()
+            self._queue.release(transfer, read)
+            self._ask(step, hold)
+        return read
+
+    def _compute_rest(self, step: LayerStep, hold: _Hold, executor: LayerExecutor) -> None:
+        """On the CPU, what no slot could be had for: others hold them all."""
+        if hold.wanted:
+            self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
+            rest = np.zeros(len(step.experts), bool)
+            rest[list(hold.wanted)] = True
+            executor.join(self._start_cpu(step, rest, executor), None)
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor) -> None:
         work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes)
@@ -162,10 +188,10 @@ class Engine:
         missed = step.experts[on_cpu & (self._slots.slot_of(step.layer)[step.experts] < 0)]
         self.prefetcher.promote(step.layer, missed.tolist(), self.policy.priority)
 
-    def _learn(self, step: LayerStep, on_cpu: NDArray[np.bool_], problem: LayerProblem, plan: LayerPlan, cpu: CpuTicket | None) -> None:
+    def _learn(self, step: LayerStep, problem: LayerProblem, plan: LayerPlan, cpu: CpuTicket | None) -> None:
         if cpu is not None and cpu.elapsed_ms is not None:
-            self.costs.observe_cpu(step.loads[on_cpu], cpu.elapsed_ms)
-        self.statistics.count(step.layer, problem, on_cpu, plan.makespan_ms)
+            self.costs.observe_cpu(step.loads[plan.on_cpu], cpu.elapsed_ms)
+        self.statistics.count(step.layer, problem, plan.on_cpu, plan.makespan_ms)
 
     def _gains(self, prediction: Prediction, there: NDArray[np.bool_]) -> NDArray[np.float64]:
         # The scheduler makes experts resident one after another, equal loads in order of position: the likeliest first.

@@ -123,7 +123,7 @@ class Prefetcher:
         wanted: list[Wanted] = []
         for depth, prediction in enumerate(step.predictions[: self.options.depth], 1):
             self.precision.expect(depth, prediction)
-            self._slots.set_keep(prediction.layer, prediction.experts.tolist())
+            self._slots.set_keep(prediction.layer, self._worth_keeping(prediction))
             wanted += self._worth_loading(depth, prediction)
         self._slots.set_keep(step.layer, ())
         wanted.sort(key=lambda each: (-each.gain_ms, each.depth))
@@ -131,6 +131,12 @@ class Prefetcher:
         self._queue.replan({(each.layer, each.expert) for each in wanted}, started=True)
         for each in wanted:
             self._queue.request(each.layer, each.expert, Urgency.NEXT if each.depth == 1 else Urgency.DEEPER)
+
+    def _worth_keeping(self, prediction: Prediction) -> list[int]:
+        """As many as the layer has slots: the ones with the most tokens, of equals the likeliest."""
+        order = np.lexsort((prediction.ranks, -prediction.loads))
+        best: list[int] = prediction.experts[order[: self._slots.capacity_of(prediction.layer)]].tolist()
+        return best
 
     def _worth_loading(self, depth: int, prediction: Prediction) -> list[Wanted]:
         there = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0

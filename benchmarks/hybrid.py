@@ -1,0 +1,132 @@
+"""How fast is a model whose experts do not fit the GPU? Decode and prefill by schedule, cache and prefetch, beside what other systems do.
+
+Without a GPU: the product's own engine on the virtual clock of a modelled machine (`--device emulated`), with the shapes of three models
+at their full number of layers and made-up routing (`_synthetic_routing.py`); every figure says `modelled`. The same systems, named after
+what they stand for:
+
+- `all_cpu`: KTransformers' default, all experts on the CPU; `fixed`: its map of hot experts; `layer_map`: llama.cpp's whole layers;
+- `on_demand`: LRU and loading what is missing, with `next_layer` prefetch it stands for AdapMoE;
+- `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and everything together;
+- `bound`: everything, knowing what later layers will choose; `all_gpu`: every expert has a slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from _hybrid_simulation import Figures, Simulation, System
+from _synthetic_routing import synthetic_trace
+from record import write_rows
+
+from moegraft.operators.experts.cache.policies import CacheOptions
+from moegraft.operators.experts.cache.trace import Trace
+from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
+from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+
+NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
+IMPACT = PrefetchOptions(policy="impact", lookahead=3)
+MRS = CacheOptions(policy="mrs")
+LRU = CacheOptions(policy="lru")
+SYSTEMS = (
+    System("all_cpu", "all_cpu", LRU, NO_PREFETCH),
+    System("fixed", "fixed", LRU, NO_PREFETCH),
+    System("layer_map", "layer_map", LRU, NO_PREFETCH),
+    System("on_demand", "on_demand", LRU, NO_PREFETCH),
+    System("on_demand+next_layer", "on_demand", LRU, PrefetchOptions(policy="next_layer", promote=False)),
+    System("+scheduling", "greedy", LRU, NO_PREFETCH),
+    System("+prefetch", "fixed", LRU, PrefetchOptions(policy="impact", promote=False)),
+    System("+cache", "fixed", MRS, PrefetchOptions(policy="none", promote=True)),
+    System("greedy", "greedy", MRS, IMPACT),
+    System("all", "two_threshold", MRS, IMPACT),
+    System("bound", "two_threshold", MRS, IMPACT, foresight="perfect"),
+)
+PROMPTS = (32, 128, 512, 1024)
+WARM_TOKENS = 200  # the profile that says which experts are hot
+DECODE_TOKENS = 60
+
+
+def decode_rows(model: str, machine: str, ratio: float, systems: Sequence[System], seed: int) -> Iterator[dict[str, object]]:
+    """Time between tokens."""
+    trace = synthetic_trace(model, WARM_TOKENS + DECODE_TOKENS, seed)
+    warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
+    for system in systems:
+        yield _row(model, machine, ratio, system, "decode", 1, _played(model, machine, ratio, system, warm, play, 1))
+
+
+def prefill_rows(model: str, machine: str, ratio: float, systems: Sequence[System], seed: int) -> Iterator[dict[str, object]]:
+    """Time to the first token, by length of the prompt."""
+    for prompt in PROMPTS:
+        trace = synthetic_trace(model, WARM_TOKENS + prompt, seed)
+        warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
+        for system in systems:
+            yield _row(model, machine, ratio, system, "prefill", prompt, _played(model, machine, ratio, system, warm, play, prompt))
+
+
+def _played(model: str, machine: str, ratio: float, system: System, warm: Trace, play: Trace, batch: int) -> Figures:
+    share = 1.0 if system.name == "all_gpu" else ratio
+    return Simulation(MODELS[model], PROFILES[machine], share, system, warm).run(play, batch)
+
+
+def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
+    p20, p50, p80 = np.percentile(figures.step_ms, (20, 50, 80))
+    return {
+        "device": f"modelled {machine}",
+        "model": model,
+        "phase": phase,
+        "tokens": tokens,
+        "cache_ratio": ratio,
+        "system": system.name,
+        "mean_ms": round(float(figures.step_ms.mean()), 3),
+        "p20_ms": round(float(p20), 3),
+        "p50_ms": round(float(p50), 3),
+        "p80_ms": round(float(p80), 3),
+        "tokens_s": round(1e3 * tokens / float(figures.step_ms.mean()), 2),
+        "hit_rate": round(figures.hit_rate, 3),
+        "cpu_busy": round(figures.cpu, 3),
+        "gpu_busy": round(figures.gpu, 3),
+        "link_busy": round(figures.link, 3),
+        "planned_over_taken": round(figures.predicted_over_measured, 3),
+        "host_us_per_layer": round(figures.host_us, 1),
+    }
+
+
+def with_speedups(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Each row with its speed over `all_cpu` and `fixed` under the same conditions."""
+    keys = ("device", "model", "phase", "tokens", "cache_ratio")
+
+    def base(row: dict[str, object], system: str) -> float:
+        same = (other for other in rows if other["system"] == system and all(other[key] == row[key] for key in keys))
+        found = next(same, None)
+        return float("nan") if found is None else float(str(found["mean_ms"])) / float(str(row["mean_ms"]))
+
+    return [{**row, "over_all_cpu": round(base(row, "all_cpu"), 3), "over_fixed": round(base(row, "fixed"), 3)} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
+    parser.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
+    parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    systems = [system for system in SYSTEMS if system.name in arguments.systems]
+    rows: list[dict[str, object]] = []
+    for model in arguments.models:
+        for ratio in arguments.ratios:
+            for phase, measure in (("decode", decode_rows), ("prefill", prefill_rows)):
+                if phase in arguments.phases:
+                    found = with_speedups(list(measure(model, arguments.machine, ratio, systems, arguments.seed)))
+                    for row in found:
+                        print(*(f"{name}={value}" for name, value in row.items() if name not in ("device", "p20_ms", "p80_ms")), flush=True)
+                    rows += found
+    if not arguments.no_write:
+        print(write_rows("hybrid_modelled", rows, ("torch", "numpy")))
+
+
+if __name__ == "__main__":
+    main()
