@@ -1,0 +1,293 @@
+"""What does leaving neurons out cost a model? Perplexity and next tokens against sparsity, for any model; by default the bundled one.
+
+    python benchmarks/sparse_quality.py                                   # the bundled model on the text that it was not trained on
+    python benchmarks/sparse_quality.py --model FOLDER --text FILE --name NAME
+
+- routed: neurons of routed experts are left out; routed+shared: those of shared experts too (models that have some).
+- threshold: one threshold of |act(gate)| a layer, from other text: what operators do. topk: each token's and expert's largest are kept, an
+  oracle that would have to sort. group-N: neurons are kept in groups of N, by the group's largest, at the same share of computed neurons;
+  `hot`: each expert's neurons were put in the order of how often they are active first.
+- `sparse_groups.csv`: the thresholds as they are, but computed in groups: what share of neurons a kernel then computes.
+
+The score is the share of next tokens that are right. The cutoff is the sparsity up to which 95 % of the whole model's score is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from demo_recipe import split_text
+from masked_experts import Keep, Sites, find_sites, masked
+from record import RESULTS, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from moegraft.injection.demo import demo_path
+from moegraft.operators.sparse.calibration import ActivationHistogram, quantiles
+
+TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
+SPARSITIES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)
+GROUPS = (4, 8, 16, 32)
+GROUP_SPARSITIES = (0.7, 0.85, 0.95)
+KEPT_SCORE = 0.95
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A model with its texts, and what its activations are on the one that thresholds are made from."""
+
+    model: PreTrainedModel
+    sites: Sites
+    making: Sequence[torch.Tensor]
+    judging: Sequence[torch.Tensor]
+    histograms: Mapping[str, ActivationHistogram]
+
+
+@dataclass(slots=True)
+class Score:
+    """Sums over a text."""
+
+    nats: float = 0.0
+    right: int = 0
+    agreed: int = 0
+    predicted: int = 0
+
+    def row(self) -> Row:
+        perplexity = float(torch.tensor(self.nats / self.predicted, dtype=torch.float64).exp())
+        shares = {"right_next_token": self.right / self.predicted, "same_next_token": self.agreed / self.predicted}
+        return {"perplexity": round(perplexity, 4), **{name: round(share, 4) for name, share in shares.items()}}
+
+
+class Counting:
+    """Applies a criterion to some paths and counts what it leaves out there."""
+
+    def __init__(self, keep: Keep, paths: Sequence[str]) -> None:
+        self._keep, self._paths = keep, frozenset(paths)
+        self.routed = [0, 0]  # neurons left out, all
+        self.shared = [0, 0]
+
+    def __call__(self, path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
+        kept = self._keep(path, expert, acted) if path in self._paths else torch.ones_like(acted, dtype=torch.bool)
+        counts = self.shared if expert is None else self.routed
+        counts[0] += kept.numel() - int(kept.sum())
+        counts[1] += kept.numel()
+        return kept
+
+    def row(self) -> Row:
+        routed, total = self.routed[0] / self.routed[1], (self.routed[0] + self.shared[0]) / (self.routed[1] + self.shared[1])
+        return {"routed_sparsity": round(routed, 4), "total_sparsity": round(total, 4)}
+
+
+def load(name: str | None, text: Path | None, tokens: int, window: int) -> Bench:
+    path = demo_path() if name is None else name
+    content = split_text(TEXT.read_text(encoding="utf-8"))[1] if text is None else text.read_text(encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval().requires_grad_(False)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(path)(content, verbose=False)["input_ids"][: 2 * tokens])
+    if len(ids) < 4 * window:
+        raise SystemExit(f"the text has {len(ids)} tokens; {4 * window} are needed")
+    windows = list(ids.split(window))
+    sites = find_sites(model)
+    histograms = {path: ActivationHistogram(layout.num_experts, layout.intermediate) for path, layout in sites.routed.items()}
+    histograms |= {path: ActivationHistogram(1, width) for path, width in sites.shared.items()}
+    bench = Bench(model, sites, windows[: len(windows) // 2], windows[len(windows) // 2 :], histograms)
+
+    def look(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
+        histograms[path].add(torch.full((len(acted), 1), expert or 0), acted[:, None])
+        return torch.ones_like(acted, dtype=torch.bool)
+
+    run(bench, look, bench.making)
+    return bench
+
+
+def run(bench: Bench, keep: Keep, windows: Sequence[torch.Tensor]) -> None:
+    with torch.inference_mode(), masked(bench.model, bench.sites, keep):
+        for window in windows:
+            bench.model(window[None], use_cache=False)
+
+
+def judge(bench: Bench, keep: Keep, whole: list[torch.Tensor] | None) -> tuple[Score, list[torch.Tensor]]:
+    """The other text's next tokens: the score, and the likeliest ones, which `whole` has for the model with every neuron."""
+    score, likeliest = Score(), []
+    with torch.inference_mode(), masked(bench.model, bench.sites, keep):
+        for index, window in enumerate(bench.judging):
+            logits = bench.model(window[None], use_cache=False).logits[0, :-1].float()
+            following = window[1:]
+            best = logits.argmax(-1)
+            likeliest.append(best)
+            score.nats += float(torch.nn.functional.cross_entropy(logits, following, reduction="sum"))
+            score.right += int((best == following).sum())
+            score.agreed += int((best == (best if whole is None else whole[index])).sum())
+            score.predicted += len(following)
+    return score, likeliest
+
+
+def threshold_keep(bench: Bench, sparsity: float) -> Keep:
+    found = {path: quantiles(histogram.bins, [sparsity])[0] for path, histogram in bench.histograms.items()}
+    return lambda path, expert, acted: acted.abs() >= found[path]
+
+
+def topk_keep(sparsity: float) -> Keep:
+    def keep(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
+        kept = max(1, round(acted.shape[-1] * (1 - sparsity)))
+        largest = acted.abs().topk(kept, dim=-1).indices
+        return torch.zeros_like(acted, dtype=torch.bool).scatter_(-1, largest, True)
+
+    return keep
+
+
+class Grouping:
+    """Neurons in groups of `size`, in their own order or each expert's hottest first."""
+
+    def __init__(self, bench: Bench, size: int, hot: bool) -> None:
+        self._size = size
+        self._orders = {path: histogram.hot_first() for path, histogram in bench.histograms.items()} if hot else None
+
+    def largest(self, path: str, expert: int | None, values: torch.Tensor) -> torch.Tensor:
+        """Each neuron's group's largest value: (n, I) -> (n, I)."""
+        width = values.shape[-1]
+        order = torch.arange(width) if self._orders is None else self._orders[path][expert or 0]
+        padded = torch.nn.functional.pad(values[:, order], (0, -width % self._size))
+        groups = padded.view(len(values), -1, self._size).amax(-1, keepdim=True)
+        spread = groups.expand(-1, -1, self._size).flatten(1)[:, :width]
+        return torch.empty_like(values).index_copy_(1, order, spread)
+
+
+def group_keep(bench: Bench, sparsity: float, grouping: Grouping) -> Keep:
+    """Groups by their largest, so many that the share of computed neurons is that of the sparsity."""
+    histograms = {path: ActivationHistogram(1, 1) for path in bench.sites.routed}
+
+    def look(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
+        if path in histograms:
+            largest = grouping.largest(path, expert, acted.abs())
+            histograms[path].add(torch.zeros(largest.numel(), 1, dtype=torch.int64), largest.view(-1, 1, 1))
+        return torch.ones_like(acted, dtype=torch.bool)
+
+    run(bench, look, bench.making)
+    found = {path: quantiles(histogram.bins, [sparsity])[0] for path, histogram in histograms.items()}
+    return lambda path, expert, acted: grouping.largest(path, expert, acted.abs()) >= found[path]
+
+
+def criteria(bench: Bench) -> Iterator[tuple[str, str, float, Keep, Sequence[str]]]:
+    """(criterion, scope, sparsity, keep, paths)."""
+    scopes = {"routed": tuple(bench.sites.routed)} | ({"routed+shared": bench.sites.paths} if bench.sites.shared else {})
+    for scope, paths in scopes.items():
+        for sparsity in SPARSITIES:
+            yield "threshold", scope, sparsity, threshold_keep(bench, sparsity), paths
+            yield "topk", scope, sparsity, topk_keep(sparsity), paths
+    for size in GROUPS:
+        for hot in (False, True):
+            grouping = Grouping(bench, size, hot)
+            for sparsity in GROUP_SPARSITIES:
+                name = f"group-{size}{'-hot' if hot else ''}"
+                yield name, "routed", sparsity, group_keep(bench, sparsity, grouping), scopes["routed"]
+
+
+def quality(bench: Bench, name: str) -> list[Row]:
+    whole_score, whole = judge(bench, lambda path, expert, acted: torch.ones_like(acted, dtype=torch.bool), None)
+    none = {"target": 0.0, "routed_sparsity": 0.0, "total_sparsity": 0.0}
+    rows: list[Row] = [{"model": name, "criterion": "none", "scope": "", **none, **whole_score.row()}]
+    print(rows[0], flush=True)
+    for criterion, scope, sparsity, keep, paths in criteria(bench):
+        counting = Counting(keep, paths)
+        score, _ = judge(bench, counting, whole)
+        rows.append({"model": name, "criterion": criterion, "scope": scope, "target": sparsity, **counting.row(), **score.row()})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def cutoff(rows: Sequence[Row], criterion: str, scope: str, measure: str = "right_next_token") -> float:
+    """The routed sparsity up to which `KEPT_SCORE` of the score is kept, between two measured ones by a straight line."""
+    least = KEPT_SCORE * float(str(rows[0][measure]))
+    before = (0.0, float(str(rows[0][measure])))
+    for row in rows:
+        if (row["criterion"], row["scope"]) != (criterion, scope):
+            continue
+        here = (float(str(row["routed_sparsity"])), float(str(row[measure])))
+        if here[1] < least:
+            return before[0] + (here[0] - before[0]) * (before[1] - least) / (before[1] - here[1])
+        before = here
+    return before[0]
+
+
+def grouped(keep: Keep, grouping: Grouping) -> Keep:
+    """What `keep` keeps, with all of its group."""
+    return lambda path, expert, acted: grouping.largest(path, expert, keep(path, expert, acted).float()) > 0
+
+
+def groups(bench: Bench, name: str) -> list[Row]:
+    """The share of neurons that is computed when those above the threshold bring their group along."""
+    rows: list[Row] = []
+    for sparsity in GROUP_SPARSITIES:
+        keep = threshold_keep(bench, sparsity)
+        for size in (1, *GROUPS):
+            for hot in (False, True):
+                counting = Counting(grouped(keep, Grouping(bench, size, hot)), tuple(bench.sites.routed))
+                run(bench, counting, bench.judging)
+                active = 1 - counting.routed[0] / counting.routed[1]
+                rows.append({"model": name, "target": sparsity, "group": size, "hot_first": hot, "computed_share": round(active, 4)})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
+    """The score and the perplexity against sparsity, with the cutoffs; and what groups compute."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    score, perplexity, computed = figure.subplots(1, 3)
+    for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows[1:]):
+        points = [rows[0], *(row for row in rows if (row["criterion"], row["scope"]) == (criterion, scope))]
+        if criterion.startswith("group"):
+            continue
+        at = cutoff(rows, criterion, scope)
+        style = {"linestyle": "-" if criterion == "threshold" else "--", "marker": "o", "markersize": 3}
+        sparsity = [100 * float(str(row["routed_sparsity"])) for row in points]
+        (line,) = score.plot(
+            sparsity, [row["right_next_token"] for row in points], label=f"{criterion}, {scope}: cutoff {100 * at:.1f} %", **style
+        )
+        score.axvline(100 * at, color=line.get_color(), linewidth=0.6)
+        perplexity.plot(sparsity, [row["perplexity"] for row in points], color=line.get_color(), label=f"{criterion}, {scope}", **style)
+    score.axhline(KEPT_SCORE * float(str(rows[0]["right_next_token"])), color="grey", linewidth=0.6, linestyle=":")
+    score.set(xlabel="routed sparsity, %", ylabel="next tokens that are right", title=str(rows[0]["model"]))
+    perplexity.set(xlabel="routed sparsity, %", ylabel="perplexity", yscale="log")
+    for target in dict.fromkeys(row["target"] for row in group_rows):
+        for hot in (False, True):
+            chosen = [row for row in group_rows if (row["target"], row["hot_first"]) == (target, hot)]
+            label = f"{target}{', hot first' if hot else ''}"
+            shares = [100 * float(str(row["computed_share"])) for row in chosen]
+            computed.plot([row["group"] for row in chosen], shares, "o--" if hot else "o-", markersize=3, label=label)
+    computed.set(xlabel="neurons a group", ylabel="computed neurons, %", xscale="log", title="what groups bring along, by routed sparsity")
+    for axes in (score, perplexity, computed):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="hub id or folder; default: the bundled model")
+    parser.add_argument("--name", help="what results call it, and their files")
+    parser.add_argument("--text", type=Path, help="default: the text that the bundled model was not trained on")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each half: one makes thresholds, the other judges")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    name = arguments.name or ("demo" if arguments.model is None else Path(arguments.model).name)
+    suffix = "" if arguments.model is None else f"_{name}"
+    bench = load(arguments.model, arguments.text, arguments.tokens, arguments.window)
+    rows, group_rows = quality(bench, name), groups(bench, name)
+    for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows[1:]):
+        if not criterion.startswith("group"):
+            print(f"{criterion}, {scope}: {KEPT_SCORE:.0%} of the score up to {cutoff(rows, criterion, scope):.1%} of the routed neurons")
+    if not arguments.no_write:
+        print(write_rows(f"sparse_quality{suffix}", rows))
+        print(write_rows(f"sparse_groups{suffix}", group_rows))
+        draw(rows, group_rows, RESULTS / f"sparse_quality{suffix}.png")
+
+
+if __name__ == "__main__":
+    main()
