@@ -1,4 +1,4 @@
-"""Devices to test on, and a rig whose experts say in every byte who they are, so that a reader knows what it has read."""
+"""A rig whose experts say in every byte who they are, so that a reader knows what it has read. Imports no torch: processes start fast."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.experts.devices.interface import Device, Event, Work
 from moegraft.operators.experts.devices.profiles import MachineProfile
 from moegraft.operators.experts.devices.threaded import ThreadedDevice
@@ -26,14 +23,14 @@ from moegraft.operators.experts.transfer.store import ExpertStore
 from moegraft.operators.experts.transfer.transfers import Urgency
 
 EMULATED = ["virtual", "threaded"]
-DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
-
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
 WORK = Work("experts", cost_ms=0.1)
 
 
 def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any) -> Device:
     if kind == "cuda":
+        from moegraft.operators.experts.devices.cuda import CudaDevice
+
         assert not options, "faults and budgets are for emulated devices"
         return CudaDevice()
     return VirtualDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
@@ -121,6 +118,8 @@ class Rig:
         elif isinstance(self.device, ThreadedDevice):
             self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
         else:
+            import torch
+
             self.device.launch(gate, lambda: torch.cuda._sleep(200_000_000), WORK)  # 0.1 s and more
         self.device.stream("copy").wait(gate.record())
         yield

@@ -6,7 +6,8 @@ import logging
 
 import numpy as np
 import pytest
-from loading_rig import DEVICES, EMULATED, LINK, Rig, make_device, sentinel_store
+from loading_devices import DEVICES
+from loading_rig import EMULATED, LINK, Rig, make_device, sentinel_store
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.experts.devices.emulation import EVERY, Faults

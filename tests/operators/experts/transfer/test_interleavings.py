@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from loading_rig import DEVICES, LINK, WORK, Rig, make_device
+from loading_devices import DEVICES
+from loading_rig import LINK, WORK, Rig, make_device
 
 from moegraft.operators.experts.devices.interface import Device
 from moegraft.operators.experts.devices.virtual import VirtualDevice

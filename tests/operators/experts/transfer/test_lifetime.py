@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loading_rig import DEVICES, Rig, make_device, serve_in_a_process
+from loading_devices import DEVICES
+from loading_rig import Rig, make_device, serve_in_a_process
 
 from moegraft.operators.experts.devices.profiles import MachineProfile
 from moegraft.operators.experts.devices.virtual import VirtualDevice

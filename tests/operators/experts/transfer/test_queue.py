@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from loading_rig import DEVICES, Rig, chunk_order, make_device
+from loading_devices import DEVICES
+from loading_rig import Rig, chunk_order, make_device
 
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.transfer.queue import DEPTH, default_chunk_bytes
