@@ -80,7 +80,7 @@ class _Counted:
     def on_gpu(self, experts: NDArray[np.int64], slots: NDArray[np.int32]) -> Callable[[], None] | None:
         return None
 
-    def join(self, cpu: CpuTicket | None, gpu: Event | None) -> None:
+    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         if cpu is not None:
             cpu.wait()
 

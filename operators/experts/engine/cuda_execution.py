@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -82,7 +82,7 @@ class CudaExecution:
         self._kernels.forward(self._hidden_states, self._arena, on_device, self._top_k_weights, part)
         self.result += part
 
-    def join(self, cpu: CpuTicket | None, gpu: Event | None) -> None:
+    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         if cpu is not None:
             cpu.wait()
             self.result += self._cpu.out.to(self.result.device, non_blocking=True)

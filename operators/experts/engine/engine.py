@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -82,11 +83,12 @@ class Engine:
                 self.statistics.recoveries += 1
                 logger.warning("%s: layer %d is computed anew on the CPU: %s", self.device.name, step.layer, error)
                 executor.restart()
-                executor.join(self._start_cpu(step, np.ones(len(step.experts), bool), executor), None)
+                executor.join(self._start_cpu(step, np.ones(len(step.experts), bool), executor), ())
 
     def _run(self, step: LayerStep, executor: LayerExecutor) -> None:
         hold = _Hold(self._slots.pin(step.layer, step.experts.tolist()))
-        read: Event | None = None
+        reads: list[Event] = []  # after each launch: what failed is told by the first event behind it
+        cpu: CpuTicket | None = None
         try:
             problem = self._problem(step, hold.pin)
             plan = self.scheduler.plan(step.layer, problem)
@@ -95,14 +97,17 @@ class Engine:
             hold.wanted.extend(plan.transfers.tolist())
             self._ask(step, hold)
             cpu = self._start_cpu(step, plan.on_cpu, executor)
-            read = self._start_gpu(step, plan.on_cpu, hold, executor)
+            self._start_gpu(step, plan.on_cpu, hold, executor, reads)
             self._meanwhile(step, plan.on_cpu)
-            executor.join(cpu, read)
+            executor.join(cpu, reads)
             self._learn(step, problem, plan, cpu)
             self._compute_rest(step, hold, executor)
+        except DeviceError:
+            self._settle(cpu)
+            raise
         finally:
             for _, transfer in hold.asked:
-                self._queue.release(transfer, read)
+                self._queue.release(transfer, reads[-1] if reads else None)
             if not hold.pin.released:
                 self._slots.release(hold.pin, None)
 
@@ -129,6 +134,14 @@ class Engine:
             max_transfers=UNBOUNDED if self._can_stream(step.layer) else 0,
         )
 
+    def _settle(self, cpu: CpuTicket | None) -> None:
+        """Lets what was handed over end, however it ends: nothing of it may touch the results of what comes next."""
+        with suppress(DeviceError):
+            self.device.synchronize()
+        if cpu is not None:
+            with suppress(RuntimeError, ValueError):  # if it fails for a reason of its own, it will again
+                cpu.wait()
+
     def _can_stream(self, layer: int) -> bool:
         """One slot is enough to bring any number of experts, one after another: free now, or once who is there was read."""
         slots = self._slots
@@ -148,25 +161,24 @@ class Engine:
         work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes)
         return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
 
-    def _start_gpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor) -> Event | None:
-        """What is there first, in one launch; then what arrives, in its order. The event is after the last reader."""
+    def _start_gpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor, reads: list[Event]) -> None:
+        """What is there first, in one launch; then what arrives, in its order."""
         slots = np.asarray(hold.pin.slots, np.int32)
         there = np.flatnonzero(~on_cpu & (slots >= 0))
-        read: Event | None = None
         if len(there):
             self._launch(step, there, slots[there], executor)
-            read = self._compute.record()
-        self._slots.release(hold.pin, read)  # who is above the layer's capacity may leave for what arrives
+            reads.append(self._compute.record())
+        # Who is above the layer's capacity may leave for what arrives.
+        self._slots.release(hold.pin, reads[-1] if reads else None)
         self._ask(step, hold)
         while hold.asked:
             at, transfer = hold.asked[0]
             self._compute.wait(transfer.ready())
             self._launch(step, np.array([at]), np.array([transfer.slot], np.int32), executor)
-            read = self._compute.record()
+            reads.append(self._compute.record())
             hold.asked.popleft()
-            self._queue.release(transfer, read)
+            self._queue.release(transfer, reads[-1])
             self._ask(step, hold)
-        return read
 
     def _compute_rest(self, step: LayerStep, hold: _Hold, executor: LayerExecutor) -> None:
         """On the CPU, what no slot could be had for: others hold them all."""
@@ -174,7 +186,7 @@ class Engine:
             self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
             rest = np.zeros(len(step.experts), bool)
             rest[list(hold.wanted)] = True
-            executor.join(self._start_cpu(step, rest, executor), None)
+            executor.join(self._start_cpu(step, rest, executor), ())
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor) -> None:
         work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes)

@@ -6,7 +6,7 @@ there, not yet there or not there any more gives wrong numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,9 +132,9 @@ class HostExecution:
         )
         self.result += part
 
-    def join(self, cpu: CpuTicket | None, gpu: Event | None) -> None:
-        if gpu is not None:
-            gpu.wait()
+    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
+        for event in gpu:
+            event.wait()
         if cpu is not None:
             cpu.wait()
             self.result += self._cpu.out

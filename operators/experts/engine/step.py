@@ -85,8 +85,8 @@ class LayerExecutor(Protocol):
         """A launch for `Device.launch`: these experts from their slots, added to what was launched before."""
         ...
 
-    def join(self, cpu: CpuTicket | None, gpu: Event | None) -> None:
-        """Sums what both have computed; `None` for one that had nothing to do. Raises what went wrong there."""
+    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
+        """Sums what both have computed: no ticket, no event where one had nothing to do. Raises what went wrong there."""
         ...
 
     def restart(self) -> None:
