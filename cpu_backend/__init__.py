@@ -1,4 +1,4 @@
-"""The CPU experts kernel: packed expert weights, a thread pool, and a forward pass for every instruction set."""
+"""The C++ part: packed expert weights, a thread pool, a forward pass for every instruction set; and the planner of hybrid layers."""
 
 from moegraft.cpu_backend._kernel import (
     LAYOUT_VERSION,
@@ -7,9 +7,12 @@ from moegraft.cpu_backend._kernel import (
     HostCall,
     PackedExperts,
     PackedLinear,
+    Planner,
     Runtime,
     activations,
+    check_problem,
     default_threads,
+    optimum,
 )
 
 __all__ = [
@@ -19,7 +22,10 @@ __all__ = [
     "HostCall",
     "PackedExperts",
     "PackedLinear",
+    "Planner",
     "Runtime",
     "activations",
+    "check_problem",
     "default_threads",
+    "optimum",
 ]

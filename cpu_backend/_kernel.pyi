@@ -258,3 +258,64 @@ def partition_blocks(blocks: int, threads_of_nodes: list[int]) -> list[tuple[int
     Raises:
         ValueError: a negative count, or no thread at all.
     """
+
+class LayerProblem(Protocol):
+    """The fields of `operators.experts.scheduling.problem.LayerProblem`, which says what they mean."""
+
+    @property
+    def loads(self) -> NDArray[np.int32]: ...
+    @property
+    def cpu_ms(self) -> NDArray[np.float64]: ...
+    @property
+    def gpu_ms(self) -> NDArray[np.float64]: ...
+    @property
+    def arrival_ms(self) -> NDArray[np.float64]: ...
+    @property
+    def transfer_ms(self) -> float: ...
+    @property
+    def first_cpu_ms(self) -> float: ...
+    @property
+    def cpu_free_ms(self) -> float: ...
+    @property
+    def gpu_free_ms(self) -> float: ...
+    @property
+    def link_free_ms(self) -> float: ...
+    @property
+    def max_transfers(self) -> int: ...
+
+def check_problem(problem: LayerProblem) -> None:
+    """Checks what every function here checks.
+
+    Raises:
+        TypeError: an array of another type, or not C-contiguous.
+        ValueError: arrays of different lengths; a value that is negative or not a number.
+    """
+
+class Planner:
+    """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.
+
+    Keeps the GIL: a plan takes microseconds.
+
+    Raises:
+        ValueError: an unknown schedule.
+    """
+
+    def __init__(self, schedule: str) -> None: ...
+    def plan(self, problem: LayerProblem) -> tuple[NDArray[np.bool_], NDArray[np.int32], float]:
+        """Which experts are on the CPU (A,), the positions of those to bring (m,) in order, and the makespan in ms."""
+    def makespan(self, problem: LayerProblem, on_cpu: NDArray[np.bool_]) -> float:
+        """Of any split.
+
+        Raises:
+            ValueError: it needs more than `max_transfers`.
+        """
+    def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
+        """What having each missing expert on the GPU would save (A,) ms, one after another in descending load."""
+
+def optimum(problem: LayerProblem) -> float:
+    """The shortest makespan of all splits, in ms, exact to rounding; for tests and benchmarks, as it takes up to seconds.
+
+    Raises:
+        ValueError: more than 16 experts in flight.
+        RuntimeError: the search grew beyond bounds.
+    """

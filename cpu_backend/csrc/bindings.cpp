@@ -9,6 +9,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "bindings_scheduler.h"
 #include "isa.h"
 #include "machine.h"
 #include "partition.h"
@@ -424,6 +425,7 @@ PYBIND11_MODULE(_kernel, module) {
   bind_specs(module);
   bind_weights(module);
   bind_runtime(module);
+  bind_scheduler(module);
   module.def("activations", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kActivations; ++i) names.emplace_back(name_of(static_cast<Activation>(i)));

@@ -1,5 +1,5 @@
 // Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
-// errors, and a shutdown with work pending. Says nothing and returns 0 when all went well.
+// errors, a shutdown with work pending, and the schedules. Says nothing and returns 0 when all went well.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +10,8 @@
 
 #include "isa.h"
 #include "runtime.h"
+#include "schedule_optimum.h"
+#include "scheduler.h"
 
 using namespace moegraft;
 
@@ -163,6 +165,34 @@ void shutdown_with_work_pending() {
   }
 }
 
+void schedules() {
+  Planner planner;
+  for (unsigned seed = 0; seed < 500; ++seed) {
+    const int experts = seed % 25 == 24 ? 64 : static_cast<int>(seed % 11);
+    const auto random = values(static_cast<std::size_t>(experts) * 3 + 2, seed);
+    std::vector<std::int32_t> loads(static_cast<std::size_t>(experts));
+    std::vector<double> cpu_ms(loads.size()), gpu_ms(loads.size()), arrival_ms(loads.size()), gains_ms(loads.size());
+    for (std::size_t i = 0; i < loads.size(); ++i) {
+      loads[i] = static_cast<std::int32_t>(1 + std::abs(random[3 * i]) * 20);
+      cpu_ms[i] = i % 13 == 12 ? HUGE_VAL : loads[i] * 0.1;
+      gpu_ms[i] = std::abs(random[3 * i + 1]);
+      arrival_ms[i] = i % 3 == 0 ? 0.0 : i % 8 == 5 ? 1.0 + random[3 * i + 2] : HUGE_VAL;
+    }
+    const LayerProblem problem = {experts, loads.data(), cpu_ms.data(), gpu_ms.data(), arrival_ms.data(), 0.3,
+                                  0.1,     0.0,          0.2,           0.0,           static_cast<int>(seed % 7)};
+    check(problem);
+    const double best_ms = optimum(problem);
+    for (const char* name : {"all_cpu", "fixed", "on_demand", "greedy", "two_threshold"}) {
+      const LayerPlan plan = planner.plan(problem, parse_schedule(name));
+      expect(plan.makespan_ms >= best_ms * (1.0 - 1e-9) && plan.transfer_count <= problem.max_transfers, "a plan within its bounds");
+      const std::vector<std::uint8_t> on_cpu(plan.on_cpu, plan.on_cpu + experts);
+      const double makespan_ms = plan.makespan_ms;
+      expect(planner.makespan(problem, on_cpu.data()) == makespan_ms, "the plan's own makespan");
+      planner.gains(problem, parse_schedule(name), gains_ms.data());
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -173,5 +203,6 @@ int main() {
   tickets_and_errors();
   callers_take_turns();
   shutdown_with_work_pending();
+  schedules();
   return 0;
 }

@@ -29,7 +29,8 @@ ISA_FLAGS = {
 def build(folder: Path, flags: list[str], vector: bool) -> Path:
     """Compiles the sources and the driver; without `vector` only the scalar kernels, for what does not depend on them."""
     vector = vector and platform.machine() in ("x86_64", "AMD64")
-    sources = [source for source in CSRC.glob("*.cpp") if source.name != "bindings.cpp" and (vector or source.name not in ISA_FLAGS)]
+    sources = [source for source in CSRC.glob("*.cpp") if not source.name.startswith("bindings")]
+    sources = [source for source in sources if vector or source.name not in ISA_FLAGS]
     common = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-I{CSRC}", *flags]
     if not vector:
         common.append("-DMOEGRAFT_SCALAR_ONLY")
