@@ -25,6 +25,7 @@ from moegraft.operators.experts.transfer.transfers import Urgency
 EMULATED = ["virtual", "threaded"]
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
 WORK = Work("experts", cost_ms=0.1)
+PAGE = 4096
 
 
 def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any) -> Device:
@@ -42,10 +43,12 @@ def sentinel(layer: int, expert: int, experts: int) -> int:
 
 def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
     assert layers * experts < 256, "a byte says who it is"
-    buffers = [
-        np.repeat(np.array([sentinel(layer, expert, experts) for expert in range(experts)], np.uint8), expert_bytes)
-        for layer in range(layers)
-    ]
+    buffers = []
+    for layer in range(layers):
+        memory = np.empty(experts * expert_bytes + 2 * PAGE, np.uint8)
+        start = -memory.ctypes.data % PAGE  # CUDA page-locks whole pages, and no page twice
+        buffers.append(memory[start : start + experts * expert_bytes])
+        buffers[-1][:] = np.repeat(np.arange(experts) + sentinel(layer, 0, experts), expert_bytes)
     return ExpertStore(list(buffers), experts, expert_bytes)
 
 

@@ -200,8 +200,13 @@ class CudaDevice:
         if function is None:
             return
         context = torch.cuda.device(self.torch_device) if stream.is_current else torch.cuda.stream(stream.raw)
-        with context:
-            function()
+        try:
+            with context:
+                function()
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(f"{self.name}: {error}") from error
+        except torch.AcceleratorError as error:
+            raise DeviceError(f"{self.name}: {error}") from error
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         self._check_open()

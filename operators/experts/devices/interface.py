@@ -165,7 +165,11 @@ class Device(Protocol):
         ...
 
     def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
-        """GPU work: CUDA runs `function` now, under the stream, to launch kernels; emulated devices run it when the stream gets there."""
+        """GPU work: CUDA runs `function` now, under the stream, to launch kernels; emulated devices run it when the stream gets there.
+
+        Raises:
+            DeviceError: the device refused it at once, for want of memory (`OutOfDeviceMemoryError`) or after an earlier failure.
+        """
         ...
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:

@@ -81,6 +81,7 @@ class TransferQueue:
         )
         self.link = self._sender.link
         self._sending = False
+        self._prefetch_failed = False
         self._closed = False
         slots.on_room = self._pump
 
@@ -101,8 +102,8 @@ class TransferQueue:
                 raise DeviceError(f"the transfer queue of {self.device.name} is closed")
             self.statistics.requested += 1
             transfer = self._live[layer].get(expert)
-            if transfer is not None and transfer.reservation is not None and transfer.reservation.overtaken:
-                transfer = None  # where it lands another follows
+            if transfer is not None and transfer.overtaken:
+                transfer = None
             if urgency is Urgency.DEMAND:
                 self.statistics.demanded += 1
                 return self._demand(layer, expert, transfer)
@@ -140,7 +141,11 @@ class TransferQueue:
     def in_flight(self, layer: int) -> dict[int, float]:
         """Experts of a layer with bytes on the way, and in how many ms each would be there if demanded now."""
         with self._lock:
-            return {expert: self.arrival_ms(each) for expert, each in self._live[layer].items() if each.state is TransferState.RUNNING}
+            return {
+                expert: self.arrival_ms(each)
+                for expert, each in self._live[layer].items()
+                if each.state is TransferState.RUNNING and not each.overtaken
+            }
 
     def arrival_ms(self, transfer: Transfer) -> float:
         """See `Transfer.arrival_ms`."""
@@ -317,6 +322,9 @@ class TransferQueue:
     def _fail(self, transfer: Transfer, error: DeviceError) -> None:
         transfer.error = error
         self.statistics.failed += 1
+        if not transfer.pins and not self._prefetch_failed:
+            self._prefetch_failed = True
+            logger.warning("%s: a prefetch has failed, and others that fail will not be mentioned: %s", self.device.name, error)
         self._drop(transfer, TransferState.FAILED)
 
     def _drop(self, transfer: Transfer, state: TransferState) -> None:

@@ -84,6 +84,11 @@ class Transfer:
         return self.state >= TransferState.LANDED
 
     @property
+    def overtaken(self) -> bool:
+        """Whether its slot was given to another behind it: it will land and not stay."""
+        return self.reservation is not None and self.reservation.overtaken
+
+    @property
     def arrival_ms(self) -> float:
         """Estimated from now: what goes before it and itself, at the measured speed."""
         return self._queue.arrival_ms(self)

@@ -76,7 +76,7 @@ def test_readers_of_a_failed_copy_are_skipped_and_the_host_is_told(kind: str, nu
     works_again(rig)
 
 
-def test_every_copy_fails(kind: str) -> None:
+def test_every_copy_fails(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(make_device(kind, faults=Faults(copies=EVERY)), (3, 3))
     for expert in range(5):
         rig.queue.request(0, expert, NEXT)
@@ -87,6 +87,9 @@ def test_every_copy_fails(kind: str) -> None:
     rig.settle_all()
     rig.check()
     assert rig.queue.statistics.failed == 10
+    assert [record.getMessage().split(":")[2] for record in caplog.records] == [
+        " a prefetch has failed, and others that fail will not be mentioned"
+    ]
     assert rig.queue.available == rig.slots.plan.slots
     rig.close()
 
