@@ -84,6 +84,12 @@ def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, co
     return operators
 
 
+def make_ready(model: PreTrainedModel, operators: Mapping[str, Operator]) -> None:
+    """Tells every operator that the whole model is loaded."""
+    for path, operator in operators.items():
+        operator.ready(model, path)
+
+
 def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:
     """Those that take a module's place and its weights: all but the model's own."""
     return {path: operator for path, operator in operators.items() if not isinstance(operator, ModelOperator)}

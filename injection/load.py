@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.graft import Injection, build_operators, injected, injected_class, place, replacing
+from moegraft.injection.graft import Injection, build_operators, injected, injected_class, make_ready, place, replacing
 from moegraft.injection.live import live_source, refuse_meta
 from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder
 from moegraft.injection.plan import Plan, plan
@@ -172,7 +172,8 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     skeleton = meta_skeleton(source, dtype)
     the_plan = _plan_for(skeleton, rules, request, stored)
     machine = probe_machine()
-    check_memory(the_plan, machine, on_cpu=request.device_map in (None, "cpu"))
+    device_map = request.device_map or home_of_the_rest(the_plan, machine)
+    check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))
     sparsity = prepare_sparsity(the_plan, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
@@ -183,13 +184,26 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
             injected_class(source.model_class, replacing(operators)),
             advance,
             dtype=dtype,
-            device_map=request.device_map,
+            device_map=device_map,
             attn_implementation=request.attn_implementation,
         )
         model = injected(model, source.model_class, Injection(the_plan, operators, context))
         stream.load_operators(advance)
     sparsity.apply(model)
+    make_ready(model, operators)
     return model
+
+
+def home_of_the_rest(the_plan: Plan, machine: Machine) -> Any:
+    """A device map for all but the operators' weights: the GPUs that a rule wants its experts to share; None: the CPU."""
+    wanted = {gpu for swap in the_plan.swaps if (gpu := getattr(swap.options, "gpu", "none")) not in ("none", None)}
+    devices = {device for gpu in wanted for device in gpu.split(",") if not device.startswith("emulated")}
+    if not devices or not machine.gpus:
+        return None
+    named = sorted(devices - {"auto"})
+    if len(named) == 1 and "auto" not in devices:
+        return {"": named[0]}
+    return {"": "cuda:0"} if len(machine.gpus) == 1 else "auto"
 
 
 def check_memory(the_plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
@@ -243,4 +257,5 @@ def _graft_loaded(model: PreTrainedModel, rules: Rules | None, request: _Request
         raise
     model = injected(model, type(model), Injection(the_plan, operators, context))
     sparsity.apply(model)
+    make_ready(model, operators)
     return model

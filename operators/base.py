@@ -89,6 +89,9 @@ class Operator(nn.Module, ABC):
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
 
+    def ready(self, model: PreTrainedModel, path: str) -> None:
+        """Called once, when the whole model is loaded and in its place; this operator stands at `path`. Must not keep `model`."""
+
     def statistics(self) -> Mapping[str, object]:
         """What it did so far, by name, for programs that show it."""
         return {}

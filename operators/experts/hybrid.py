@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import nn
@@ -16,13 +17,23 @@ from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts.engine.gpu_layer import GpuLayer, keep_resident
+from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
+from moegraft.operators.experts.engine.options import ExpertCacheOptions, GpuOptions, check_gpu
+from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
+from moegraft.operators.experts.routing import router_of
+from moegraft.operators.experts.scheduling.scheduler import ScheduleName
 from moegraft.operators.experts.sparse_path import forward_packed
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
 from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.traceable import experts, needs_gradient, register_experts
 from moegraft.operators.weights import Part, WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 StoredType = Literal["float32", "float16", "bfloat16"]
 STORED_TYPES: dict[torch.dtype, StoredType] = {
@@ -45,11 +56,30 @@ class HybridExpertsOptions:
             the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
             changes what the model says.
+        gpu: where experts run beside the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several with
+            commas between. Where there is none, everything runs on the CPU, which is said. `emulated` is for tests.
+        cache: which experts have a slot on the GPU, and how many.
+        schedule: who computes what: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's simulation; `on_demand`, all
+            on the GPU; `fixed`, what has a slot on the GPU and the rest on the CPU; `layer_map`, whole layers on one device;
+            `all_cpu`.
+        prefetch: what is loaded before it is asked for.
     """
 
     weights: WEIGHT_TYPES = "stored"
     cache_dir: str | None = None
     sparsity: SparsityOptions | None = None
+    gpu: str = "none"
+    cache: ExpertCacheOptions = field(default_factory=ExpertCacheOptions)
+    schedule: ScheduleName = "two_threshold"
+    prefetch: PrefetchOptions = field(default_factory=PrefetchOptions)
+
+    def __post_init__(self) -> None:
+        check_gpu(self.gpu)
+
+    @property
+    def on_gpu(self) -> GpuOptions | None:
+        """None for experts that the CPU computes alone."""
+        return None if self.gpu == "none" else GpuOptions(self.gpu, self.cache, self.schedule, self.prefetch)
 
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
@@ -67,7 +97,7 @@ class HybridExperts(Operator):
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
-    summary = "routed experts on the CPU by the C++ kernel, in the stored or a quantised weight type"
+    summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
         self,
@@ -76,6 +106,7 @@ class HybridExperts(Operator):
         runtime: Runtime,
         draft: DraftSwitch,
         sparsity: LayerSparsity | None = None,
+        group: ModelExperts | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -85,6 +116,9 @@ class HybridExperts(Operator):
         self._runtime = runtime
         self._draft = draft
         self._packed: PackedExperts | None = None
+        self._group = group
+        self._number_in_group = -1 if group is None else group.join()
+        self._on_gpu: GpuLayer | None = None
         self._number = register_experts(self)
 
     @classmethod
@@ -96,16 +130,22 @@ class HybridExperts(Operator):
         layout = read_layout(module)
         expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype), sparse=options.sparsity is not None)
         # Pages of a mapped file can be dropped and read again: they are no demand on memory.
-        device = "cpu" if options.cache_dir is None else "disk"
-        return Footprint({device: layout.num_experts * expert_bytes})
+        held = {"cpu" if options.cache_dir is None else "disk": layout.num_experts * expert_bytes}
+        slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
+        if slots:
+            held["gpu"] = slots * expert_bytes
+        return Footprint(held)
 
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
         runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
         draft = context.shared(DraftSwitch, DraftSwitch)
-        draft.join()
+        draft.join(has_slots=options.on_gpu is not None)
         sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity) if options.sparsity is not None else None
-        return cls(read_layout(module), options, runtime, draft, sparsity)
+        group = None
+        if options.on_gpu is not None:
+            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime)
+        return cls(read_layout(module), options, runtime, draft, sparsity, group)
 
     @property
     def weight_type(self) -> str | None:
@@ -115,7 +155,8 @@ class HybridExperts(Operator):
     def placement(self) -> str:
         runtime = self._runtime
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
-        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){skipping}"
+        where = "" if self._on_gpu is None else f" and {self._on_gpu.describe()}"
+        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}"
 
     def statistics(self) -> Mapping[str, object]:
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
@@ -136,6 +177,20 @@ class HybridExperts(Operator):
                 advance(self._source_bytes(source))
             packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, advance))
         self._packed = packed
+
+    def ready(self, model: PreTrainedModel, path: str) -> None:
+        if self._group is None:
+            return
+        assert self._packed is not None, "ready after load"
+        operator = weakref.ref(self)  # the group outlives no model, but must not keep its layers either
+
+        def attach(layer: GpuLayer) -> None:
+            alive = operator()
+            if alive is not None:
+                alive._on_gpu = layer
+
+        member = Member(self._packed, self.sparsity, router_of(model, path), attach)
+        self._group.ready(self._number_in_group, member, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
@@ -172,13 +227,22 @@ class HybridExperts(Operator):
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
+        top_k_index, top_k_weights = self._narrowed(top_k_index, top_k_weights)
+        if self._on_gpu is not None and len(hidden_states):
+            return self._on_gpu.forward(hidden_states, top_k_index, top_k_weights)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
         routed = torch.empty_like(tokens)
         index = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
         forward_packed(self._runtime, self._packed, tokens, index, weights, routed, self.sparsity)
         return routed.to(hidden_states.device, hidden_states.dtype)
+
+    def _narrowed(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing as a draft has it, while one is drawn."""
+        settings = self._draft.settings
+        if settings is not None and settings.resident and self._on_gpu is not None:
+            return keep_resident(top_k_index, top_k_weights, self._on_gpu.resident, settings)
+        return self._draft.narrow(top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         layout = self.layout

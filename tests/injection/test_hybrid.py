@@ -1,0 +1,185 @@
+"""Rules that give experts a GPU: the same answers on emulated devices under every setting, and a notice where there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+from family_rows import FamilyCase
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import RuleFileError
+from moegraft.operators.experts.devices.cuda import why_no_cuda
+from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.model_experts import ModelExperts
+
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, gpu: "{gpu}", {more}}}}}
+"""
+# Each a form of routing and of storage of its own.
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "nemotron_h", "minimax", "glm4_moe")
+
+
+def case_of(model_type: str) -> FamilyCase:
+    return next(case for case in served_cases() if case.model_type == model_type)
+
+
+@pytest.fixture
+def rules(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def write(more: str = "cache: {ratio: 0.5}", *, weights: str = "stored", gpu: str = "emulated") -> Path:
+        path = tmp_path / "rules.yaml"
+        path.write_text(RULES.format(weights=weights, gpu=gpu, more=more))
+        return path
+
+    return write
+
+
+def load(model: Path | PreTrainedModel, rules: Path | str) -> PreTrainedModel:
+    injected: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+    return injected
+
+
+def groups_of(model: PreTrainedModel) -> list[ModelExperts]:
+    return list(model.moegraft.context.shared(GpuGroups, GpuGroups))
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, list[int]]:
+    logits = model(input_ids=prompt(9, batch=2)).logits.double()
+    return logits, model.generate(prompt(5), max_new_tokens=16, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Path, rules) -> None:  # type: ignore[no-untyped-def]
+    stock = build_model(case_of(model_type))
+    logits, answer = outputs(stock)
+    stock.save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", rules())
+    found, found_answer = outputs(model)
+    assert (found - logits).abs().max() / logits.abs().max() < 1e-5
+    assert found_answer == answer
+    (group,) = groups_of(model)
+    statistics = [engine.statistics for engine in group.engines]
+    assert sum(each.used - each.on_cpu for each in statistics) > 0, "the device computed something"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "cache: {slots: 0}, schedule: two_threshold",
+        "cache: {slots: 1}, schedule: greedy, prefetch: {policy: next_layer}",
+        "cache: {gpu_memory: 64KiB, scope: global}, schedule: on_demand",
+        "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
+        "cache: {ratio: 0.5, policy: score_frequency, admission: bypass}, prefetch: {lookahead: 1, promote: false}",
+        "cache: {ratio: 0.6}, schedule: layer_map",
+        "cache: {ratio: 0.5}, schedule: all_cpu",
+    ],
+)
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_every_setting_answers_the_same(more: str, weights: str, rules) -> None:  # type: ignore[no-untyped-def]
+    stock = build_model(case_of("qwen3_moe"))
+    logits, answer = outputs(load(build_model(case_of("qwen3_moe")), rules(weights=weights, gpu="none", more="")))
+    model = load(stock, rules(more, weights=weights))
+    found, found_answer = outputs(model)
+    assert (found - logits).abs().max() / logits.abs().max() < 1e-5
+    assert found_answer == answer
+
+
+def test_layers_are_split_over_two_devices(rules) -> None:  # type: ignore[no-untyped-def]
+    stock = build_model(case_of("mixtral"))
+    logits, answer = outputs(stock)
+    model = load(stock, rules(gpu="emulated:0,emulated:1"))
+    found, found_answer = outputs(model)
+    assert (found - logits).abs().max() / logits.abs().max() < 1e-5
+    assert found_answer == answer
+    (group,) = groups_of(model)
+    assert [engine.device.name for engine in group.engines] == ["emulated:0", "emulated:1"]
+    layers = [engine.loading.slots.layers for engine in group.engines]
+    assert sum(layers) == 3 and abs(layers[0] - layers[1]) == 1
+    assert all(engine.statistics.steps > 0 for engine in group.engines)
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
+def test_with_no_gpu_the_rules_mean_the_same_on_the_cpu(rules, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    stock = build_model(case_of("qwen3_moe"))
+    logits, answer = outputs(stock)
+    with caplog.at_level(logging.WARNING):
+        model = load(stock, rules(gpu="auto"))
+    said = [record.message for record in caplog.records if "run on the CPU" in record.message]
+    assert len(said) == 1 and said[0].startswith("all experts run on the CPU (gpu: auto): PyTorch")
+    found, found_answer = outputs(model)
+    assert found_answer == answer and (found - logits).abs().max() / logits.abs().max() < 1e-5
+    assert not any(group.engines for group in groups_of(model))
+
+
+def test_the_shipped_file_runs_here() -> None:
+    model = load(build_model(case_of("mixtral")), "hybrid")
+    logits, answer = outputs(model)
+    assert torch.isfinite(logits).all() and len(answer) > 5
+
+
+def test_placement_says_where_experts_are(rules) -> None:  # type: ignore[no-untyped-def]
+    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}"))
+    placements = {operator.placement() for operator in model.moegraft.operators.values()}
+    assert len(placements) == 1
+    (placement,) = placements
+    assert " and 2 of " in placement and "in slots of emulated:0, two_threshold" in placement
+
+
+def test_a_draft_of_resident_experts_loads_nothing(rules) -> None:  # type: ignore[no-untyped-def]
+    from moegraft.operators.draft import DraftSettings, DraftSwitch
+
+    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"))
+    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    assert switch.resident_layers == switch.layers > 0
+    (group,) = groups_of(model)
+    (engine,) = group.engines
+    before = engine.loading.queue.statistics.requested
+    with torch.no_grad(), switch.drafting(DraftSettings(top_k=2, resident=True)):
+        drafted = model(input_ids=prompt(6)).logits
+    assert torch.isfinite(drafted).all()
+    assert engine.loading.queue.statistics.requested == before and engine.statistics.on_cpu < engine.statistics.used
+    with torch.no_grad():
+        whole = model(input_ids=prompt(6)).logits
+    assert not torch.allclose(whole, drafted)
+
+
+def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-untyped-def]
+    model = load(build_model(case_of("mixtral")), rules())
+    outputs(model)
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("cache: {ratio: 0.5, slots: 2}", "the cache has one size, not ratio and slots"),
+        ("cache: {ratio: 1.5}", "ratio is a share from 0 to 1, not 1.5"),
+        ("cache: {gpu_memory: 12}", "must be text or null"),
+        ("cache: {gpu_memory: lots}", "'lots' is no amount of memory"),
+        ("cache: {policy: mrr}", "did you mean 'mrs'"),
+        ("schedule: twothreshold", "did you mean 'two_threshold'"),
+        ("prefetch: {lookahead: 9}", "lookahead is 1 to 3 layers, not 9"),
+    ],
+)
+def test_mistakes_are_told_where_they_stand(more: str, message: str, rules) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RuleFileError, match=message):
+        load(build_model(case_of("mixtral")), rules(more))
+
+
+@pytest.mark.parametrize("gpu", ["cuda:x", "gpu0", "cuda:0,none", "cuda:0,cuda:0"])
+def test_a_device_that_is_none(gpu: str, rules) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RuleFileError, match="gpu is auto, none, cuda:N or several of them"):
+        load(build_model(case_of("mixtral")), rules(gpu=gpu))
