@@ -36,6 +36,7 @@ PASSAGE = 1024  # tokens of one kind of text
 RATIOS = (0.25, 0.5, 0.75)
 SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 there would be nothing to choose
 SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 1536, 8  # layers differ in nothing but the draw
+DPI = 75
 WARM = 4  # the part of a trace that is not counted, as 1 / WARM
 PLAIN = CacheOptions(policy="mrs", alpha=0.5)  # an average of few tokens; the paper does not give its alpha
 OPTIONS = {
@@ -153,7 +154,7 @@ def draw(axes: Axes, points: list[tuple[object, object]], name: str) -> None:
 def plot_policies(rows: list[Row]) -> Path:
     """By trace: hit rate by capacity, and by prefetching at half of the experts; beside them the paper's."""
     traces = list(dict.fromkeys(row["trace"] for row in rows if row["tokens"]))
-    figure = Figure(figsize=(4.2 * (len(traces) + 1), 8), layout="constrained")
+    figure = Figure(figsize=(3.6 * (len(traces) + 1), 7), layout="constrained")
     grid = figure.subplots(2, len(traces) + 1)
     for column, trace in enumerate(traces):
         above, below = grid[:, column]
@@ -165,14 +166,15 @@ def plot_policies(rows: list[Row]) -> Path:
             fetched = [budget for budget in (0, 1, 2) if (0.5, budget) in unique]
             draw(below, [(budget, unique[0.5, budget]) for budget in fetched], name)
         above.set(title=f"{trace}", xlabel="% of experts in the cache", ylabel="hits, %")
-        below.set(title=f"{trace}, half of the experts", xlabel="experts fetched ahead a layer", ylabel="hits, %", xticks=[0, 1, 2])
-        above.legend(fontsize="x-small")
+        below.set(title="at half of the experts", xlabel="experts fetched ahead a layer", ylabel="hits, %", xticks=[0, 1, 2])
+        if not column:
+            above.legend(fontsize="x-small")
     draw_paper(grid[0, -1])
     draw_ways(grid[1, -1], rows, traces[0])
     for axes in grid.flat:
         axes.grid(alpha=0.3)
     path = RESULTS / "cache_policies.png"
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
     return path
 
 
@@ -201,26 +203,24 @@ def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
 def plot_sweep(rows: list[Row]) -> Path:
     """By trace: the mean hit rate by alpha."""
     traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure = Figure(figsize=(5.5 * len(traces), 4.5), layout="constrained")
-    for axes, trace in zip(figure.subplots(1, len(traces), squeeze=False).flat, traces, strict=True):
+    figure = Figure(figsize=(3.4 * len(traces) + 2.2, 4), layout="constrained")
+    grid = figure.subplots(1, len(traces), squeeze=False)[0]
+    for axes, trace in zip(grid, traces, strict=True):
         own = select(rows, trace=trace)
-        for kind, other in (("mrs", "top_p"), ("score_frequency", "frequency_alpha")):
-            for value in dict.fromkeys(row[other] for row in own if row["policy"] == kind):
-                points = [(row["alpha"], row["hit_percent"]) for row in select(own, policy=kind, **{other: value})]
-                style = "-" if kind == "mrs" else "--"
-                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, linewidth=1, label=f"{kind}, {other} {value}")
+        for kind, other, style in (("mrs", "top_p", "-"), ("score_frequency", "frequency_alpha", "--")):
+            tried = select(own, policy=kind)
+            for place, value in enumerate(dict.fromkeys(row[other] for row in tried)):
+                points = [(row["alpha"], row["hit_percent"]) for row in tried if row[other] == value]
+                named = ("K", "2 K", "E")[place] if other == "top_p" else value
+                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, linewidth=1, label=f"{kind}, {other} {named}")
         for kind, color in (("lru", "grey"), ("lfu", "black")):
-            axes.axhline(float(str(select(own, policy=kind)[0]["hit_percent"])), color=color, linestyle=":", label=kind)
-        axes.set(
-            xscale="log",
-            xlabel="alpha",
-            ylabel=f"hits, %, mean over {', '.join(f'{ratio:.1%}' for ratio in SWEEP_RATIOS)}",
-            title=f"{trace}",
-        )
+            axes.axhline(select(own, policy=kind)[0]["hit_percent"], color=color, linestyle=":", label=kind)  # type: ignore[arg-type]
+        axes.set(xscale="log", xlabel="alpha", title=trace)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="xx-small")
+    grid[0].set_ylabel(f"hits, %, mean at {', '.join(f'{100 * ratio:g}' for ratio in SWEEP_RATIOS)} % of experts")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     path = RESULTS / "cache_sweep.png"
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
     return path
 
 

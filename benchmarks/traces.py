@@ -122,7 +122,7 @@ def plot(trace: Trace, rows: list[Row]) -> Path:
         axes.legend(fontsize="x-small")
     figure.suptitle(f"Routing of {trace.source}, {trace.num_tokens} tokens, {trace.top_k} of {trace.num_experts} experts a token")
     path = RESULTS / "routing.png"
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
     return path
 
 
