@@ -73,7 +73,7 @@ class Router:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not self._callable:
             logits = F.linear(tokens, self._weight().to(tokens.dtype))
-            return _ranked(logits.topk(self._top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
+            return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
         if self._windowed is None:
             self._windowed = self._wants_windows(tokens[:1])
         output = self._call(tokens[None] if self._windowed else tokens)
@@ -98,7 +98,12 @@ class Router:
             raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
         return weight
 
-    def _top_k(self) -> int:
+    def top_k(self) -> int:
+        """Experts a token takes.
+
+        Raises:
+            UnsupportedModelError: neither the router nor its block says.
+        """
         found = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
         if not isinstance(found, int):
             raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} does not say how many experts a token takes")
@@ -109,7 +114,7 @@ class Router:
         choose = getattr(self._block, "route_tokens_to_experts", None)
         if choose is None:
             self.exact = False
-            return RouterOutput(read.logits, None, read.logits.topk(self._top_k(), dim=-1).indices)
+            return RouterOutput(read.logits, None, read.logits.topk(self.top_k(), dim=-1).indices)
         given = {"hidden_states": tokens, "router_logits": read.logits}
         chosen = choose(**{name: given[name] for name in inspect.signature(choose).parameters})
         return RouterOutput.read((read.logits, *chosen), self.num_experts)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.cache.policies import make_policy
 from moegraft.operators.experts.devices.cuda import CudaDevice
 from moegraft.operators.experts.devices.interface import Device, DeviceError, Waiter
@@ -127,10 +128,8 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
     store = ExpertStore.of_packed(parts.packed)
     free_bytes = free_for_slots(device.torch_device, kv_bytes) if device.torch_device.type == "cuda" else store.nbytes
     plan = slot_plan(options, store, free_bytes)
-    top_k = 1  # no policy needs it before the first step
-    policy = make_policy(options.cache, store.layers, store.num_experts, top_k)
-    admission = "bypass" if options.cache.bypasses else "always"
-    loading = open_loading(device, store, policy.priority, LoadingOptions(plan, admission))
+    policy = make_policy(options.cache, store.layers, store.num_experts, _top_k(parts))
+    loading = open_loading(device, store, policy.priority, LoadingOptions(plan, "bypass" if options.cache.bypasses else "always"))
     if loading is None:
         device.close()
         return None
@@ -139,6 +138,13 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
     engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead)
     fill(engine)
     return engine
+
+
+def _top_k(parts: EngineParts) -> int:
+    try:
+        return parts.routers[0].top_k()
+    except UnsupportedModelError:
+        return 1  # the cache then learns from fewer scores of each token
 
 
 def _open_device(name: str) -> Device:

@@ -95,7 +95,8 @@ class GpuLayer:
         step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions)
         execution = self._execution(host, device)
         self.engine.run(step, execution)
-        return execution.result.to(hidden_states.dtype)
+        result: torch.Tensor = execution.result
+        return result.to(hidden_states.dtype)
 
     def _predict(self, router_input: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """What the next layers would choose on the hidden states at hand: (layer, (T', K) int64)."""
