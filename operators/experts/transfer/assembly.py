@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, OnSpan
 from moegraft.operators.experts.transfer.arena import SlotPlan, allocate_arena
-from moegraft.operators.experts.transfer.queue import TransferQueue, default_chunk_bytes
+from moegraft.operators.experts.transfer.queue import TransferQueue
 from moegraft.operators.experts.transfer.residents import Admission, Priority
-from moegraft.operators.experts.transfer.sender import OnTransfer
+from moegraft.operators.experts.transfer.sender import OnTransfer, default_chunk_bytes
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
 

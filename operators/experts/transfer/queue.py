@@ -11,26 +11,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
-from math import inf
 
 from moegraft.operators.experts.devices.interface import Buffer, Device, DeviceError, DeviceTimeoutError, Event, OnSpan
 from moegraft.operators.experts.devices.process import ProcessGuard
-from moegraft.operators.experts.transfer.sender import ChunkSender, OnTransfer
+from moegraft.operators.experts.transfer.arrivals import Arrivals
+from moegraft.operators.experts.transfer.sender import ChunkSender, OnTransfer, default_chunk_bytes
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
 from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Unsent, Urgency
 
 logger = logging.getLogger(__name__)
 DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
-MOST_CHUNKS = 64  # of an expert
-CHUNK_BYTES = 2_500_000  # 0.1 ms at 24 GB/s: a demand waits for two, and below it the host's part of a chunk shows
 CLOSE_S = 1.0
-
-
-def default_chunk_bytes(expert_bytes: int) -> int:
-    """Chunks of about 2.5 MB; a multiple of 64."""
-    chunks = min(MOST_CHUNKS, max(1, round(expert_bytes / CHUNK_BYTES)))
-    return -(-expert_bytes // chunks // 64) * 64
 
 
 class TransferQueue:
@@ -80,6 +72,7 @@ class TransferQueue:
             on_transfer=on_transfer,
         )
         self.link = self._sender.link
+        self._arrivals = Arrivals(self.link, self._unsent, store.expert_bytes)
         self._sending = False
         self._prefetch_failed = False
         self._closed = False
@@ -150,16 +143,12 @@ class TransferQueue:
     def arrival_ms(self, transfer: Transfer) -> float:
         """See `Transfer.arrival_ms`."""
         with self._lock:
-            left = self.store.expert_bytes - transfer.sent_bytes
-            if transfer.done:
-                return 0.0 if transfer.state is TransferState.LANDED else inf
-            ahead = transfer.way_mark - self.link.landed_bytes if left == 0 else self._bytes_before(transfer) + left
-            return self.link.until_ms(ahead, self.device.now_ms())
+            return self._arrivals.of(transfer, self.device.now_ms())
 
     def busy_ms(self) -> float:
         """How long until a new demand would start: what is under way, and the demands before it."""
         with self._lock:
-            return self.link.until_ms(self._bytes_before(None), self.device.now_ms())
+            return self._arrivals.busy_ms(self.device.now_ms())
 
     def transfer_ms(self) -> float:
         """What one expert takes on a free link."""
@@ -339,8 +328,3 @@ class TransferQueue:
         live = self._live[transfer.layer]
         if live.get(transfer.expert) is transfer:  # else it was overtaken, and asked for again
             del live[transfer.expert]
-
-    def _bytes_before(self, transfer: Transfer | None) -> int:
-        """What lands before the first byte of a demand: what is under way, and the demands before it; None: a new demand."""
-        waiting = sum(self.store.expert_bytes - each.sent_bytes for each in self._unsent.demands_before(transfer))
-        return self.link.sent_bytes - self.link.landed_bytes + waiting

@@ -11,8 +11,17 @@ from moegraft.operators.experts.transfer.link import LinkClock
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
 from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics
 
+MOST_CHUNKS = 64  # of an expert
+CHUNK_BYTES = 2_500_000  # 0.1 ms at 24 GB/s: a demand waits for two, and below it the host's part of a chunk shows
+
 OnTold = Callable[[Transfer, DeviceError | None], None]
 OnTransfer = Callable[[int, float], None]
+
+
+def default_chunk_bytes(expert_bytes: int) -> int:
+    """Chunks of about 2.5 MB; a multiple of 64."""
+    chunks = min(MOST_CHUNKS, max(1, round(expert_bytes / CHUNK_BYTES)))
+    return -(-expert_bytes // chunks // 64) * 64
 
 
 class ChunkSender:

@@ -9,7 +9,8 @@ from loading_devices import DEVICES
 from loading_rig import Rig, chunk_order, make_device
 
 from moegraft.operators.experts.devices.interface import DeviceError
-from moegraft.operators.experts.transfer.queue import DEPTH, default_chunk_bytes
+from moegraft.operators.experts.transfer.queue import DEPTH
+from moegraft.operators.experts.transfer.sender import default_chunk_bytes
 from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, Urgency
 
 DEMAND, NEXT, DEEPER, PROMOTION = Urgency
