@@ -73,7 +73,8 @@ class Precision:
     The likeliest of a prediction is right far more often than its last, and near ones more often than far ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int) -> None:
+        self._chosen = np.zeros(num_experts, bool)
         self._averages = [np.full(1, first) for first in FIRST_PRECISION]  # by place
         self._predicted: dict[tuple[int, int], Prediction] = {}
 
@@ -86,11 +87,13 @@ class Precision:
 
     def compare(self, step: LayerStep) -> None:
         """Takes in what a layer has really chosen."""
+        self._chosen[:] = False
+        self._chosen[step.experts] = True
         for depth, averages in enumerate(self._averages, 1):
             predicted = self._predicted.pop((step.layer, depth), None)
             if predicted is None or not len(predicted.experts):
                 continue
-            right = np.isin(predicted.experts, step.experts, assume_unique=True)
+            right = self._chosen[predicted.experts]
             seen = np.bincount(predicted.ranks, minlength=len(averages))
             found = np.bincount(predicted.ranks, right, minlength=len(averages))
             there = seen > 0
@@ -110,7 +113,7 @@ class Prefetcher:
 
     def __init__(self, options: PrefetchOptions, slots: SlotTable, queue: TransferQueue, gains: Gains) -> None:
         self.options = options
-        self.precision = Precision()
+        self.precision = Precision(slots.num_experts)
         self._slots = slots
         self._queue = queue
         self._gains = gains
@@ -140,9 +143,8 @@ class Prefetcher:
 
     def _worth_loading(self, depth: int, prediction: Prediction) -> list[Wanted]:
         there = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0
-        under_way = self._queue.in_flight(prediction.layer)
-        if under_way:
-            there |= np.isin(prediction.experts, list(under_way))
+        for expert in self._queue.in_flight(prediction.layer):
+            there |= prediction.experts == expert
         if there.all():
             return []
         if self.options.policy == "next_layer":
