@@ -18,11 +18,13 @@ class DraftSettings:
         top_k: experts a token; at least 1.
         renormalise: whether the weights that are kept are scaled to the sum of all.
         resident: whether only experts with a slot on a GPU may run. An operator without such slots lets any expert run.
+        verify_prefetch: whether an operator with such slots loads, while the draft is drawn, what its verification will need.
     """
 
     top_k: int
     renormalise: bool = False
     resident: bool = False
+    verify_prefetch: bool = True
 
 
 class DraftSwitch:

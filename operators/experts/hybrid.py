@@ -17,7 +17,7 @@ from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.engine.gpu_layer import GpuLayer, keep_resident
+from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer, keep_resident
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
 from moegraft.operators.experts.engine.options import ExpertCacheOptions, GpuOptions, check_gpu
@@ -227,9 +227,11 @@ class HybridExperts(Operator):
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        settings, whole = self._draft.settings, top_k_index
         top_k_index, top_k_weights = self._narrowed(top_k_index, top_k_weights)
         if self._on_gpu is not None and len(hidden_states):
-            return self._on_gpu.forward(hidden_states, top_k_index, top_k_weights)
+            draft = None if settings is None else DraftRouting(settings, whole)
+            return self._on_gpu.forward(hidden_states, top_k_index, top_k_weights, draft)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
         routed = torch.empty_like(tokens)
         index = top_k_index.to("cpu", torch.int64).contiguous()

@@ -24,6 +24,7 @@ class SpeculativeOptions:
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
         unverified: adaptive mode also accepts, whatever p is, each token with q above this.
         experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights.
+        verify_prefetch: while drafting, load onto the GPU what the verification should need; not with `prefetch: none`.
         renormalise: scale the weights of the experts that draft to the sum of all. Off by default: fewer drafts stood
             with it (`benchmarks/results/speculative_acceptance.csv`).
         ngram: the longest run of tokens that `draft: ngram` looks up.
@@ -38,6 +39,7 @@ class SpeculativeOptions:
     tolerance: float = 0.0
     unverified: float | None = None
     experts: Literal["any", "resident"] = "any"
+    verify_prefetch: bool = True
     renormalise: bool = False
     ngram: int = 3
 
@@ -66,4 +68,4 @@ class SpeculativeOptions:
     @property
     def settings(self) -> DraftSettings:
         """How experts run while drafting."""
-        return DraftSettings(self.draft_top_k, self.renormalise, self.experts == "resident")
+        return DraftSettings(self.draft_top_k, self.renormalise, self.experts == "resident", self.verify_prefetch)

@@ -22,6 +22,7 @@ from moegraft.operators.experts.devices.interface import CpuTicket, Device, Devi
 from moegraft.operators.experts.engine.prefetcher import Prefetcher, PrefetchOptions
 from moegraft.operators.experts.engine.statistics import EngineStatistics
 from moegraft.operators.experts.engine.step import LayerExecutor, LayerStep, Prediction
+from moegraft.operators.experts.engine.verify_ahead import VerifyAhead
 from moegraft.operators.experts.scheduling.cost_model import CostModel
 from moegraft.operators.experts.scheduling.problem import UNBOUNDED, LayerPlan, LayerProblem
 from moegraft.operators.experts.scheduling.scheduler import Scheduler
@@ -65,6 +66,7 @@ class Engine:
         self.policy = policy
         self.statistics = EngineStatistics(loading.slots.layers)
         self.prefetcher = Prefetcher(prefetch, loading.slots, loading.queue, self._gains)
+        self.verify_ahead = VerifyAhead(loading.slots, loading.queue)
         self._slots = loading.slots
         self._queue = loading.queue
         self._compute = device.stream("compute")
@@ -131,7 +133,7 @@ class Engine:
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
             link_free_ms=link_free_ms,
-            max_transfers=UNBOUNDED if self._can_stream(step.layer) else 0,
+            max_transfers=UNBOUNDED if not (step.draft and step.draft.resident) and self._can_stream(step.layer) else 0,
         )
 
     def _settle(self, cpu: CpuTicket | None) -> None:
@@ -194,7 +196,13 @@ class Engine:
 
     def _meanwhile(self, step: LayerStep, on_cpu: NDArray[np.bool_]) -> None:
         """While both devices are busy: the cache learns, and the link gets its next tasks."""
-        if step.scores is not None:
+        draft = step.draft
+        if draft is None:
+            self.verify_ahead.verified(step)
+        elif draft.ahead and self.prefetcher.options.policy != "none":
+            self.verify_ahead.drafted(step, draft)
+            return
+        if step.scores is not None and draft is None:  # a draft's tokens come again, with all their experts
             self.policy.update(step.layer, step.scores, step.chosen)
         self.prefetcher.look_ahead(step)
         missed = step.experts[on_cpu & (self._slots.slot_of(step.layer)[step.experts] < 0)]
@@ -231,6 +239,7 @@ class Engine:
             "experts loaded": transfers.landed,
             "loaded ahead and used": slots.prefetches_used,
             "loaded ahead for nothing": slots.prefetches_wasted,
+            "loaded while drafting for the verification": self.verify_ahead.served,
         }
 
     def close(self) -> None:

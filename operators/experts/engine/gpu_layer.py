@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -14,7 +15,7 @@ from torch import nn
 from moegraft.operators.cpu import rounded
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
-from moegraft.operators.experts.engine.step import LayerStep, Prediction
+from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.experts.routing import Router
 from moegraft.operators.sparse.layer import LayerSparsity
 
@@ -50,6 +51,18 @@ class RouterWatch:
         return hidden_states.detach().reshape(-1, hidden_states.shape[-1]), self._router.scores(output)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRouting:
+    """What a router said before a draft narrowed it: (T, K) int64."""
+
+    settings: DraftSettings
+    top_k_index: torch.Tensor
+
+    def step(self, chosen: NDArray[np.int64]) -> DraftStep:
+        settings = self.settings
+        return DraftStep(chosen, settings.top_k, settings.resident, settings.verify_prefetch)
+
+
 class GpuLayer:
     """A layer whose experts run on the CPU and a GPU.
 
@@ -76,7 +89,9 @@ class GpuLayer:
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
         return f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, draft: DraftRouting | None = None
+    ) -> torch.Tensor:
         """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
@@ -88,11 +103,14 @@ class GpuLayer:
             device["scores"] = seen[1][-LEARN_TOKENS:]
             ahead = self._predict(seen[0])
         device |= {f"ahead {layer}": chosen for layer, chosen in ahead}
+        if draft is not None:
+            device["whole"] = draft.top_k_index.detach().long()
         host = self._parts.fetch(device)
         chosen = host["index"].numpy()
         predictions = [Prediction.of(layer, _real(host[f"ahead {layer}"].numpy(), self._packed)) for layer, _ in ahead]
         scores = host["scores"].numpy() if "scores" in host else None
-        step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions)
+        drafted = None if draft is None else draft.step(_real(host["whole"].numpy(), self._packed))
+        step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions, drafted)
         execution = self._execution(host, device)
         self.engine.run(step, execution)
         result: torch.Tensor = execution.result

@@ -43,6 +43,23 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStep:
+    """That a call is of a draft, whose experts are fewer than the router chose.
+
+    Attributes:
+        chosen: (T, K), all that the router chose, -1 for padded slots: what a verification is expected to need.
+        top_k: experts that the draft takes of each token.
+        resident: the draft must bring none.
+        ahead: whether to load ahead what its verification will need.
+    """
+
+    chosen: Ids
+    top_k: int
+    resident: bool = False
+    ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class LayerStep:
     """One call of one layer's experts.
 
@@ -52,6 +69,7 @@ class LayerStep:
         chosen: (T, K), -1 for padded slots.
         scores: (T, E) float32 of the router, where a cache learns from them.
         predictions: of later layers, the next one first.
+        draft: where the call is of a draft.
     """
 
     layer: int
@@ -60,11 +78,19 @@ class LayerStep:
     chosen: Ids
     scores: NDArray[np.float32] | None = None
     predictions: Sequence[Prediction] = field(default=())
+    draft: DraftStep | None = None
 
     @classmethod
-    def of(cls, layer: int, chosen: Ids, scores: NDArray[np.float32] | None = None, predictions: Sequence[Prediction] = ()) -> Self:
+    def of(
+        cls,
+        layer: int,
+        chosen: Ids,
+        scores: NDArray[np.float32] | None = None,
+        predictions: Sequence[Prediction] = (),
+        draft: DraftStep | None = None,
+    ) -> Self:
         """From a layer's routing (T, K)."""
-        return cls(layer, *loads_of(chosen), chosen, scores, predictions)
+        return cls(layer, *loads_of(chosen), chosen, scores, predictions, draft)
 
 
 def loads_of(chosen: Ids) -> tuple[Ids, Loads]:
