@@ -20,6 +20,7 @@ from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waite
 from moegraft.operators.experts.devices.profiles import MachineProfile, ModelShape
 from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.engine.observer import Observer
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.engine.step import LayerStep, Prediction
 from moegraft.operators.experts.engine.warm_up import warm_up
@@ -112,11 +113,12 @@ class Simulation:
         store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes())
         policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
         options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
-        loading = open_loading(self.device, store, policy.priority, options)
+        observer = Observer(self.device)
+        loading = open_loading(self.device, store, policy.priority, options, on_span=observer.on_span, on_transfer=observer.on_transfer)
         assert loading is not None, "the modelled GPU has room"
         costs = CostModel(warm_up(self.device, loading, _NoJobs()))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
-        self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch)
+        self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, observer)
         self._fill(profile)
 
     def _fill(self, profile: Trace) -> None:

@@ -17,6 +17,7 @@ from moegraft.operators.experts.cache.policies import CacheOptions, make_policy
 from moegraft.operators.experts.devices.profiles import MachineProfile
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens, SlotArena
+from moegraft.operators.experts.engine.observer import Observer
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.engine.step import LayerStep, Prediction
 from moegraft.operators.experts.scheduling.cost_model import CostModel
@@ -55,13 +56,14 @@ class EngineRig:
         device = make_device(setting.kind, MACHINE, **setting.device)
         store = ExpertStore.of_packed([layer.packed for layer in self.layers])
         policy = make_policy(CacheOptions(policy=setting.policy), LAYERS, EXPERTS, TOP_K)  # type: ignore[arg-type]
-        loading = open_loading(
-            device, store, policy.priority, LoadingOptions(SlotPlan(setting.capacity, setting.staging), chunk_bytes=8192)
-        )
+        observer = Observer(device)
+        options = LoadingOptions(SlotPlan(setting.capacity, setting.staging), chunk_bytes=8192)
+        loading = open_loading(device, store, policy.priority, options, on_span=observer.on_span, on_transfer=observer.on_transfer)
         assert loading is not None and loading.arena.array is not None, "an emulated device has room"
         self.arena = SlotArena(self.runtime, self.layers[0].packed, loading.arena.array)
         gpu_layers = [True, *[False] * (LAYERS - 1)] if setting.schedule == "layer_map" else None
-        self.engine = Engine(device, loading, make_scheduler(setting.schedule, gpu_layers), CostModel(TABLES), policy, setting.prefetch)
+        scheduler = make_scheduler(setting.schedule, gpu_layers)
+        self.engine = Engine(device, loading, scheduler, CostModel(TABLES), policy, setting.prefetch, observer)
         self._rng = np.random.default_rng(0)
 
     def call(self, number: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

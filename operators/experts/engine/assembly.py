@@ -21,6 +21,7 @@ from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.cuda_execution import CudaExecution, HostMirror
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens, SlotArena
+from moegraft.operators.experts.engine.observer import Observer
 from moegraft.operators.experts.engine.options import GpuOptions
 from moegraft.operators.experts.engine.room import free_for_slots
 from moegraft.operators.experts.engine.warm_up import warm_up
@@ -129,13 +130,21 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
     free_bytes = free_for_slots(device.torch_device, kv_bytes) if device.torch_device.type == "cuda" else store.nbytes
     plan = slot_plan(options, store, free_bytes)
     policy = make_policy(options.cache, store.layers, store.num_experts, _top_k(parts))
-    loading = open_loading(device, store, policy.priority, LoadingOptions(plan, "bypass" if options.cache.bypasses else "always"))
+    observer = Observer(device)
+    loading = open_loading(
+        device,
+        store,
+        policy.priority,
+        LoadingOptions(plan, "bypass" if options.cache.bypasses else "always"),
+        on_span=observer.on_span,
+        on_transfer=observer.on_transfer,
+    )
     if loading is None:
         device.close()
         return None
     parts.use(loading)
     costs = CostModel(warm_up(device, loading, _WarmUpJobs(parts)))
-    engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead)
+    engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead, observer)
     fill(engine)
     return engine
 

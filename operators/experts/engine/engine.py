@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from moegraft.operators.experts.cache.policies import CachePolicy
 from moegraft.operators.experts.devices.interface import CpuTicket, Device, DeviceError, Event, Work
+from moegraft.operators.experts.devices.process import Uninterrupted
+from moegraft.operators.experts.engine.observer import Observer
 from moegraft.operators.experts.engine.prefetcher import Prefetcher, PrefetchOptions
 from moegraft.operators.experts.engine.statistics import EngineStatistics
 from moegraft.operators.experts.engine.step import LayerExecutor, LayerStep, Prediction
@@ -54,12 +56,22 @@ class Engine:
     Args:
         loading: the device's slots and queue.
         policy: learns from every step; its priorities are those that `loading` evicts by.
+        observer: the one that `loading` tells of its transfers.
     """
 
     def __init__(
-        self, device: Device, loading: Loading, scheduler: Scheduler, costs: CostModel, policy: CachePolicy, prefetch: PrefetchOptions
+        self,
+        device: Device,
+        loading: Loading,
+        scheduler: Scheduler,
+        costs: CostModel,
+        policy: CachePolicy,
+        prefetch: PrefetchOptions,
+        observer: Observer | None = None,
     ) -> None:
         self.device = device
+        self.observer = observer or Observer(device)
+        self.observer.costs = costs
         self.loading = loading
         self.scheduler = scheduler
         self.costs = costs
@@ -78,7 +90,7 @@ class Engine:
 
         A device that fails costs a warning and the layer's time on the CPU; what fails there is raised.
         """
-        with self._lock:
+        with self._lock, Uninterrupted():
             try:
                 self._run(step, executor)
             except DeviceError as error:
@@ -92,8 +104,10 @@ class Engine:
         reads: list[Event] = []  # after each launch: what failed is told by the first event behind it
         cpu: CpuTicket | None = None
         try:
+            start_ms = self.device.now_ms()
             problem = self._problem(step, hold.pin)
             plan = self.scheduler.plan(step.layer, problem)
+            self.observer.planned(step.layer, start_ms, on_cpu=int(plan.on_cpu.sum()), experts=len(step.experts), ms=plan.makespan_ms)
             arriving = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
             hold.wanted.extend(arriving[np.argsort(problem.arrival_ms[arriving])].tolist())
             hold.wanted.extend(plan.transfers.tolist())
@@ -168,16 +182,14 @@ class Engine:
         slots = np.asarray(hold.pin.slots, np.int32)
         there = np.flatnonzero(~on_cpu & (slots >= 0))
         if len(there):
-            self._launch(step, there, slots[there], executor)
-            reads.append(self._compute.record())
+            reads.append(self._launch(step, there, slots[there], executor, waited=False))
         # Who is above the layer's capacity may leave for what arrives.
         self._slots.release(hold.pin, reads[-1] if reads else None)
         self._ask(step, hold)
         while hold.asked:
             at, transfer = hold.asked[0]
             self._compute.wait(transfer.ready())
-            self._launch(step, np.array([at]), np.array([transfer.slot], np.int32), executor)
-            reads.append(self._compute.record())
+            reads.append(self._launch(step, np.array([at]), np.array([transfer.slot], np.int32), executor, waited=True))
             hold.asked.popleft()
             self._queue.release(transfer, reads[-1])
             self._ask(step, hold)
@@ -190,9 +202,16 @@ class Engine:
             rest[list(hold.wanted)] = True
             executor.join(self._start_cpu(step, rest, executor), ())
 
-    def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor) -> None:
+    def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor, *, waited: bool) -> Event:
+        """The event after it."""
         work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes)
+        timed = self.observer.wants_launch()
+        before = self._compute.record(timed=True) if timed else None
         self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots), work)
+        after = self._compute.record(timed=timed)
+        if before is not None:
+            self.observer.launched(step.layer, step.loads[at], before, after, waited=waited)
+        return after
 
     def _meanwhile(self, step: LayerStep, on_cpu: NDArray[np.bool_]) -> None:
         """While both devices are busy: the cache learns, and the link gets its next tasks."""
@@ -209,8 +228,9 @@ class Engine:
         self.prefetcher.promote(step.layer, missed.tolist(), self.policy.priority)
 
     def _learn(self, step: LayerStep, problem: LayerProblem, plan: LayerPlan, cpu: CpuTicket | None) -> None:
-        if cpu is not None and cpu.elapsed_ms is not None:
-            self.costs.observe_cpu(step.loads[plan.on_cpu], cpu.elapsed_ms)
+        if cpu is not None:
+            self.observer.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
+        self.observer.collect()
         self.statistics.count(step.layer, problem, plan.on_cpu, plan.makespan_ms)
 
     def _gains(self, prediction: Prediction, there: NDArray[np.bool_]) -> NDArray[np.float64]:
