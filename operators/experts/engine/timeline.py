@@ -1,0 +1,77 @@
+"""Who worked when: spans of the GPU, the CPU and the link, and each layer's plan, as a trace that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LANES = ("plan", "GPU", "CPU", "link")  # from top to bottom
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of work on one lane, in ms of the device's host clock."""
+
+    lane: str
+    name: str
+    start_ms: float
+    end_ms: float
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+class Timeline:
+    """Collects spans of one device; keeps the latest `most`."""
+
+    def __init__(self, device: str, most: int = 1_000_000) -> None:
+        self.device = device
+        self.spans: list[Span] = []
+        self._most = most
+
+    def add(self, lane: str, name: str, start_ms: float, end_ms: float, **details: object) -> None:
+        if len(self.spans) >= self._most:
+            del self.spans[: self._most // 2]
+        self.spans.append(Span(lane, name, start_ms, end_ms, details))
+
+    def busy_ms(self, lane: str) -> float:
+        """Time that spans of a lane cover, overlaps counted once."""
+        covered, end_ms = 0.0, float("-inf")
+        for span in sorted((span for span in self.spans if span.lane == lane), key=lambda span: span.start_ms):
+            covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
+            end_ms = max(end_ms, span.end_ms)
+        return covered
+
+
+def chrome_trace(timelines: list[Timeline]) -> dict[str, object]:
+    """The trace event format: a process for each device, a thread for each lane, times in microseconds."""
+    events: list[dict[str, object]] = []
+    start_ms = min((span.start_ms for timeline in timelines for span in timeline.spans), default=0.0)
+    for process, timeline in enumerate(timelines):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.device}})
+        for thread, lane in enumerate(LANES):
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}})
+        for span in timeline.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.lane,
+                    "pid": process,
+                    "tid": LANES.index(span.lane),
+                    "ts": round(1e3 * (span.start_ms - start_ms), 3),
+                    "dur": round(1e3 * (span.end_ms - span.start_ms), 3),
+                    "args": dict(span.details),
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: str | os.PathLike[str], timelines: list[Timeline]) -> None:
+    """
+    Raises:
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
