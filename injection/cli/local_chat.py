@@ -40,6 +40,12 @@ class ChatOptions:
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Same seed, same answers; none: another each time.")] = None
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FILE", help="Go on with a chat that /save FILE.safetensors wrote.")
+    ] = None
+    prefill_chunk: Annotated[
+        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Read longer prompts so many tokens at a time; 0: whole.")
+    ] = 2048
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Answers and errors only.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, read no weights, and leave.")] = False
@@ -48,6 +54,8 @@ class ChatOptions:
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("--prompt and --prompt-file both say what to answer; give one of them")
+        if self.resume is not None and self.system is not None:
+            raise ValueError("--resume brings the chat's own system message; leave out --system")
 
 
 class PromptError(MoegraftError):
@@ -122,8 +130,11 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
     if not conversation.has_template:
         terminal.notice("this model has no chat template: it continues what is typed as text")
-    answerer = Answerer(loaded, sampling, options.seed)
-    return Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
+    answerer = Answerer(loaded, sampling, options.seed, prefill_chunk=options.prefill_chunk)
+    session = Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
+    if options.resume is not None:
+        session.resume(options.resume)
+    return session
 
 
 def main() -> None:

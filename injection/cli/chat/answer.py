@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers import DynamicCache
 
 from moegraft.injection.cli.chat.answer_stats import AnswerStats
 from moegraft.injection.cli.chat.interrupt import PromptInterrupted, StopRequest
@@ -15,8 +17,10 @@ from moegraft.injection.cli.chat.prompt_cache import PromptCache
 from moegraft.injection.cli.chat.streamer import AnswerStreamer
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
+logger = logging.getLogger(__name__)
 DEFAULT_NEW_TOKENS = 512
 Ending = Literal["finished", "length", "context", "interrupted"]
 
@@ -31,11 +35,18 @@ class Answer:
 
 
 class Answerer:
-    """Answers prompts with one model; keeps what the model knows of the conversation between them."""
+    """Answers prompts with one model; keeps what the model knows of the conversation between them.
 
-    def __init__(self, loaded: LoadedModel, sampling: SamplingOptions, seed: int | None = None) -> None:
+    Prompts longer than `prefill_chunk` tokens are read in chunks of so many; 0 reads them whole.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, sampling: SamplingOptions, seed: int | None = None, *, prefill_chunk: int = PREFILL_CHUNK
+    ) -> None:
         self._loaded = loaded
         self._cache = PromptCache()
+        self._prefill_chunk = prefill_chunk
+        self._said_whole = False
         own = loaded.model.generation_config
         assert own is not None, "a model that generates has a generation config"
         self._arguments = sampling.overrides(model_samples=bool(own.do_sample)) | _ending_tokens(loaded)
@@ -48,6 +59,16 @@ class Answerer:
         self._cache.drop()
         torch.manual_seed(self.seed)
 
+    @property
+    def held(self) -> tuple[list[int], DynamicCache | None]:
+        """What the model has read of the conversation, in tokens and as its cache."""
+        return self._cache.held
+
+    def resume(self, token_ids: list[int], cache: DynamicCache | None) -> None:
+        """Goes on from a cache that holds `token_ids`."""
+        if cache is not None:
+            self._cache.keep(token_ids, cache)
+
     def answer(self, token_ids: list[int], on_text: Callable[[str], None]) -> Answer:
         """Streams the answer through `on_text`; Ctrl-C ends it early.
 
@@ -59,6 +80,7 @@ class Answerer:
         room = self._room(len(token_ids))
         try:
             with stop.listening(self._loaded.model):
+                cache = self._read_ahead(token_ids, cache)
                 made = self._generate(token_ids, streamer=streamer, stopping_criteria=[stop], past_key_values=cache, max_new_tokens=room)
             self._cache.keep(made.sequences[0].tolist(), made.past_key_values)
         except (PromptInterrupted, KeyboardInterrupt):
@@ -69,6 +91,14 @@ class Answerer:
         finally:
             streamer.end()
         return Answer(streamer.text, self._ending(streamer, stop, room), _stats(streamer, len(token_ids), kept))
+
+    def _read_ahead(self, token_ids: list[int], cache: DynamicCache | None) -> DynamicCache | None:
+        if self._prefill_chunk and len(token_ids) > self._prefill_chunk and not self._said_whole:
+            reason = why_not_appendable(self._loaded.model)
+            if reason is not None:
+                self._said_whole = True
+                logger.warning("long prompts are read whole, which takes memory: this model cannot read them in chunks, as %s", reason)
+        return read_ahead(self._loaded.model, token_ids, cache, self._prefill_chunk)
 
     def _generate(self, token_ids: list[int], **arguments: Any) -> Any:
         input_ids = torch.tensor([token_ids], device=self._loaded.model.device)

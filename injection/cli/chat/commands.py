@@ -68,21 +68,27 @@ def _save(chat: Chat, argument: str) -> None:
     if not messages:
         chat.terminal.complain("there is nothing to save yet")
         return
-    if path.suffix == ".json":
-        text = json.dumps([asdict(message) for message in messages], ensure_ascii=False, indent=1)
-    elif chat.conversation.has_template:
-        text = "\n\n".join(f"{message.role}: {message.content}" for message in messages)
-    else:
-        text = chat.conversation.as_text()
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
+        if path.suffix == ".safetensors":
+            chat.save(path)
+        else:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(_as_text(chat, as_json=path.suffix == ".json") + "\n")
     except FileExistsError:
         chat.terminal.complain(f"{path} exists and was left as it is; give another name")
     except OSError as error:
         chat.terminal.complain(f"not saved: {error_sentence(error)}")
     else:
         chat.terminal.reply(f"saved {len(messages)} messages to {path}")
+
+
+def _as_text(chat: Chat, *, as_json: bool) -> str:
+    messages = chat.conversation.messages
+    if as_json:
+        return json.dumps([asdict(message) for message in messages], ensure_ascii=False, indent=1)
+    if chat.conversation.has_template:
+        return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    return chat.conversation.as_text()
 
 
 def _exit(chat: Chat, argument: str) -> None:
@@ -93,7 +99,7 @@ COMMANDS = {
     "/help": Command("list the commands", _help),
     "/reset": Command("start a new conversation", _reset),
     "/stats": Command("speed, seed, and what runs where", _stats),
-    "/save": Command("write the conversation, as JSON if FILE ends in .json", _save, "FILE"),
+    "/save": Command("write the conversation: .json as JSON, .safetensors with its cache for --resume, else text", _save, "FILE"),
     "/exit": Command("leave; also /quit", _exit),
 }
 ALIASES = {"/quit": "/exit"}

@@ -62,6 +62,11 @@ class Conversation:
     def reset(self) -> None:
         self._turns.clear()
 
+    def restore(self, messages: list[Message]) -> None:
+        """Puts what was said, a system message included, in the place of what is here."""
+        self._head = [message for message in messages[:1] if message.role == "system"]
+        self._turns = messages[len(self._head) :]
+
     def prompt(self, answer_tokens: int) -> Prompt:
         """The tokens of the next prompt, with room for an answer of `answer_tokens` or half the context, whichever is less.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moegraft.injection.cli.chat.answer import Answer, Answerer
 from moegraft.injection.cli.chat.answer_stats import AnswerStats, ChatStats
 from moegraft.injection.cli.chat.commands import run_command
 from moegraft.injection.cli.chat.conversation import Conversation
 from moegraft.injection.cli.chat.reader import prepare_editing, read_typed
+from moegraft.injection.cli.chat.saved_chat import SavedChat, read_chat, write_chat
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.terminal import Terminal
 from moegraft.operators.errors import MoegraftError, error_sentence
@@ -51,6 +54,28 @@ class Chat:
         """Starts the conversation anew, random numbers included."""
         self.conversation.reset()
         self.answerer.reset()
+
+    def save(self, path: Path) -> None:
+        """Writes what was said and what the model knows of it.
+
+        Raises:
+            OSError: the file is there already, or cannot be written.
+        """
+        token_ids, cache = self.answerer.held
+        write_chat(path, self.loaded.model, SavedChat(self.conversation.messages, token_ids, cache))
+
+    def resume(self, path: Path) -> None:
+        """Takes up a saved chat in the place of this one.
+
+        Raises:
+            SavedChatError: it is damaged or belongs to another model.
+            OSError: it cannot be read.
+        """
+        saved = read_chat(path, self.loaded.model)
+        self.conversation.restore(saved.messages)
+        self.answerer.resume(saved.token_ids, saved.cache)
+        known = f"{len(saved.token_ids)} tokens known" if saved.cache is not None else "to be read anew"
+        self.terminal.notice(f"(resumed: {len(saved.messages)} messages, {known})")
 
     def run(self) -> None:
         """Reads and answers until the user leaves or the input ends."""

@@ -1,0 +1,50 @@
+"""Reads long prompts in chunks, so that activations take memory for a chunk and not for the prompt."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+PREFILL_CHUNK = 2048  # tokens; longer prompts are read in chunks of so many
+APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that take several tokens after others as they take them at once
+
+
+def why_not_appendable(model: PreTrainedModel) -> str | None:
+    """Why a prompt cannot be read piece by piece into a cache of this model, or None when it can."""
+    if getattr(model, "_is_stateful", False):
+        return "its layers keep a recurrent state"
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    bad = [index for index, layer in enumerate(layers) if type(layer) not in APPENDABLE]
+    if not bad:
+        return None
+    layer_types = getattr(config, "layer_types", None) or ()
+    kinds = {layer_types[index] if index < len(layer_types) else type(layers[index]).__name__ for index in bad}
+    return f"{len(bad)} of its layers are of kind {', '.join(sorted(kinds))}"
+
+
+@torch.no_grad()
+def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
+    """Feeds a prompt to `cache` chunk by chunk until at most `chunk_tokens` are left, which `generate` reads as it always does.
+
+    Args:
+        token_ids: the whole prompt, of which `cache` may hold the beginning.
+        cache: None for a new one; the same comes back where nothing had to be read.
+        chunk_tokens: 0 leaves everything to `generate`.
+    """
+    held = cache.get_seq_length() if cache is not None else 0
+    if not chunk_tokens or len(token_ids) - held <= chunk_tokens or why_not_appendable(model) is not None:
+        return cache
+    cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config(decoder=True))
+    call: Any = model
+    # Logits of a chunk's tokens are of no use, and of a large vocabulary they are larger than anything else.
+    extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    while len(token_ids) - held > chunk_tokens:
+        chunk = torch.tensor([token_ids[held : held + chunk_tokens]], device=model.device)
+        call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
+        held += chunk_tokens
+    return cache

@@ -1,0 +1,213 @@
+"""Prompts in chunks, conversations whose cache is kept, and chats that are taken up again."""
+
+from __future__ import annotations
+
+import io
+import string
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from moegraft.injection.cli.chat.answer import Answerer
+from moegraft.injection.cli.chat.commands import run_command
+from moegraft.injection.cli.chat.conversation import Conversation
+from moegraft.injection.cli.chat.saved_chat import SavedChatError
+from moegraft.injection.cli.chat.session import Chat
+from moegraft.injection.cli.loading import LoadedModel, load_model
+from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.cli.terminal import Terminal
+
+QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
+GREEDY = SamplingOptions(do_sample=False, max_new_tokens=10)
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 0,
+}
+
+
+def open_chat(loaded: LoadedModel, prefill_chunk: int = 0) -> Chat:
+    terminal = Terminal(io.StringIO(), Console(file=io.StringIO(), width=200, color_system=None))
+    answerer = Answerer(loaded, GREEDY, prefill_chunk=prefill_chunk)
+    return Chat(loaded, answerer, Conversation(loaded.tokenizer, loaded.context_tokens), terminal)
+
+
+def shown(chat: Chat) -> str:
+    assert isinstance(chat.terminal.notices.file, io.StringIO)
+    return chat.terminal.notices.file.getvalue()
+
+
+def of(loaded: LoadedModel, model: Any) -> LoadedModel:
+    """A random model that speaks in lowercase letters, whose text becomes the same tokens again."""
+    scale = torch.zeros(len(loaded.tokenizer), 1)
+    scale[loaded.tokenizer.convert_tokens_to_ids(list(string.ascii_lowercase))] = 50.0
+    model.lm_head.weight.data *= scale
+    return LoadedModel("other", model.eval(), loaded.tokenizer, lambda: [])
+
+
+@pytest.fixture(scope="module")
+def sliding(loaded: LoadedModel) -> LoadedModel:
+    """Every layer sees the last 15 tokens and its own."""
+    torch.manual_seed(1)
+    config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, **SIZES)
+    return of(loaded, MixtralForCausalLM(config))
+
+
+@pytest.fixture(scope="module")
+def recurrent(loaded: LoadedModel) -> LoadedModel:
+    torch.manual_seed(1)
+    small = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 16, "num_experts": 4}
+    shared = {"shared_expert_intermediate_size": 16, "num_experts_per_tok": 2}
+    return of(loaded, Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(loaded.tokenizer), **SIZES, **small, **layers, **shared)))
+
+
+def fed(model: Any, run: Callable[[], object]) -> list[int]:
+    """How many tokens each forward pass got while `run` ran."""
+    sizes: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["loaded", "sliding"])
+@pytest.mark.parametrize(
+    ("chunk", "passes"),
+    [
+        (0, [64]),  # off
+        (64, [64]),  # exactly one chunk is no chunking
+        (63, [63, 1]),  # one token is left over
+        (32, [32, 32]),  # no token is left over
+        (20, [20, 20, 20, 4]),  # chunks longer than the window of 16
+        (7, [7] * 9 + [1]),  # shorter
+        (1, [1] * 64),
+    ],
+)
+def test_chunks_change_no_answer(kind: str, chunk: int, passes: list[int], request: pytest.FixtureRequest) -> None:
+    loaded = request.getfixturevalue(kind)
+    whole, chunked = open_chat(loaded), open_chat(loaded, chunk)
+    question = "x" * 20 + "y" * 41  # with its three special tokens 64
+    wanted = whole.turn(question)
+    sizes = fed(loaded.model, lambda: chunked.turn(question))
+    assert sizes[: len(passes)] == passes
+    assert set(sizes[len(passes) :]) == {1}
+    assert chunked.conversation.messages[-1].content == wanted.text
+    assert chunked.turn("and on").text == whole.turn("and on").text
+
+
+def test_a_recurrent_model_reads_its_prompt_whole_and_says_so_once(recurrent: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    chat, plain = open_chat(recurrent, 16), open_chat(recurrent)
+    for question in ["x" * 61, "again"]:
+        anew = plain.turn(question)
+        assert chat.turn(question).text == anew.text
+    assert sum("cannot read them in chunks" in record.message for record in caplog.records) == 1
+    assert sum("reads the whole conversation anew" in record.message for record in caplog.records) == 2, "each chat says it once"
+    assert chat.last is not None and chat.last.kept_tokens == 0
+
+
+def test_a_sliding_window_goes_on_and_is_read_anew_when_history_changes(sliding: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    kept, anew = open_chat(sliding), open_chat(sliding)
+    for question in ["hello, a long question", "and then?"]:
+        anew.answerer._cache.drop()
+        assert kept.turn(question).text == anew.turn(question).text
+    assert kept.last is not None and kept.last.kept_tokens > 30
+    for chat in (kept, anew):
+        chat.conversation.reset()
+    anew.answerer._cache.drop()
+    assert kept.turn("hello, a long story").text == anew.turn("hello, a long story").text
+    assert kept.last.kept_tokens == 0
+    assert sum("cannot go back" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", ["loaded", "sliding"])
+def test_a_saved_chat_goes_on_where_it_was(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    loaded = request.getfixturevalue(kind)
+    chat, later = open_chat(loaded), open_chat(loaded)
+    chat.turn("hello there, you")
+    run_command(chat, f"/save {tmp_path / 'talk.safetensors'}")
+    assert "saved 2 messages" in shown(chat)
+    later.resume(tmp_path / "talk.safetensors")
+    assert "(resumed: 2 messages, " in shown(later)
+    wanted, found = chat.turn("go on"), later.turn("go on")
+    assert found.text == wanted.text
+    assert wanted.stats and found.stats
+    assert found.stats.kept_tokens == wanted.stats.kept_tokens > 0
+    before = (tmp_path / "talk.safetensors").read_bytes()
+    run_command(chat, f"/save {tmp_path / 'talk.safetensors'}")
+    assert "exists and was left as it is" in shown(chat)
+    assert (tmp_path / "talk.safetensors").read_bytes() == before
+
+
+def test_a_saved_chat_of_another_model_or_a_damaged_one_is_refused(loaded: LoadedModel, sliding: LoadedModel, tmp_path: Path) -> None:
+    chat, path = open_chat(loaded), tmp_path / "talk.safetensors"
+    chat.turn("hello")
+    chat.save(path)
+    with pytest.raises(SavedChatError, match="another model"):
+        open_chat(sliding).resume(path)
+    weights = loaded.model.model.layers[0].self_attn.o_proj.weight
+    with torch.no_grad():
+        weights.mul_(2)
+    try:
+        with pytest.raises(SavedChatError, match="another model"):
+            open_chat(loaded).resume(path)
+    finally:
+        with torch.no_grad():
+            weights.div_(2)
+    (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SavedChatError, match="damaged"):
+        open_chat(loaded).resume(tmp_path / "cut.safetensors")
+    save_file(load_file(path), tmp_path / "other.safetensors")
+    with pytest.raises(SavedChatError, match="not a chat"):
+        open_chat(loaded).resume(tmp_path / "other.safetensors")
+    with pytest.raises(FileNotFoundError):
+        open_chat(loaded).resume(tmp_path / "none.safetensors")
+
+
+def test_drafting_goes_on_from_chunks_and_kept_caches(chat_folder: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    draft = "{match: {kind: model}, replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 3, schedule: fixed}}}"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {draft}\n")
+    injected = load_model(ModelOptions(model=str(chat_folder), rules=str(rules)), QUIET)
+    plain = open_chat(load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET))
+    chat = open_chat(injected, 20)
+    for question in ["x" * 61, "go on"]:
+        assert chat.turn(question).text == plain.turn(question).text
+    assert chat.last is not None and plain.last is not None
+    assert chat.last.kept_tokens == plain.last.kept_tokens > 60
+    statistics = injected.model.moegraft.statistics()["modules"]["(the model)"]  # type: ignore[union-attr, operator]
+    assert statistics["rounds"] > 0, "it drafted"
+
+
+def test_another_process_resumes(chat_folder: Path, program: list[str], tmp_path: Path) -> None:
+    injected = load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET)
+    chat = open_chat(injected)
+    chat.turn("hello there")
+    chat.save(tmp_path / "talk.safetensors")
+    wanted = chat.turn("go on")
+    assert wanted.stats
+    options = ["--model", str(chat_folder), "--rules", "cpu-exact", "--no-do-sample", "--max-new-tokens", "10"]
+    asked = [*program, *options, "--resume", str(tmp_path / "talk.safetensors"), "--prompt", "go on"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == wanted.text + "\n"
+    new = wanted.stats.prompt_tokens - wanted.stats.kept_tokens
+    assert f"prompt: {wanted.stats.prompt_tokens} tokens ({new} new)" in done.stderr
+    refused = subprocess.run([*asked[:-6], "--rules", "cpu", *asked[-6:]], capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "saved with another model, other rules" in refused.stderr and "Traceback" not in refused.stderr
