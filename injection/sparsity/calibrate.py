@@ -24,6 +24,7 @@ from moegraft.operators.sparse.options import Counts, Mode, SparsityOptions
 from moegraft.operators.sparse.thresholds import GRID, LayerThresholds, Thresholds, weights_hash
 
 LEAST_TOKENS = 64
+WHOLE = SparsityOptions(0.0, "routed")
 Advance = Callable[[int], None]
 
 
@@ -77,8 +78,8 @@ class TextSource:
     text_sha256: str
 
 
-def sparse_rules(rules: RuleFile, registry: OperatorRegistry) -> RuleFile:
-    """The rules with `sparsity: {target: 0}` wherever an operator has that option: every neuron, in the layout that can leave some out.
+def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: SparsityOptions = WHOLE) -> RuleFile:
+    """The rules with `sparsity` wherever an operator has that option; by default every neuron, in the layout that can leave some out.
 
     Raises:
         UnsupportedModelError: no rule names such an operator.
@@ -88,7 +89,7 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry) -> RuleFile:
     for rule in rules.rules:
         options: Any = rule.options
         if rule.operator is not None and any(field.name == "sparsity" for field in fields(registry[rule.operator].options_type)):
-            options = replace(options, sparsity=SparsityOptions(0.0, "routed"))
+            options = replace(options, sparsity=sparsity)
             changed += 1
         found.append(replace(rule, options=options))
     if not changed:

@@ -1,0 +1,122 @@
+"""Scores of the language model evaluation harness (lm-eval) for an injected model, by share of neurons left out: the published study's way.
+
+    pip install lm-eval
+    python benchmarks/lm_eval_recipe.py --model Qwen/Qwen3-30B-A3B --tasks arc_challenge,arc_easy,hellaswag,winogrande,truthfulqa_mc2
+    python benchmarks/lm_eval_recipe.py                  # the bundled model, on a task made of held-out text; no download
+
+An injected model is a PreTrainedModel, so the harness takes it as it is: `HFLM(pretrained=model, tokenizer=tokenizer)`. The rules are those
+of any file (`--rules`) with `sparsity` at each target. The made-up task, `word_order`, asks which of four lines comes next: three have two
+words exchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from demo_recipe import split_text
+from record import write_rows
+from transformers import AutoTokenizer
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.demo import demo_path
+from moegraft.injection.rulefile import read_rules
+from moegraft.injection.sparsity.calibrate import sparse_layers, sparse_rules
+from moegraft.operators.registry import load_registry
+from moegraft.operators.sparse.layer import achieved, total_counts
+from moegraft.operators.sparse.options import SparsityOptions
+
+TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
+TARGETS = (0.0, 0.5, 0.7, 0.85, 0.9, 0.95)
+TASK = """
+task: word_order
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{before}}}}"
+doc_to_choice: choices
+doc_to_target: right
+target_delimiter: ""
+metric_list:
+- {{metric: acc, aggregation: mean, higher_is_better: true}}
+- {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+
+
+def write_task(folder: Path, questions: int) -> None:
+    """`word_order` and its data: after 6 lines of held-out text the next one, or it with two neighbouring words exchanged."""
+    lines = split_text(TEXT.read_text(encoding="utf-8"))[1].splitlines(keepends=True)
+    drawn = random.Random(0)
+    rows: list[dict[str, object]] = []
+    while len(rows) < questions:
+        place = drawn.randrange(6, len(lines))
+        words = lines[place].split()
+        if len(set(words)) < max(6, len(words)):
+            continue
+        choices = [" ".join(words)] + [_exchanged(words, at) for at in drawn.sample(range(len(words) - 1), 3)]
+        drawn.shuffle(choices)
+        rows.append({"before": "".join(lines[place - 6 : place]), "choices": choices, "right": choices.index(" ".join(words))})
+    data = folder / "word_order.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "word_order.yaml").write_text(TASK.format(data=data), encoding="utf-8")
+
+
+def _exchanged(words: list[str], at: int) -> str:
+    return " ".join([*words[:at], words[at + 1], words[at], *words[at + 2 :]])
+
+
+def scores(model: Any, tokenizer: Any, tasks: list[str], limit: int | None, include: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each task's results, as the harness names them."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1),
+        tasks=tasks,
+        limit=limit,
+        task_manager=TaskManager(include_path=str(include)),
+        bootstrap_iters=0,
+    )
+    assert found is not None, "only the first of several processes gets results, and this is the only one"
+    yield from found["results"].items()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None, help="hub id or folder; default: the bundled model")
+    parser.add_argument("--rules", default="cpu-exact", help="rule file, or the name of a shipped one")
+    parser.add_argument("--tasks", default="word_order", help="names, with commas between")
+    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="shares of routed neurons to leave out")
+    parser.add_argument("--limit", type=int, default=200, help="questions of each task; 0: all")
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    path = arguments.model or demo_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    registry = load_registry()
+    rules = read_rules(arguments.rules, registry=registry)
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_task(folder, arguments.limit or 1000)
+        for target in arguments.targets:
+            model = optimize_and_load(path, sparse_rules(rules, registry, SparsityOptions(target, "routed")), progress=False)
+            for task, found in scores(model, tokenizer, arguments.tasks.split(","), arguments.limit or None, folder):
+                left_out = achieved(total_counts(sparse_layers(model).values()))
+                values = {key.partition(",")[0]: round(value, 4) for key, value in found.items() if isinstance(value, float)}
+                rows.append(
+                    {"model": arguments.model or "demo", "task": task, "target": target, "left_out": round(left_out or 0.0, 4), **values}
+                )
+                print(rows[-1], flush=True)
+    if not arguments.no_write:
+        print(write_rows("lm_eval", rows, ("torch", "transformers", "lm-eval")))
+
+
+if __name__ == "__main__":
+    main()
