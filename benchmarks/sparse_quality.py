@@ -260,11 +260,13 @@ def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
             label = f"{target}{', hot first' if hot else ''}"
             shares = [100 * float(str(row["computed_share"])) for row in chosen]
             computed.plot([row["group"] for row in chosen], shares, "o--" if hot else "o-", markersize=3, label=label)
-    computed.set(xlabel="neurons a group", ylabel="computed neurons, %", xscale="log", title="what groups bring along, by routed sparsity")
+    computed.set_xscale("log", base=2)
+    computed.set(xlabel="neurons a group", ylabel="computed neurons, %", title="what groups bring along, by routed sparsity")
+    computed.set_xticks((1, *GROUPS), labels=map(str, (1, *GROUPS)))
     for axes in (score, perplexity, computed):
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, format="png")
+    figure.savefig(path, dpi=80, format="png")
 
 
 def main() -> None:

@@ -191,7 +191,12 @@ def calibrate(
         all_layers=quantiles(calibration.all_bins(), GRID),
     )
     trials = [
-        Trial(target, options.counts, options.mode, {path: found.threshold(path, share, options.mode) for path, share in shares.items()})
+        Trial(
+            target,
+            options.counts,
+            options.mode,
+            {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()},
+        )
         for target, shares in zip(options.targets, routed, strict=True)
     ]
     return replace(found, held_out=tuple(judge(model, about.layers, sparse_layers(model), trials, judging, advance))), calibration

@@ -18,12 +18,12 @@ from moegraft.operators.sparse.thresholds import HeldOut
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One target as thresholds by layer."""
+    """One target, and for each layer its threshold and the share of routed neurons that it is to leave out."""
 
     target: float
     counts: Counts
     mode: Mode
-    thresholds: Mapping[str, float]
+    layers: Mapping[str, tuple[float, float]]
 
 
 def judge(
@@ -39,13 +39,12 @@ def judge(
     with whole(states.values()):
         for window in windows:
             for state in states.values():
-                state.threshold = 0.0
+                state.set_threshold(0.0, 0.0)
             dense = logits_of(model, window)
             advance(len(window))
             for trial, tally in zip(trials, tallies, strict=True):
-                for path, threshold in trial.thresholds.items():
-                    states[path].threshold = threshold
-                    states[path].counts[:] = 0
+                for path, (threshold, share) in trial.layers.items():
+                    states[path].set_threshold(threshold, share)
                 tally.add(dense, logits_of(model, window), window)
                 tally.count(layers, states)
                 advance(len(window))

@@ -229,7 +229,8 @@ class HybridExperts(Operator):
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         settings, whole = self._draft.settings, top_k_index
         top_k_index, top_k_weights = self._narrowed(top_k_index, top_k_weights)
-        if self._on_gpu is not None and len(hidden_states):
+        observed = self.sparsity is not None and self.sparsity.observer is not None  # only the CPU's kernel shows activations
+        if self._on_gpu is not None and len(hidden_states) and not observed:
             draft = None if settings is None else DraftRouting(settings, whole)
             return self._on_gpu.forward(hidden_states, top_k_index, top_k_weights, draft)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.model_source import find_model
 from moegraft.injection.rulefile import read_rules
-from moegraft.injection.sparsity.calibrate import CalibrationOptions, cut, describe_source, sparse_rules, work_tokens
+from moegraft.injection.sparsity.calibrate import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
 from moegraft.injection.sparsity.report import activation_report
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import load_registry
@@ -62,8 +62,6 @@ def test_the_cost_is_that_of_the_stock_model_with_the_same_neurons_out(
 
 
 def test_progress_adds_up(folder: Path, text_ids: torch.Tensor) -> None:
-    from moegraft.injection.sparsity.calibrate import calibrate
-
     registry = load_registry()
     model = optimize_and_load(folder, sparse_rules(read_rules("cpu-exact", registry=registry), registry), progress=False, threads=1)
     options = CalibrationOptions(targets=(0.5, 0.9), window=100)
@@ -139,6 +137,20 @@ def test_rules_keep_all_else(tmp_path: Path) -> None:
     assert [rule.operator for rule in after.rules] == [rule.operator for rule in before.rules]
     assert after.rules[0].options.weights == "int4" and after.rules[0].options.sparsity.target == 0  # type: ignore[attr-defined]
     assert after.rules[1] == before.rules[1]
+
+
+def test_experts_in_slots_are_calibrated_on_the_cpu(folder: Path, text_ids: torch.Tensor, thresholds: Thresholds, tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {slots: 2}}}\n")
+    registry = load_registry()
+    model = optimize_and_load(folder, sparse_rules(read_rules(path, registry=registry), registry), progress=False, threads=1)
+    assert any(operator._on_gpu is not None for operator in model.moegraft.operators.values())
+    about = describe_source(model, find_model(folder), name="tiny", text_sha256="f")
+    found, _ = calibrate(model, about, text_ids, CalibrationOptions(targets=(0.5,)))
+    for name, layer in found.layers.items():
+        assert layer.quantiles == pytest.approx(thresholds.layers[name].quantiles, rel=0.02)
+    (row,) = found.held_out
+    assert row.achieved == pytest.approx(thresholds.held_out[0].achieved, abs=0.02)  # the trials run in the slots
 
 
 def test_the_report_is_a_picture(tmp_path: Path) -> None:
