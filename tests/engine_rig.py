@@ -30,7 +30,9 @@ from moegraft.operators.experts.transfer.store import ExpertStore
 LAYERS, EXPERTS, TOP_K = 3, 6, 3
 # An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans differ with what is where.
 MACHINE = MachineProfile("even", cpu_gb_s=0.03, cpu_gflop_s=1.0, gpu_gb_s=1.0, gpu_tflop_s=1.0, link_gb_s=0.025)
-TABLES = CostTables(cpu_ms=((1, 0.8), (64, 8.0)), gpu_ms=((1, 0.1), (64, 0.2)), transfer_ms=((24576, 1.0),), first_cpu_ms=0.2)
+TABLES = CostTables(
+    cpu_ms=((1, 0.8), (64, 8.0)), gpu_ms=((1, 0.1), (64, 0.2)), transfer_ms=((1, 1.0 / 24576), (24576, 1.0)), first_cpu_ms=0.2
+)
 
 
 @dataclass(frozen=True, slots=True)

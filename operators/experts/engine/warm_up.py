@@ -48,7 +48,8 @@ class _WarmUp:
         return CostTables(
             cpu_ms=tuple((load, each_ms) for load, _, each_ms in cpu),
             gpu_ms=tuple((load, each_ms) for load, _, each_ms in gpu),
-            transfer_ms=((self._expert_bytes, transfer_ms),) if transfers else (),
+            # Through the origin: what is observed later are chunks of an expert.
+            transfer_ms=((1, transfer_ms / self._expert_bytes), (self._expert_bytes, transfer_ms)) if transfers else (),
             first_cpu_ms=cpu[0][1],
         )
 

@@ -55,12 +55,11 @@ def test_costs_follow_what_is_measured() -> None:
     """The rig's tables are wrong on purpose: the observer brings them near what its device really takes."""
     with engine_rig(Setting("on_demand", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
         costs = rig.engine.costs
-        before = costs.transfer_ms(24576)
         for step in range(60):
             for number in range(LAYERS):
                 rig.call(number, 1, seed=1000 * step + number)
         expert_bytes = rig.engine.loading.queue.store.expert_bytes
         true_ms = expert_bytes / 0.025 / 1e6
-        assert abs(costs.transfer_ms(expert_bytes) / true_ms - 1) < 0.1 or costs.transfer_ms(24576) != before
+        assert abs(costs.transfer_ms(expert_bytes) / true_ms - 1) < 0.05
         devices = {row.device for row in costs.report()}
         assert {"gpu", "link"} <= devices

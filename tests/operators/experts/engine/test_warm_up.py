@@ -1,0 +1,61 @@
+"""The warm-up finds what a modelled machine takes, and so do plans, whose promises come true."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
+from moegraft.operators.experts.devices.virtual import VirtualDevice
+from moegraft.operators.experts.engine.warm_up import LOADS, warm_up
+from moegraft.operators.experts.scheduling.cost_model import CostModel
+from moegraft.operators.experts.transfer.arena import even_plan
+from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
+from moegraft.operators.experts.transfer.store import ExpertStore
+
+
+class NoJobs:
+    def on_cpu(self, experts: list[int], load: int) -> None:
+        return None
+
+    def on_gpu(self, slots: list[int], load: int) -> None:
+        return None
+
+
+def opened(device: VirtualDevice, model: str, slots: int) -> Loading:
+    shape = MODELS[model]
+    store = ExpertStore.phantom(2, shape.num_experts, shape.expert_bytes())
+    loading = open_loading(device, store, lambda layer: np.zeros(shape.num_experts), LoadingOptions(even_plan(2, slots, 2)))
+    assert loading is not None
+    return loading
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("machine", PROFILES)
+def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) -> None:
+    profile, expert_bytes = PROFILES[machine], MODELS[model].expert_bytes()
+    device = VirtualDevice(profile)
+    costs = CostModel(warm_up(device, opened(device, model, 8), NoJobs()))
+    loads = np.array([1, 3, 17, 64])
+    np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes), rtol=1e-6)
+    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
+    np.testing.assert_allclose(costs.cpu_ms(loads), profile.cpu_ms(loads, expert_bytes), rtol=0.1)
+    assert costs.first_cpu_ms == pytest.approx(profile.first_cpu_ms(expert_bytes), rel=1e-6)
+    for nbytes in (expert_bytes, expert_bytes // 6):
+        assert costs.transfer_ms(nbytes) == pytest.approx(profile.transfer_ms(nbytes), rel=0.01)
+
+
+def test_long_jobs_end_the_warm_up() -> None:
+    """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    tables = warm_up(device, opened(device, "mixtral-8x7b", 4), NoJobs())
+    assert tables.cpu_ms[-1][0] < LOADS[-1] and tables.gpu_ms[-1][0] > tables.cpu_ms[-1][0]
+
+
+def test_with_no_slot_there_is_no_gpu() -> None:
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    loading = opened(device, "deepseek-v2-lite", 0)
+    loading.slots.freeze()
+    tables = warm_up(device, loading, NoJobs())
+    assert (tables.gpu_ms == ()) == (tables.transfer_ms == ())
+    assert tables.cpu_ms
