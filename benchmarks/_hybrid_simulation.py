@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.experts.cache.trace import Trace
 from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter, Work
-from moegraft.operators.experts.devices.profiles import MachineProfile, ModelShape
+from moegraft.operators.experts.devices.profiles import INT4_BITS, MachineProfile, ModelShape
 from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.observer import Observer
@@ -105,12 +105,14 @@ class Simulation:
         profile: the trace whose loads say which experts are hot, for static slots and for what slots hold at first.
     """
 
-    def __init__(self, model: ModelShape, machine: MachineProfile, ratio: float, system: System, profile: Trace) -> None:
+    def __init__(
+        self, model: ModelShape, machine: MachineProfile, ratio: float, system: System, profile: Trace, bits_per_weight: float = INT4_BITS
+    ) -> None:
         self.model = model
         self.system = system
-        self.device = VirtualDevice(machine)
+        self.device = VirtualDevice(machine, bits_per_weight=bits_per_weight)
         self.machine = machine
-        store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes())
+        store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
         policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
         options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
         observer = Observer(self.device)

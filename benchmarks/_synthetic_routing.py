@@ -33,16 +33,21 @@ class Mixture:
 
 MIXTURES = {
     "deepseek-v2-lite": Mixture(0.34, 0.34, 0.50, 0.80),
+    "moonlight-16b-a3b": Mixture(0.28, 0.34, 0.50, 0.80),  # its router is balanced without a loss: taken to have fewer favourites
     "qwen2-57b-a14b": Mixture(0.34, 0.34, 0.50, 0.80),
     "mixtral-8x7b": Mixture(0.16, 0.18, 0.40, 0.60),
 }
 
 
-def synthetic_trace(name: str, tokens: int, seed: int = 0) -> Trace:
-    """`tokens` tokens of routing for a model of `profiles.MODELS`."""
+def synthetic_trace(name: str, tokens: int, seed: int = 0, *, other_tokens: int | None = None) -> Trace:
+    """`tokens` tokens of routing for a model of `profiles.MODELS`.
+
+    Args:
+        other_tokens: a seed of the noise alone: other tokens in the same places of the same text, such as those of a draft that fell.
+    """
     shape, mixture = MODELS[name], MIXTURES[name]
     rng = np.random.default_rng(seed)
-    logits = _logits(shape, mixture, tokens, rng)
+    logits = _logits(shape, mixture, tokens, rng, None if other_tokens is None else np.random.default_rng(other_tokens))
     scores = _softmax(logits)
     chosen = _largest(logits, shape.top_k)
     weights = np.take_along_axis(scores, chosen, -1)
@@ -53,7 +58,9 @@ def synthetic_trace(name: str, tokens: int, seed: int = 0) -> Trace:
     return Trace(scores, chosen, weights / weights.sum(-1, keepdims=True), predicted, starts, layers, f"synthetic {name}, seed {seed}")
 
 
-def _logits(shape: ModelShape, mixture: Mixture, tokens: int, rng: np.random.Generator) -> NDArray[np.float32]:
+def _logits(
+    shape: ModelShape, mixture: Mixture, tokens: int, rng: np.random.Generator, other: np.random.Generator | None
+) -> NDArray[np.float32]:
     size = (shape.layers, shape.num_experts)
     popularity, topic, slow = rng.normal(size=size), rng.normal(size=size), rng.normal(size=size)
     noise = np.sqrt(1 - mixture.slow**2)
@@ -62,7 +69,10 @@ def _logits(shape: ModelShape, mixture: Mixture, tokens: int, rng: np.random.Gen
         if rng.random() < TOPIC_CHANGE:
             topic = rng.normal(size=size)
         slow = mixture.memory * slow + np.sqrt(1 - mixture.memory**2) * rng.normal(size=size)
-        parts = mixture.popularity * popularity + mixture.topic * topic + mixture.slow * slow + noise * rng.normal(size=size)
+        own = rng.normal(size=size)
+        if other is not None:
+            own = other.normal(size=size)
+        parts = mixture.popularity * popularity + mixture.topic * topic + mixture.slow * slow + noise * own
         logits[token] = SPREAD * parts
     return logits
 

@@ -102,6 +102,7 @@ PROFILES: Mapping[str, MachineProfile] = _named(
 
 MODELS: Mapping[str, ModelShape] = _named(
     ModelShape("deepseek-v2-lite", 64, 6, 2048, 1408, layers=26, rest_ms=0.150),
+    ModelShape("moonlight-16b-a3b", 64, 6, 2048, 1408, layers=26, rest_ms=0.150),  # the same experts and another router
     # Of the model's own config: HybriMoE's Table I prints the intermediate size of its dense layers, 18944.
     ModelShape("qwen2-57b-a14b", 64, 8, 3584, 2560, layers=28, rest_ms=0.220),
     ModelShape("mixtral-8x7b", 8, 2, 4096, 14336, layers=32, rest_ms=0.260),

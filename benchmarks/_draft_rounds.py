@@ -1,0 +1,164 @@
+"""A checkpoint drafts and verifies, and every round is kept: what was drafted, how sure of it, what stood, what the routers said."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.speculative.statistics import Round
+
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace:
+    class: hybrid_experts
+    kwargs: {experts}
+- match: {{kind: model}}
+  replace: {{class: speculative_draft, kwargs: {draft}}}
+"""
+NO_PREFETCH = "{policy: none, promote: false}"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to draft.
+
+    Attributes:
+        ratio: share of experts with a slot on an emulated device, whose experts alone draft; None: any expert drafts, on the CPU.
+    """
+
+    top_k: int
+    ratio: float | None = None
+    tolerance: float = 0.0
+    sampled: bool = False
+    max_draft: int = 5
+
+    def rules(self) -> str:
+        draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": self.max_draft, "schedule": "fixed"}
+        if self.tolerance:
+            draft |= {"mode": "adaptive", "tolerance": self.tolerance}
+        experts = "{}"
+        if self.ratio is not None:
+            draft |= {"experts": "resident"}
+            experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
+        return RULES.format(experts=experts, draft=_flow(draft))
+
+    def named(self) -> dict[str, object]:
+        """As columns."""
+        return {
+            "draft_top_k": self.top_k,
+            "resident_ratio": "" if self.ratio is None else self.ratio,
+            "tolerance": self.tolerance,
+            "decoding": "sampled" if self.sampled else "greedy",
+        }
+
+
+def _flow(options: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f"{name}: {value}" for name, value in options.items()) + "}"
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What was recorded.
+
+    Attributes:
+        kept: share of the router's weight that each draft token's experts had, by call of a layer.
+        recall: share of a verification's experts that the draft's routers had named for the same token, by layer.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    recall: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def kept_share(self) -> float:
+        return sum(self.kept) / len(self.kept)
+
+    @property
+    def mean_recall(self) -> float:
+        found = [each for layer in self.recall.values() for each in layer]
+        return sum(found) / len(found)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return sum(done.emitted for done in self.rounds) / len(self.rounds)
+
+    def acceptance(self) -> list[tuple[int, int]]:
+        """(accepted, judged) by position."""
+        longest = max(done.judged for done in self.rounds)
+        return [(sum(at < done.accepted for done in self.rounds), sum(at < done.judged for done in self.rounds)) for at in range(longest)]
+
+    def judged(self) -> list[tuple[float, bool]]:
+        """The draft's confidence in each token that was judged, and whether it stood."""
+        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.judged)]
+
+
+class _Watch:
+    """Sees every layer's routing before and after a draft narrows it."""
+
+    def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
+        self._found = found
+        self._switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+        self._drafted: dict[int, list[torch.Tensor]] = {}
+        layers = [module for module in model.modules() if isinstance(module, HybridExperts)]
+        for number, operator in enumerate(layers):
+            self._look(operator, number)
+
+    def _look(self, operator: HybridExperts, number: int) -> None:
+        narrow = operator._narrowed
+
+        def narrowed(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            index, weights = narrow(top_k_index, top_k_weights)
+            if self._switch.settings is not None:
+                self._found.kept.append(float(top_k_weights[index >= 0].sum() / top_k_weights.sum()))
+                self._drafted.setdefault(number, []).append(top_k_index[0].clone())
+            else:
+                self._compare(number, top_k_index)
+            return index, weights
+
+        operator._narrowed = narrowed  # type: ignore[method-assign]
+
+    def _compare(self, number: int, chosen: torch.Tensor) -> None:
+        drafted = self._drafted.pop(number, [])
+        if len(drafted) == len(chosen) - 1:
+            pairs = zip(drafted, chosen, strict=False)  # the last token fed was not fed to the draft
+            self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
+
+
+def load(model: str | Path, rules: str) -> PreTrainedModel:
+    """With the rules of a text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(rules)
+        file.flush()
+        loaded: PreTrainedModel = optimize_and_load(model, file.name, threads=torch.get_num_threads(), progress=False)
+    return loaded
+
+
+def draft_rounds(model: str | Path, way: Way, prompts: Sequence[torch.Tensor], new_tokens: int) -> Rounds:
+    """Continues each prompt (1, P) by `new_tokens`."""
+    loaded, found = load(model, way.rules()), Rounds()
+    operator: Any = loaded.moegraft.model_operator
+    record = operator._schedule.record
+
+    def kept(done: Round) -> None:
+        record(done)
+        if done.confidences:
+            found.rounds.append(done)
+
+    operator._schedule.record = kept
+    _Watch(loaded, found)
+    for seed, ids in enumerate(prompts):
+        torch.manual_seed(seed)
+        arguments: dict[str, Any] = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": way.sampled}
+        loaded.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    return found

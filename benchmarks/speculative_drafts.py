@@ -1,0 +1,232 @@
+"""What makes a draft stand? The method's observations (SS-MoE, Figure 2) on a checkpoint; without --model the bundled one.
+
+    python benchmarks/speculative_drafts.py rounds quality tasks --text talk=questions.txt --text prose=essay.txt
+
+- rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text and drafts in many ways; how
+  many tokens stand by position and by the draft's confidence; which share of the router's weight the experts of a draft have, on
+  average; which share of a verification's experts the draft's routers had named for the same token (`recall`), the first layer apart.
+- quality (`speculative_quality.csv`): perplexity of held-out text with r experts a token, and the share of the router's weight that the
+  first r have.
+- tasks (`speculative_tasks.csv`): rounds on each text that is given, and on the held-out text. The demo model knows one kind of text; what
+  it makes of others tells about drafts and not about the task.
+- plot: `speculative_drafts.png` from those files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from _draft_rounds import Rounds, Way, draft_rounds, load
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from record import RESULTS, write_rows
+from speculative import HELD_OUT, PROMPT_TOKENS, TEXT
+from transformers import AutoConfig, AutoTokenizer
+
+from moegraft.injection.demo import demo_path
+from moegraft.operators.draft import DraftSettings, DraftSwitch
+
+MAX_DRAFT = 8
+RATIOS = (0.125, 0.25, 0.5, 0.75)
+TOLERANCE = 0.3
+BINS = 10
+QUALITY_TOKENS = 256  # a piece
+Row = dict[str, object]
+
+
+def pieces(model: str | Path, text: str, count: int, tokens: int) -> list[torch.Tensor]:
+    """`count` evenly spread pieces of a text, each (1, tokens); fewer where it is short."""
+    ids = AutoTokenizer.from_pretrained(model, model_max_length=len(text) + 1)(text)["input_ids"]
+    step = max(tokens, (len(ids) - tokens) // count)
+    return [torch.tensor([ids[start : start + tokens]]) for start in range(0, len(ids) - tokens + 1, step)][:count]
+
+
+def held_out() -> str:
+    text = TEXT.read_text(encoding="utf-8")
+    return text[int(len(text) * HELD_OUT) :]
+
+
+def ways(experts: int) -> Iterator[Way]:
+    for top_k in range(1, experts):
+        for sampled in (False, True):
+            yield Way(top_k, sampled=sampled, max_draft=MAX_DRAFT)
+        yield Way(top_k, tolerance=TOLERANCE, max_draft=MAX_DRAFT)
+    for ratio in RATIOS:
+        for tolerance in (0.0, TOLERANCE):
+            yield Way(experts, ratio, tolerance, max_draft=MAX_DRAFT)
+
+
+def row_of(way: Way, found: Rounds) -> Row:
+    positions = [round(accepted / judged, 3) for accepted, judged in found.acceptance()]
+    later = [sum(each) / len(each) for layer, each in found.recall.items() if layer]
+    return {
+        **way.named(),
+        "kept_share": round(found.kept_share, 3),
+        "recall": round(sum(later) / len(later), 3),
+        "tokens_per_round": round(found.tokens_per_round, 3),
+        **{f"position_{at + 1}": positions[at] if at < len(positions) else "" for at in range(MAX_DRAFT)},
+        "rounds": len(found.rounds),
+    }
+
+
+def rows_by_confidence(way: Way, found: Rounds) -> Iterator[Row]:
+    judged = found.judged()
+    for number in range(BINS):
+        stood = [each for confidence, each in judged if min(int(confidence * BINS), BINS - 1) == number]
+        bounds = {"confidence_from": number / BINS, "confidence_to": (number + 1) / BINS}
+        yield {**way.named(), "kept_share": round(found.kept_share, 3), **bounds, "judged": len(stood), "accepted": sum(stood)}
+
+
+def rounds(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int) -> tuple[list[Row], list[Row]]:
+    by_way: list[Row] = []
+    by_confidence: list[Row] = []
+    for way in ways(AutoConfig.from_pretrained(model).num_experts_per_tok):
+        found = draft_rounds(model, way, prompts, new_tokens)
+        by_way.append(row_of(way, found))
+        by_confidence += rows_by_confidence(way, found)
+        print(by_way[-1], flush=True)
+    return by_way, by_confidence
+
+
+@torch.inference_mode()
+def quality(model: str | Path, texts: Sequence[torch.Tensor]) -> list[Row]:
+    """By experts a token."""
+    loaded = load(model, "version: 1\nextends: cpu-exact\n")
+    switch = loaded.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    shares: list[torch.Tensor] = []
+    operators = list(loaded.moegraft.operators.values())
+    hooks = [each.register_forward_pre_hook(lambda module, args: shares.append(_cumulative(args[2]))) for each in operators]
+    rows: list[Row] = []
+    for top_k in range(1, AutoConfig.from_pretrained(model).num_experts_per_tok + 1):
+        shares.clear()
+        with switch.drafting(DraftSettings(top_k)):
+            losses = [float(loaded(ids, labels=ids).loss) for ids in texts]
+        mean = torch.stack(shares).mean(0)
+        rows.append(
+            {
+                "experts": top_k,
+                "perplexity": round(math.exp(sum(losses) / len(losses)), 3),
+                "weight_share": round(float(mean[top_k - 1]), 4),
+                "tokens": sum(ids.numel() for ids in texts),
+            }
+        )
+        print(rows[-1], flush=True)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def _cumulative(top_k_weights: torch.Tensor) -> torch.Tensor:
+    """(K,): the share of the first r, on average."""
+    ordered = top_k_weights.float().sort(-1, descending=True).values
+    return (ordered.cumsum(-1) / ordered.sum(-1, keepdim=True)).mean(0)
+
+
+def tasks(model: str | Path, texts: dict[str, str], count: int, new_tokens: int) -> list[Row]:
+    top_k = max(1, AutoConfig.from_pretrained(model).num_experts_per_tok // 2)
+    rows: list[Row] = []
+    for name, text in texts.items():
+        for way in (Way(top_k, max_draft=MAX_DRAFT), Way(top_k, tolerance=TOLERANCE, max_draft=MAX_DRAFT)):
+            found = draft_rounds(model, way, pieces(model, text, count, PROMPT_TOKENS), new_tokens)
+            rows.append({"text": name, **row_of(way, found)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def label(row: dict[str, str]) -> str:
+    who = f"resident, {row['resident_ratio']} of experts" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
+    return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
+
+
+def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
+    for row in rows:
+        if row["decoding"] == "greedy":
+            shares = [float(row[f"position_{at + 1}"] or "nan") for at in range(MAX_DRAFT)]
+            style = ("--" if float(row["tolerance"]) else "-") + ("s" if row["resident_ratio"] else "o")
+            axes.plot(range(1, MAX_DRAFT + 1), shares, style, markersize=3, linewidth=1, label=label(row))
+    axes.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
+    axes.legend(fontsize=5, ncol=2)
+
+
+def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
+    for row in {label(row): row for row in rows}.values():
+        mine = [each for each in rows if label(each) == label(row) and each["decoding"] == "greedy" and int(each["judged"]) >= 10]
+        x = [(float(each["confidence_from"]) + float(each["confidence_to"])) / 2 for each in mine]
+        if not float(row["tolerance"]):
+            axes.plot(x, [int(each["accepted"]) / int(each["judged"]) for each in mine], "-o", markersize=3, label=label(row))
+    axes.set(title="... by the draft's confidence", xlabel="q of the drafted token", ylim=(0, 1.02))
+    axes.legend(fontsize=6)
+
+
+def draw_quality(axes: Axes, rows: list[dict[str, str]]) -> None:
+    experts = [int(row["experts"]) for row in rows]
+    axes.plot(experts, [float(row["perplexity"]) for row in rows], "-o", color="tab:red")
+    axes.set(title="Quality and router weight by experts a token", xlabel="experts a token, r", xticks=experts)
+    axes.set_ylabel("perplexity of held-out text", color="tab:red")
+    right = axes.twinx()
+    right.plot(experts, [float(row["weight_share"]) for row in rows], "-s", color="tab:blue")
+    right.set_ylabel("share of the router's weight", color="tab:blue")
+    right.set_ylim(0, 1.02)
+
+
+def draw_tasks(axes: Axes, rows: list[dict[str, str]]) -> None:
+    names = list(dict.fromkeys(row["text"] for row in rows))
+    for shift, tolerance in ((-0.2, 0.0), (0.2, TOLERANCE)):
+        mine = [row for row in rows if float(row["tolerance"]) == tolerance]
+        bars = [float(row["tokens_per_round"]) for row in mine]
+        axes.bar([names.index(row["text"]) + shift for row in mine], bars, 0.38, label=f"tolerance {tolerance}")
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted, by text", xticks=range(len(names)), xticklabels=names)
+    axes.legend(fontsize=7)
+
+
+def plot() -> Path:
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    (positions, confidence), (good, kinds) = figure.subplots(2, 2)
+    draw_positions(positions, read("speculative_drafts"))
+    draw_confidence(confidence, read("speculative_confidence"))
+    draw_quality(good, read("speculative_quality"))
+    draw_tasks(kinds, read("speculative_tasks"))
+    path = RESULTS / "speculative_drafts.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "plot"))
+    parser.add_argument("--model", default=str(demo_path()))
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="for tasks; may be given more than once")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if "rounds" in arguments.parts:
+        prompts = pieces(arguments.model, held_out(), arguments.prompts, PROMPT_TOKENS)
+        by_way, by_confidence = rounds(arguments.model, prompts, arguments.new_tokens)
+        print(write_rows("speculative_drafts", by_way), write_rows("speculative_confidence", by_confidence))
+    if "quality" in arguments.parts:
+        texts = pieces(arguments.model, held_out(), 2 * arguments.prompts, QUALITY_TOKENS)
+        print(write_rows("speculative_quality", quality(arguments.model, texts)))
+    if "tasks" in arguments.parts:
+        named = {"held out": held_out()} | {
+            name: Path(path).read_text(encoding="utf-8") for name, _, path in (each.partition("=") for each in arguments.text)
+        }
+        rows = tasks(arguments.model, named, arguments.prompts, arguments.new_tokens)
+        print(write_rows("speculative_tasks", rows))
+    if "plot" in arguments.parts:
+        print(plot())
+
+
+if __name__ == "__main__":
+    main()
