@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.graft import Injection, build_operators, injected, injected_class, make_ready, place, replacing
 from moegraft.injection.live import live_source, refuse_meta
-from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder
+from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder, with_gguf
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
 from moegraft.injection.sparsity.setup import prepare_sparsity
-from moegraft.injection.stream import Stream, stored_dtype
+from moegraft.injection.stored_types import settle_stored
+from moegraft.injection.stream import Stream, open_weights, stored_dtype
 from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
@@ -61,6 +62,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
+    gguf: str | os.PathLike[str] | None = None,
     registry: OperatorRegistry | None = None,
 ) -> PreTrainedModel | Plan:
     """Grafts the operators that `rules` name into a stock Hugging Face model and streams its weights into them.
@@ -77,6 +79,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         threads: CPU threads of the operators; 0: one for each physical core this process may use.
         device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
         checkpoint: the folder with the weights of a model on meta.
+        gguf: the weights instead: a GGUF file, any part of a split one, or a folder with those of one model. Experts in Q8_0 and Q4_0
+            are kept as they are by `weights: stored`; config and tokenizer are those of `model`.
         registry: the operators that rules may name; by default all that are installed.
 
     Returns:
@@ -98,16 +102,18 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         registry=registry or load_registry(),
     )
     if isinstance(model, str | os.PathLike):
-        source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run)
+        source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run and gguf is None)
     elif not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
         )
     elif any(parameter.is_meta for parameter in model.parameters()) and (checkpoint or all(p.is_meta for p in model.parameters())):
-        source = ModelSource(_folder_of(model, checkpoint, weights=not dry_run), model.config, type(model))
+        source = ModelSource(_folder_of(model, checkpoint, weights=not dry_run and gguf is None), model.config, type(model))
     else:
-        _refuse_load_options(model, request, checkpoint)
+        _refuse_load_options(model, request, checkpoint, gguf)
         return _graft_loaded(model, rules, request, dry_run)
+    if gguf is not None:
+        source = with_gguf(source, gguf)
     return _plan_only(source, rules, request) if dry_run else _load(source, rules, request)
 
 
@@ -127,13 +133,14 @@ def _folder_of(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None
     return resolve_folder(named, weights=weights)
 
 
-def _refuse_load_options(model: PreTrainedModel, request: _Request, checkpoint: str | os.PathLike[str] | None) -> None:
+def _refuse_load_options(model: PreTrainedModel, request: _Request, checkpoint: object, gguf: object) -> None:
     """What a loaded model was loaded with stays; an option that would be ignored is refused."""
     options = {
         "dtype": request.dtype not in (None, model.dtype),
         "device_map": request.device_map is not None,
         "attn_implementation": request.attn_implementation not in (None, model.config._attn_implementation),
         "checkpoint": checkpoint is not None,
+        "gguf": gguf is not None,
     }
     given = [name for name, changes in options.items() if changes]
     if given:
@@ -162,22 +169,31 @@ def _rest_dtype(source: ModelSource, request: _Request, stored: torch.dtype) -> 
 
 def _plan_only(source: ModelSource, rules: Rules | None, request: _Request) -> Plan:
     stored = stored_dtype(source)
-    return _plan_for(meta_skeleton(source, _rest_dtype(source, request, stored)), rules, request, stored)
+    skeleton = meta_skeleton(source, _rest_dtype(source, request, stored))
+    the_plan = _plan_for(skeleton, rules, request, stored)
+    if source.gguf is None:  # of a hub model there may be no weights here
+        return the_plan
+    return settle_stored(the_plan, open_weights(source, skeleton), skeleton, request.registry, stored)
 
 
 def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTrainedModel:
-    refuse_quantised(source.folder, source.config)
+    if source.gguf is None:
+        refuse_quantised(source.folder, source.config)
     stored = stored_dtype(source)
     dtype = _rest_dtype(source, request, stored)
     skeleton = meta_skeleton(source, dtype)
     the_plan = _plan_for(skeleton, rules, request, stored)
+    weights = open_weights(source, skeleton)
+    the_plan = settle_stored(the_plan, weights, skeleton, request.registry, stored)
+    if source.gguf is not None:
+        source.gguf.tell_conversions(dtype)
     machine = probe_machine()
     device_map = request.device_map or home_of_the_rest(the_plan, machine)
     check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))
     sparsity = prepare_sparsity(the_plan, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
-    stream = Stream(source, skeleton, replacing(operators))
+    stream = Stream(source, weights, skeleton, replacing(operators))
     sparsity.check_weights(stream.source)
     with byte_bar(stream.total_bytes, enabled=request.progress) as advance:
         model = stream.load_rest(

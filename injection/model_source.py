@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -18,17 +18,21 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from moegraft.injection.checkpoint import weight_files
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
+if TYPE_CHECKING:
+    from moegraft.injection.gguf import GgufModel
+
 # Everything but weights: of those only the files that transformers would load, for some repositories hold them twice.
 DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that is yet to be loaded."""
+    """A model that is yet to be loaded; the weights are those in the folder, or in `gguf`."""
 
     folder: Path
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
+    gguf: GgufModel | None = None
 
 
 def _looks_like_path(name: str) -> bool:
@@ -139,6 +143,21 @@ def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
     return ModelSource(folder, _config_of(model_class, config), model_class)
+
+
+def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
+    """The same model with its weights in GGUF files.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: the files are damaged, of another model, or of a family that cannot be loaded so.
+    """
+    from moegraft.injection.gguf import open_gguf
+
+    config = deepcopy(source.config)
+    # How the folder's own weights are quantised says nothing about those of the file.
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return replace(source, config=config, gguf=open_gguf(Path(gguf).expanduser(), config))
 
 
 def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:

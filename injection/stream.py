@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moegraft.injection.checkpoint import (
-    Checkpoint,
-    CheckpointExperts,
-    CheckpointLinear,
-    KeyMap,
-    LazyTensor,
-    map_keys,
-    open_checkpoint,
-)
+from moegraft.injection.checkpoint import CheckpointWeights, KeyMap, LazyTensor, StoredWeights, open_checkpoint
 from moegraft.injection.model_source import ModelSource
 from moegraft.operators.base import Operator
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.layout import read_layout
 from moegraft.operators.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -34,11 +24,26 @@ SHOWN_KEYS = 5
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
     """The dtype of the stored weights; the config's word where there are no weights to look at."""
+    if source.gguf is not None:
+        return source.gguf.float_dtype
     # A hub model that is only looked at has no weights here, but the index that lists them.
     if not any(source.folder.glob("*.safetensors")):
         dtype = source.config.dtype
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
     return open_checkpoint(source.folder).float_dtype
+
+
+def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeights:
+    """The stored weights of a model.
+
+    Raises:
+        CheckpointError: a file or key is damaged, or does not fit the model.
+    """
+    if source.gguf is not None:
+        from moegraft.injection.gguf import GgufWeights
+
+        return GgufWeights(source.gguf, skeleton)
+    return CheckpointWeights(open_checkpoint(source.folder), skeleton)
 
 
 class Stream:
@@ -48,25 +53,24 @@ class Stream:
         CheckpointError: a file or key is damaged, missing, or does not fit the model.
     """
 
-    def __init__(self, source: ModelSource, skeleton: PreTrainedModel, operators: Mapping[str, Operator]) -> None:
+    def __init__(self, source: ModelSource, weights: StoredWeights, skeleton: PreTrainedModel, operators: Mapping[str, Operator]) -> None:
         self._source = source
         self._operators = operators
-        checkpoint = open_checkpoint(source.folder)
-        keymap = map_keys(skeleton, checkpoint.tensors)
-        self._make_source = partial(_source, keymap=keymap, checkpoint=checkpoint, skeleton=skeleton)
-        self._sources = {path: self._make_source(path, operator) for path, operator in operators.items()}
+        self._weights = weights
+        keymap = weights.keymap
+        self._sources = {path: self.source(path) for path in operators}
         taken = _taken(keymap, operators)
-        self._rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in taken}
+        self._rest = {key: tensor for key, tensor in weights.tensors.items() if key not in taken}
         read = {key for target in keymap.targets.values() for key in target.all_keys}
-        self.total_bytes = sum(checkpoint.tensors[key].nbytes for key in read)
+        self.total_bytes = sum(weights.tensors[key].nbytes for key in read)
         self._generation_config = _generation_config(source.folder)
         _refuse_missing(source, keymap, operators)
         _check_unread(source, keymap, operators)
-        _check_rest(skeleton, keymap, checkpoint.tensors, taken)
+        _check_rest(skeleton, keymap, weights.tensors, taken)
 
     def source(self, path: str) -> WeightSource:
         """The weights that the operator at `path` will take, for a look at them before."""
-        return self._make_source(path, self._operators[path])
+        return self._weights.source(path, self._operators[path].kind)
 
     def load_rest(self, model_class: type[PreTrainedModel], advance: Callable[[int], None], **options: Any) -> PreTrainedModel:
         """Everything but the operators' weights, by transformers' own loader."""
@@ -105,14 +109,6 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / GENERATION_CONFIG_NAME}: not a readable generation config; download it again") from error
-
-
-def _source(path: str, operator: Operator, keymap: KeyMap, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> WeightSource:
-    if operator.kind == "experts":
-        layout = read_layout(skeleton.get_submodule(path))
-        return CheckpointExperts(path, layout, keymap.under(path), checkpoint.tensors, skeleton)
-    assert operator.kind == "linear", f"operators of kind {operator.kind} take no weights"
-    return CheckpointLinear(path, keymap, checkpoint.tensors, skeleton)
 
 
 def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
 
@@ -43,6 +46,37 @@ class WeightSource(Protocol):
     def origin(self, part: Part, expert: int = 0) -> str:
         """The file and key of a piece, for messages."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix in groups of 32 inputs, value = scale * code: GGUF's Q8_0 (8 bits) and Q4_0 (4 bits).
+
+    Attributes:
+        codes: (rows, cols) int8; those of 4 bits are -8 to 7.
+        scales: (rows, cols / 32) float16.
+    """
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float16]
+    bits: Literal[4, 8]
+
+
+@runtime_checkable
+class CodedSource(Protocol):
+    """A `WeightSource` whose pieces may be stored in codes that the kernel takes as they are."""
+
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | None:
+        """The codes of a matrix, or None where it is stored otherwise."""
+        ...
+
+
+def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | None:
+    """The codes of a piece where `weight_type` holds them without rounding: those of 4 bits are codes of 8 bits, too."""
+    if weight_type not in ("int8", "int4") or not isinstance(source, CodedSource):
+        return None
+    codes = source.read_codes(part, expert)
+    return codes if codes is not None and (codes.bits == 4 or weight_type == "int8") else None
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

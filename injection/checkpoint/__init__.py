@@ -4,5 +4,17 @@ from moegraft.injection.checkpoint.experts import CheckpointExperts
 from moegraft.injection.checkpoint.files import Checkpoint, LazyTensor, open_checkpoint, weight_files
 from moegraft.injection.checkpoint.keymap import KeyMap, map_keys
 from moegraft.injection.checkpoint.linear import CheckpointLinear
+from moegraft.injection.checkpoint.weights import CheckpointWeights, StoredWeights
 
-__all__ = ["Checkpoint", "CheckpointExperts", "CheckpointLinear", "KeyMap", "LazyTensor", "map_keys", "open_checkpoint", "weight_files"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointExperts",
+    "CheckpointLinear",
+    "CheckpointWeights",
+    "KeyMap",
+    "LazyTensor",
+    "StoredWeights",
+    "map_keys",
+    "open_checkpoint",
+    "weight_files",
+]

@@ -6,7 +6,7 @@ This is the one place that touches transformers' loading internals (`core_model_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
         if pattern is not None:
             target.converter = by_pattern[pattern]
     _add_siblings(targets)
-    return KeyMap(targets, tuple(_worth_telling(skeleton, unread)), tuple(_missing(skeleton, state, targets)))
+    return KeyMap(targets, tuple(_worth_telling(skeleton, unread)), tuple(missing_names(skeleton, targets)))
 
 
 def _add_siblings(targets: dict[str, Target]) -> None:
@@ -91,8 +91,11 @@ def _worth_telling(skeleton: PreTrainedModel, unread: list[str]) -> list[str]:
     return [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
 
 
-def _missing(skeleton: PreTrainedModel, state: Mapping[str, object], targets: Mapping[str, Target]) -> list[str]:
+def missing_names(skeleton: PreTrainedModel, targets: Collection[str]) -> list[str]:
+    """The parameters and buffers that are not among `targets`, ties and those the family may leave out excepted."""
     tied = skeleton.all_tied_weights_keys
-    lacking = [name for name in state if name not in targets and not _ignored(skeleton._keys_to_ignore_on_load_missing, name)]
+    lacking = [
+        name for name in skeleton.state_dict() if name not in targets and not _ignored(skeleton._keys_to_ignore_on_load_missing, name)
+    ]
     # A tie is met from either end: transformers copies the one that is stored to the other.
     return [name for name in lacking if tied.get(name) not in targets and not any(tied.get(t) == name for t in targets)]

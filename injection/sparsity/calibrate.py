@@ -14,7 +14,7 @@ from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.injection.rulefile import RuleFile
 from moegraft.injection.sparsity.cost import Trial, judge
 from moegraft.injection.sparsity.targets import ExpertsLayer, experts_layer
-from moegraft.injection.stream import Stream
+from moegraft.injection.stream import Stream, open_weights
 from moegraft.injection.verify.layers import injection_of
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
@@ -109,7 +109,7 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
     if not operators:
         raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
     skeleton = meta_skeleton(source, torch.float32)
-    stream = Stream(source, skeleton, operators)
+    stream = Stream(source, open_weights(source, skeleton), skeleton, operators)
     layers = [experts_layer(path, skeleton) for path in operators]
     weights = {layer.path: weights_hash(stream.source(layer.path), layer.num_experts) for layer in layers}
     return TextSource(name, str(source.config.model_type), layers, weights, text_sha256)

@@ -30,7 +30,7 @@ from moegraft.operators.experts.sparse_path import forward_packed
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
 from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.traceable import experts, needs_gradient, register_experts
-from moegraft.operators.weights import Part, WeightSource
+from moegraft.operators.weights import Part, WeightSource, codes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,6 +195,11 @@ class HybridExperts(Operator):
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
             for part in self.layout.parts():
+                codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type)
+                if codes is not None:
+                    packed.pack_quantized(expert, part, codes.codes, codes.scales)
+                    advance(codes.codes.size * source.dtype.itemsize)
+                    continue
                 piece = self._checked(source, part, expert)
                 if part.endswith("_bias"):
                     packed.pack_bias(expert, part.removesuffix("_bias"), as_array(piece.float().contiguous()))

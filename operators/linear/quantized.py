@@ -14,7 +14,7 @@ from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.traceable import linear, needs_gradient, register_linear
-from moegraft.operators.weights import Part, WeightSource
+from moegraft.operators.weights import Part, WeightSource, codes_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,14 @@ class QuantizedLinear(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         packed = PackedLinear(self.out_features, self.in_features, self.options.weights)
-        weight = self._checked(source, "weight", (self.out_features, self.in_features))
-        packed.pack(as_array(weight))
-        advance(weight.nbytes)
+        codes = codes_for(source, "weight", 0, self.options.weights)
+        if codes is not None:
+            packed.pack_quantized(codes.codes, codes.scales)
+            advance(codes.codes.size * source.dtype.itemsize)
+        else:
+            weight = self._checked(source, "weight", (self.out_features, self.in_features))
+            packed.pack(as_array(weight))
+            advance(weight.nbytes)
         if self.has_bias:
             bias = self._checked(source, "bias", (self.out_features,))
             packed.pack_bias(as_array(bias.float()))

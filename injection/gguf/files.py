@@ -1,0 +1,134 @@
+"""The GGUF files of one model: found, opened by their headers, and every part accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFEndian, GGUFReader, Keys
+
+from moegraft.injection.gguf.blocks import BlockTensor
+from moegraft.operators.errors import CheckpointError
+
+PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SUFFIX = ".gguf"
+# An image or speech tower, which llama.cpp keeps in a file beside its language model.
+TOWER = "mmproj"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """One opened file; `fields` are its single values, numbers and strings, by name."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, BlockTensor]
+
+
+def find_parts(path: Path) -> list[Path]:
+    """The files of the one model at `path`: a file, any part of a split one, or a folder with one model.
+
+    Raises:
+        CheckpointError: there is none, there are two, or a part is missing.
+    """
+    if path.is_dir():
+        return _parts_of(_only_model(path))
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such GGUF file or folder")
+    return _parts_of(path)
+
+
+def _only_model(folder: Path) -> Path:
+    models: dict[str, Path] = {}
+    for file in sorted(folder.glob(f"*{SUFFIX}")):
+        if TOWER not in file.name.lower():
+            part = PART.fullmatch(file.name)
+            models.setdefault(part["model"] if part else file.name.removesuffix(SUFFIX), file)
+    if not models:
+        raise CheckpointError(f"{folder}: no {SUFFIX} file in this folder")
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models.values())
+        raise CheckpointError(f"{folder}: {len(models)} models in this folder, of which one is to be loaded; name one file of it: {names}")
+    return next(iter(models.values()))
+
+
+def _parts_of(file: Path) -> list[Path]:
+    part = PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    count = int(part["count"])
+    parts = [file.with_name(f"{part['model']}-{number:05}-of-{part['count']}{SUFFIX}") for number in range(1, count + 1)]
+    missing = [path.name for path in parts if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{file.parent}: {', '.join(missing)} of a model in {count} parts is missing; download it")
+    return parts
+
+
+def open_file(path: Path) -> GgufFile:
+    """
+    Raises:
+        CheckpointError: the file is damaged, truncated or no GGUF file.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise CheckpointError(f"{path}: not a GGUF file (it begins with {magic!r}); download it again")
+        # Copy on write: PyTorch wants memory that may be written to, and the file stays as it is.
+        reader = GGUFReader(path, "c")
+        if reader.endianess is not GGUFEndian.LITTLE:
+            raise CheckpointError(f"{path}: a big-endian GGUF file; little-endian ones can be read")
+        tensors = {str(tensor.name): _tensor(path, tensor) for tensor in reader.tensors}
+        return GgufFile(path, {name: _value(field) for name, field in reader.fields.items() if len(field.types) == 1}, tensors)
+    except CheckpointError:
+        raise
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged or truncated GGUF file ({_first_line(error)}); download it again") from error
+
+
+def _tensor(path: Path, tensor: Any) -> BlockTensor:
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    return BlockTensor(str(tensor.name), path, tensor.tensor_type, shape, np.asarray(tensor.data))
+
+
+def _value(field: Any) -> Any:
+    return field.contents()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
+    """The tensors of all parts.
+
+    Raises:
+        CheckpointError: the parts are not those of one model.
+    """
+    first = files[0]
+    tensors: dict[str, BlockTensor] = {}
+    for position, file in enumerate(files):
+        _check_part(file, position, len(files))
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"{tensor.origin}: also in {tensors[name].file.name}; these are not the parts of one model")
+            tensors[name] = tensor
+    wanted = first.fields.get(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT)
+    if len(files) > 1 and wanted is not None and int(wanted) != len(tensors):
+        raise CheckpointError(
+            f"{first.path}: {wanted} tensors in all parts are announced, {len(tensors)} are there; download all parts again"
+        )
+    return tensors
+
+
+def _check_part(file: GgufFile, position: int, parts: int) -> None:
+    count, number = (int(file.fields.get(key, 0)) for key in (Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_NO))
+    said = f"{file.path}: its header calls it part {number + 1} of {count}"
+    if parts > 1 and (count, number) != (parts, position):
+        raise CheckpointError(f"{said}, its name part {position + 1} of {parts}; download it again")
+    if parts == 1 and count > 1:
+        raise CheckpointError(f"{said}; give it back its name, NAME-{number + 1:05}-of-{count:05}{SUFFIX}")

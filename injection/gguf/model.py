@@ -1,0 +1,223 @@
+"""A model in GGUF files: checked against the config, and every parameter found in it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from moegraft.injection.checkpoint.files import LazyTensor
+from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
+from moegraft.injection.gguf.blocks import CONVERTED, BlockTensor
+from moegraft.injection.gguf.files import find_parts, merge, open_file
+from moegraft.injection.gguf.names import Names, architecture_of, experts_name, layer_of
+from moegraft.injection.gguf.parameters import ExpertPart, FusedExperts, Plain, SplitKeyValue, Stored, check_shape, lazy, rope_rows
+from moegraft.injection.gguf.sources import GgufExperts, GgufLinear
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.weights import Part, WeightSource
+
+logger = logging.getLogger(__name__)
+# By what holds what without rounding: codes of 4 bits are codes of 8 bits.
+_INTEGERS = ("int4", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """The opened files of one model; nothing but headers is read yet."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, BlockTensor]
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The dtype in which most of the weights are read: float32 for blocks."""
+        stored: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            stored[tensor.dtype] += tensor.elements
+        return stored.most_common(1)[0][0]
+
+    def tell_conversions(self, dtype: torch.dtype) -> None:
+        """Logs, once, which block types no kernel computes with; `dtype` is that of what no rule replaces."""
+        kinds = sorted({tensor.block_type.name for tensor in self.tensors.values() if tensor.block_type in CONVERTED})
+        if kinds:
+            logger.warning(
+                "%s: no kernel computes with %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
+                "the rest to %s",
+                self.path,
+                ", ".join(kinds),
+                str(dtype).removeprefix("torch."),
+            )
+
+
+def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
+    """Opens the files of the model at `path`, a file, any part of a split one, or a folder.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, there are two models, or it is not the config's.
+        UnsupportedModelError: GGUF files of this family cannot be loaded.
+    """
+    architecture = architecture_of(config.model_type)
+    files = [open_file(part) for part in find_parts(path)]
+    fields = files[0].fields
+    found = fields.get("general.architecture")
+    if found != architecture:
+        raise CheckpointError(
+            f"{files[0].path}: holds a model of architecture '{found}' where the config's model type, '{config.model_type}', "
+            f"is '{architecture}'; give the folder or hub id that this file was made from"
+        )
+    tensors = merge(files)
+    if not tensors:
+        raise CheckpointError(f"{files[0].path}: no tensors in this file; it holds a vocabulary alone")
+    for tensor in tensors.values():
+        tensor.check_type()
+    _check_layers(files[0].path, fields, architecture, config)
+    return GgufModel(files[0].path, fields, tensors)
+
+
+def _check_layers(path: Path, fields: Mapping[str, Any], architecture: str, config: PretrainedConfig) -> None:
+    blocks = fields.get(f"{architecture}.block_count")
+    further = int(fields.get(f"{architecture}.nextn_predict_layers", 0))
+    if blocks is not None and int(blocks) - further != config.num_hidden_layers:
+        raise CheckpointError(f"{path}: {int(blocks) - further} layers where the config has {config.num_hidden_layers}")
+
+
+class GgufWeights:
+    """Every parameter of a model, found in its GGUF files.
+
+    Attributes:
+        tensors: by the parameter's name.
+
+    Raises:
+        CheckpointError: when made, if a tensor is missing, unknown or of the wrong shape.
+    """
+
+    def __init__(self, gguf: GgufModel, skeleton: PreTrainedModel) -> None:
+        self._gguf = gguf
+        self._skeleton = skeleton
+        self._config = skeleton.config
+        self._names = Names(self._config)
+        self._read: set[str] = set()
+        self._experts: dict[str, tuple[ExpertsLayout, dict[Part, ExpertPart]]] = {}
+        self._stored: dict[str, Stored] = {}
+        for path, module in skeleton.named_modules():
+            if why_unsupported(module) is None:
+                self._find_experts(path, module)
+        self._find_rest()
+        self._refuse_unknown()
+        self.tensors: Mapping[str, LazyTensor] = {name: lazy(stored) for name, stored in self._stored.items()}
+
+    @property
+    def keymap(self) -> KeyMap:
+        return KeyMap({name: Target(name, {"": [name]}) for name in self._stored}, unread=(), missing=())
+
+    def source(self, path: str, kind: str) -> WeightSource:
+        """The weights for the operator that replaces the module at `path`."""
+        if kind == "experts":
+            return GgufExperts(*self._experts[path])
+        assert kind == "linear", f"operators of kind {kind} take no weights"
+        tied = self._skeleton.all_tied_weights_keys
+        names: dict[Part, str] = {"weight": f"{path}.weight", "bias": f"{path}.bias"}
+        held = {part: self._stored.get(name) or self._stored.get(tied.get(name, "")) for part, name in names.items()}
+        return GgufLinear({part: stored for part, stored in held.items() if stored is not None})
+
+    def weight_type(self, path: str) -> str:
+        """The kernel's narrowest type that holds the experts at `path` as the file does."""
+        parts = self._experts[path][1]
+        kinds = {tensor.weight_type for name, part in parts.items() if not name.endswith("_bias") for tensor in part.tensors}
+        if len(kinds) == 1:
+            return kinds.pop()
+        return "int8" if kinds <= set(_INTEGERS) else "float32"
+
+    def _take(self, name: str, expected: tuple[int, ...], feeds: str) -> BlockTensor:
+        tensor = self._gguf.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self._gguf.path}: '{name}' is missing, which feeds {feeds}; the file is incomplete or of another model than the config"
+            )
+        check_shape(tensor, expected)
+        self._read.add(name)
+        return tensor
+
+    def _find_experts(self, path: str, module: nn.Module) -> None:
+        layout = read_layout(module)
+        parts = {part: self._expert_part(path, layout, part) for part in layout.parts()}
+        self._experts[path] = layout, parts
+        for name, parameter in module.named_parameters(recurse=False):
+            own = {part: found for part, found in parts.items() if layout.parameter(part) == name}
+            self._stored[f"{path}.{name}"] = FusedExperts(layout, own, tuple(parameter.shape))
+
+    def _expert_part(self, path: str, layout: ExpertsLayout, part: Part) -> ExpertPart:
+        layer, shape, feeds = layer_of(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
+        whole, fused = experts_name(layer, part), experts_name(layer, part, fused=True)
+        if not part.startswith("down") and whole not in self._gguf.tensors and fused in self._gguf.tensors:
+            both = self._take(fused, (layout.num_experts, 2 * shape[0], *shape[1:]), feeds)
+            first = 0 if part.startswith("gate") else shape[0]
+            return ExpertPart((both,), slice(first, first + shape[0]))
+        if whole not in self._gguf.tensors and experts_name(layer, part, expert=0) in self._gguf.tensors:
+            each = (experts_name(layer, part, expert=expert) for expert in range(layout.num_experts))
+            return ExpertPart(tuple(self._take(name, shape, feeds) for name in each))
+        return ExpertPart((self._take(whole, (layout.num_experts, *shape), feeds),))
+
+    def _find_rest(self) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._skeleton.state_dict().items()}
+        for name, shape in shapes.items():
+            stored = None if name in self._stored else self._find(name, shape)
+            if stored is not None:
+                self._stored[name] = stored
+        for name in missing_names(self._skeleton, self._stored):
+            stored_name = self._names.stored(name)
+            if stored_name is None:
+                raise UnsupportedModelError(
+                    f"{self._gguf.path}: files of this architecture have no tensor for {name}, which the config asks for"
+                )
+            self._take(stored_name, shapes[name], name)
+
+    def _find(self, parameter: str, shape: tuple[int, ...]) -> Stored | None:
+        name = self._names.stored(parameter)
+        if name is None:
+            return None
+        if name.endswith("attn_kv_b.weight"):
+            split = self._split_key_value(name, parameter, shape)
+            if split is not None:
+                return split
+        if name not in self._gguf.tensors:
+            return None
+        return Plain(self._take(name, shape, parameter), shape, self._rows(parameter, shape))
+
+    def _rows(self, parameter: str, shape: Sequence[int]) -> Any:
+        if self._config.model_type != "mixtral":
+            return None
+        if parameter.endswith(".q_proj.weight"):
+            return rope_rows(shape[0], self._config.num_attention_heads)
+        return rope_rows(shape[0], self._config.num_key_value_heads) if parameter.endswith(".k_proj.weight") else None
+
+    def _split_key_value(self, name: str, parameter: str, shape: tuple[int, ...]) -> Stored | None:
+        """The two halves, where they stand for the whole; some files have both, of which the whole is read."""
+        key_name, value_name = name.replace("_kv_b", "_k_b"), name.replace("_kv_b", "_v_b")
+        if name in self._gguf.tensors:
+            self._read |= {key_name, value_name}
+            return None
+        if key_name not in self._gguf.tensors:
+            return None
+        config = self._config
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        key = self._take(key_name, (heads, rank, config.qk_nope_head_dim), parameter)
+        value = self._take(value_name, (heads, config.v_head_dim, rank), parameter)
+        return SplitKeyValue(key, value, shape)
+
+    def _refuse_unknown(self) -> None:
+        unknown = [tensor for name, tensor in self._gguf.tensors.items() if name not in self._read and not self._names.ignored(name)]
+        if unknown:
+            more = f" (and {len(unknown) - 1} more tensors)" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"{unknown[0].origin}: nothing in the model reads this tensor{more}; is it of another model than the config?"
+            )
