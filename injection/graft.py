@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from moegraft.injection.plan import Plan
 from moegraft.operators.base import BuildContext, ModelOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.sparse.layer import SparseLayers
 
@@ -35,9 +36,13 @@ class Injection:
         return found if isinstance(found, ModelOperator) else None
 
     def statistics(self) -> dict[str, object]:
-        """What operators did so far: `modules` by path, and `sparsity`, what was left out, for each target that rules give."""
+        """What operators did so far: `modules` by path, `sparsity`, what was left out, for each target that rules give, and `devices`,
+        what each GPU that experts share did."""
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
-        return {"modules": modules, "sparsity": self.context.shared(SparseLayers, SparseLayers).statistics()}
+        return {"modules": modules, "sparsity": self.context.shared(SparseLayers, SparseLayers).statistics(), "devices": self._devices()}
+
+    def _devices(self) -> dict[str, object]:
+        return dict(self.context.shared(GpuGroups, GpuGroups).statistics())
 
     def placement(self) -> list[str]:
         """What runs where, a line for each group of equal operators."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +48,9 @@ class ChatOptions:
         int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Read longer prompts so many tokens at a time; 0: whole.")
     ] = 2048
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write who worked when, GPU, CPU and link, for Perfetto.")
+    ] = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Answers and errors only.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, read no weights, and leave.")] = False
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")] = False
@@ -81,10 +85,11 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
     prompt = _prompt(options)
     with library_log(terminal):
         session = _open_chat(model, sampling, options, terminal)
-        if prompt is None:
-            session.run()
-        elif session.turn(prompt).ending == "interrupted":
-            raise typer.Exit(INTERRUPTED)
+        with _traced(session, options, terminal):
+            if prompt is None:
+                session.run()
+            elif session.turn(prompt).ending == "interrupted":
+                raise typer.Exit(INTERRUPTED)
 
 
 def _print_plan(model: ModelOptions, terminal: Terminal) -> None:
@@ -135,6 +140,12 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     if options.resume is not None:
         session.resume(options.resume)
     return session
+
+
+def _traced(session: Chat, options: ChatOptions, terminal: Terminal) -> AbstractContextManager[None]:
+    from moegraft.injection.cli.chat.tracing import traced
+
+    return traced(session.loaded, options.trace, terminal)
 
 
 def main() -> None:

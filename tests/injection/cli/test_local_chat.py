@@ -188,3 +188,27 @@ def test_a_reader_that_leaves_is_no_error(program: list[str], chat_folder: Path)
         said = chat.stderr.read()
     assert chat.returncode == 141  # as a shell reports a program that SIGPIPE ended
     assert "Traceback" not in said and "Broken pipe" not in said
+
+
+def test_a_trace_shows_who_worked_when(run: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "emulated.yaml"
+    rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
+    path = tmp_path / "trace.json"
+    result = run("--prompt", "hello", "--rules", rules, "--trace", path, *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    assert f"{path}: " in result.stderr and "in slots of emulated:0" in result.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"plan", "CPU"}
+
+
+def test_with_the_cpu_alone_there_is_nothing_to_trace(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = run("--prompt", "hello", "--rules", "cpu-exact", "--trace", path, *ANSWER)
+    assert result.exit_code == 0 and "experts run on the CPU alone" in result.stderr
+    assert not path.exists()
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_answer(run: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "emulated.yaml"
+    rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
+    assert str(tmp_path / "no") in refused(run("--prompt", "hello", "--rules", rules, "--trace", tmp_path / "no" / "trace.json", *ANSWER))
