@@ -60,8 +60,10 @@ def main() -> None:
         grid[1][column].set_title("prefill, 25% of the experts")
         _bars(grid[2][column], _pick(own, phase="decode"), ABLATION, "over_fixed")
         grid[2][column].set(title="ablation, decode", ylabel="times the fixed map")
+    for axes in [*grid[0], *grid[2]]:
+        axes.set_ylim(top=1.45 * axes.get_ylim()[1])  # room for the legend
     for axes in grid.flat:
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", ncols=2)
     figure.suptitle(f"{rows[0]['device']}: the engine on a virtual clock, made-up routing")
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=90)
