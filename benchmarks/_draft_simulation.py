@@ -1,0 +1,247 @@
+"""Rounds of drafting and verifying on a modelled machine: the real engine and the real schedules on the virtual clock.
+
+Nothing is computed, so whether a drafted token stands is drawn from what a trained checkpoint did (`speculative_confidence.csv`), at the
+share of the router's weight that the draft's experts have here. What the draft's routers say differs from what the full model's do as
+much as that checkpoint's did (`recall` in `speculative_drafts.csv`). Tokens of a draft that fell are other tokens in the same places.
+
+Shapes: E experts, K experts a token, L layers.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from _hybrid_simulation import Simulation, _Counted, rest_layer_ms
+from _synthetic_routing import PREDICTION_NOISE, SPREAD
+from numpy.typing import NDArray
+
+from moegraft.operators.experts.cache.trace import Trace
+from moegraft.operators.experts.devices.interface import Work
+from moegraft.operators.experts.devices.profiles import ModelShape
+from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
+from moegraft.operators.speculative.schedule import Schedule
+from moegraft.operators.speculative.statistics import Round, Statistics
+
+RESULTS = Path(__file__).parent / "results"
+NOISES = np.linspace(0.0, 1.2, 13)
+SAMPLE_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWay:
+    """How drafts are drawn.
+
+    Attributes:
+        tolerance: 0 for lossless; one that the checkpoint was measured with.
+        ahead: whether the verification's experts are loaded while drafting.
+    """
+
+    top_k: int
+    resident: bool
+    ahead: bool
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A way in which the checkpoint drafted: (B,) by bin of confidence."""
+
+    kept_share: float
+    recall: float
+    confidences: NDArray[np.float64]
+    judged: NDArray[np.float64]
+    accepted: NDArray[np.float64]
+
+
+class MeasuredDrafts:
+    """What the checkpoint's drafts did, greedy, by the share of the router's weight that they kept."""
+
+    def __init__(self, *, resident: bool, tolerance: float) -> None:
+        chosen = [row for row in _read("speculative_confidence") if _is(row, resident, tolerance)]
+        ways = {(row["draft_top_k"], row["resident_ratio"]): row for row in _read("speculative_drafts") if _is(row, resident, tolerance)}
+        found = []
+        for (top_k, ratio), way in ways.items():
+            bins = [row for row in chosen if (row["draft_top_k"], row["resident_ratio"]) == (top_k, ratio)]
+            middle = [(float(row["confidence_from"]) + float(row["confidence_to"])) / 2 for row in bins]
+            judged, accepted = (np.array([float(row[name]) for row in bins]) for name in ("judged", "accepted"))
+            found.append(_Point(float(way["kept_share"]), float(way["recall"]), np.array(middle), judged, accepted))
+        self._points = sorted(found, key=lambda point: point.kept_share)
+
+    def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
+        """A token's confidence, and whether it stands: of the nearest way below or above, the nearer one more often.
+
+        Beyond the measured ways the outermost is taken: no draft is taken to be better than was seen.
+        """
+        shares = [point.kept_share for point in self._points]
+        above = min(int(np.searchsorted(shares, kept_share)), len(shares) - 1)
+        low, high = self._points[max(above - 1, 0)], self._points[above]
+        width = high.kept_share - low.kept_share
+        towards = 1.0 if width <= 0 else np.clip((kept_share - low.kept_share) / width, 0, 1)
+        point = high if rng.random() < towards else low
+        at = int(rng.choice(len(point.judged), p=point.judged / point.judged.sum()))
+        return float(point.confidences[at]), bool(rng.random() < point.accepted[at] / point.judged[at])
+
+    def recall(self, kept_share: float) -> float:
+        return float(np.interp(kept_share, [point.kept_share for point in self._points], [point.recall for point in self._points]))
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _is(row: dict[str, str], resident: bool, tolerance: float) -> bool:
+    return bool(row["resident_ratio"]) == resident and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
+
+
+@dataclass(slots=True)
+class Text:
+    """Routing to play: of the tokens that are written, and of others in their places."""
+
+    real: Trace
+    other: Trace
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the formula is made of, in sums over layers of one kind of step."""
+
+    layers: int = 0
+    experts: int = 0
+    missing: int = 0
+
+    def add(self, step: LayerStep, there: NDArray[np.bool_]) -> None:
+        self.layers += 1
+        self.experts += len(step.experts)
+        self.missing += int((~there[step.experts]).sum())
+
+
+@dataclass(slots=True)
+class Played:
+    """What a run took: ms by the virtual clock; `parts` by "plain", "draft" and "verify"."""
+
+    took_ms: float = 0.0
+    tokens: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+    parts: dict[str, Parts] = field(default_factory=lambda: {name: Parts() for name in ("plain", "draft", "verify")})
+    kept: list[float] = field(default_factory=list)
+    draft_demands: int = 0
+    schedule: str = ""
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.took_ms / self.tokens
+
+
+class DraftSimulation:
+    """Writes a text with drafts over a `Simulation`'s engine; with none, plain steps."""
+
+    def __init__(self, base: Simulation, text: Text, way: DraftWay | None, schedule: Schedule | None, seed: int = 0) -> None:
+        self._base = base
+        self._text = text
+        self._way = way
+        self._schedule = schedule
+        self._rng = np.random.default_rng(seed)
+        self._measured = None if way is None else MeasuredDrafts(resident=way.resident, tolerance=way.tolerance)
+        self._recalls = noise_recalls(base.model, text.real)
+        self._compute = base.device.stream("compute")
+        self.played = Played()
+
+    def run(self, tokens: int) -> Played:
+        place, played, device = 0, self.played, self._base.device
+        start_ms = device.now_ms()
+        while played.tokens < tokens:
+            done = self._round(place)
+            place += done.emitted
+            played.tokens += done.emitted
+            played.statistics.add(done)
+            if self._schedule is not None:
+                self._schedule.record(done)
+        played.took_ms = device.now_ms() - start_ms
+        played.schedule = self._schedule.state() if self._schedule is not None else ""
+        return played
+
+    def _round(self, place: int) -> Round:
+        device = self._base.device
+        start_ms = device.now_ms()
+        planned = self._schedule.plan(self._text.real.num_tokens) if self._schedule is not None else 0
+        confidences: list[float] = []
+        accepted, stands = 0, True
+        while len(confidences) < planned:
+            token = self._token(place + len(confidences), real=stands)
+            confidence, stood = self._draft(token)
+            confidences.append(confidence)
+            stands = stands and stood
+            accepted += stands
+            assert self._schedule is not None, "drafts are planned by one"
+            if not self._schedule.goes_on(confidences):
+                break
+        drafted_ms = device.now_ms()
+        fed = [self._token(place + at, real=at <= accepted) for at in range(len(confidences) + 1)]
+        self._pass(fed, "verify" if confidences else "plain")
+        judged = min(accepted + 1, len(confidences))
+        return Round(confidences, judged, accepted, accepted + 1, drafted_ms - start_ms, device.now_ms() - drafted_ms)
+
+    def _token(self, place: int, *, real: bool) -> Trace:
+        trace = self._text.real if real else self._text.other
+        return trace.part(place, place + 1)
+
+    def _draft(self, token: Trace) -> tuple[float, bool]:
+        """One draft step: how sure it is, and whether it stands."""
+        way, slots = self._way, self._base.engine.loading.slots
+        assert way is not None and self._measured is not None, "who drafts has a way to"
+        kept: list[float] = []
+        share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
+        noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
+        demanded = self._base.engine.loading.queue.statistics.demanded
+        for layer in range(self._base.model.layers):
+            there = slots.slot_of(layer) >= 0
+            logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
+            whole = np.argsort(-logits, kind="stable")[: self._base.model.top_k].astype(np.int64)
+            few = (whole[there[whole]] if way.resident else whole)[: way.top_k]
+            scores = np.exp(logits - logits.max())
+            kept.append(float(scores[few].sum() / scores[whole].sum()))
+            step = LayerStep.of(
+                layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k, way.resident, way.ahead)
+            )
+            self._layer(step, 1, "draft")
+        self.played.kept.append(float(np.mean(kept)))
+        self.played.draft_demands += self._base.engine.loading.queue.statistics.demanded - demanded
+        return self._measured.draw(self.played.kept[-1], self._rng)
+
+    def _pass(self, tokens: Sequence[Trace], kind: str) -> None:
+        for layer in range(self._base.model.layers):
+            chosen = np.concatenate([token.chosen[:, layer] for token in tokens])
+            scores = np.concatenate([token.scores[:, layer] for token in tokens])
+            self._layer(LayerStep.of(layer, chosen, scores, self._predictions(tokens, layer)), len(tokens), kind)
+
+    def _layer(self, step: LayerStep, tokens: int, kind: str) -> None:
+        device, engine = self._base.device, self._base.engine
+        device.launch(self._compute, None, Work("dense", cost_ms=rest_layer_ms(self._base.model, self._base.machine, tokens)))
+        self._compute.record().wait()
+        self.played.parts[kind].add(step, engine.loading.slots.slot_of(step.layer) >= 0)
+        engine.run(step, _Counted())
+        if step.layer == self._base.model.layers - 1:
+            self._compute.record().wait()
+
+    def _predictions(self, tokens: Sequence[Trace], layer: int) -> list[Prediction]:
+        depth = min(self._base.system.prefetch.depth, len(PREDICTION_NOISE))
+        later = range(layer + 1, min(layer + 1 + depth, self._base.model.layers))
+        return [Prediction.of(each, np.concatenate([token.predicted[each - layer - 1, :, each] for token in tokens])) for each in later]
+
+
+def noise_recalls(model: ModelShape, trace: Trace) -> NDArray[np.float64]:
+    """For each of `NOISES`, the share of a token's experts that are still named: falls."""
+    rng = np.random.default_rng(0)
+    logits = np.log(trace.scores[:SAMPLE_TOKENS])
+    found = []
+    for noise in NOISES:
+        noisy = logits + SPREAD * noise * rng.normal(size=logits.shape)
+        named = np.argsort(-noisy, axis=-1, kind="stable")[..., : model.top_k]
+        chosen = trace.chosen[:SAMPLE_TOKENS]
+        found.append(float((chosen[..., :, None] == named[..., None, :]).any(-1).mean()))
+    return np.asarray(found)

@@ -1,0 +1,222 @@
+"""What do drafts gain where experts must be brought? Rounds on modelled machines; every figure says `modelled`.
+
+    python benchmarks/speculative_modelled.py --models deepseek-v2-lite moonlight-16b-a3b --bits 16 --link 19
+    python benchmarks/speculative_modelled.py --models mixtral-8x7b --append
+
+The product's engine, prefetchers and schedules on the virtual clock, with made-up routing; acceptance as the bundled model had it
+(`speculative_drafts.py rounds` comes first). Each row is against two ways without drafts:
+
+- `over_load_on_demand`: every expert is brought for every token, nothing is kept: the baseline of SS-MoE (WWW 2026), whose table has 6.92
+  tokens/s for DeepSeek-V2-Lite and 6.22 for Moonlight. 16-bit experts over 19 GB/s, as above, give 6.8: it holds there.
+- `over_plain`: the same engine with the same slots. `gpu` brings what is missing (LRU, the next layer's loaded ahead), as the method
+  does; `hybrid` is our best: CPU and GPU together.
+
+Ways, each with what is before it: `draft`, top-k experts, whichever they are; `+ ahead`, what the verification needs is loaded while
+drafting; `resident + ahead`, only experts with a slot draft; `marginal`: drafts as far as they are measured to pay, else a fixed length.
+`over_predicted` is `over_plain` over what the formula says with the run's own tau, U, misses: with c0 a layer without experts, g an
+expert, and t what a miss takes in plain decoding,
+`tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, m_v after what was loaded ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from _draft_simulation import DraftSimulation, DraftWay, Played, Text
+from _hybrid_simulation import Simulation, System, rest_layer_ms
+from _synthetic_routing import synthetic_trace
+from matplotlib.figure import Figure
+from record import RESULTS, write_rows
+
+from moegraft.operators.experts.cache.policies import CacheOptions
+from moegraft.operators.experts.devices.profiles import MODELS, PROFILES, MachineProfile, ModelShape
+from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
+
+NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
+LOAD_ON_DEMAND = System("load_on_demand", "on_demand", CacheOptions(policy="lru"), NO_PREFETCH)
+ENGINES = (
+    System("gpu", "on_demand", CacheOptions(policy="lru"), PrefetchOptions(policy="next_layer", promote=False)),
+    System("hybrid", "two_threshold", CacheOptions(), PrefetchOptions()),
+)
+FIXED, LONGEST = 4, 6
+ABLATED_RATIO = 0.25  # all ways there, and elsewhere those with a schedule
+WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
+TOLERANCE = 0.3
+NAME = "speculative_modelled"
+Row = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """What is compared under equal conditions."""
+
+    model: ModelShape
+    machine: MachineProfile
+    bits: float
+    ratio: float
+    tokens: int
+    seed: int
+
+    def traces(self) -> tuple[Text, Text]:
+        """To fill slots by, and to play."""
+        length = WARM_TOKENS + self.tokens + LEFT_OVER
+        whole = Text(
+            synthetic_trace(self.model.name, length, self.seed), synthetic_trace(self.model.name, length, self.seed, other_tokens=7)
+        )
+        return whole, Text(whole.real.part(WARM_TOKENS, length), whole.other.part(WARM_TOKENS, length))
+
+    def simulation(self, system: System, warm: Text, ratio: float) -> Simulation:
+        return Simulation(self.model, self.machine, ratio, system, warm.real.part(0, WARM_TOKENS), self.bits)
+
+
+def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, Schedule]]:
+    """By name; the lossy ones differ in `tolerance`."""
+    half = max(1, top_k // 2)  # acceptance was measured with half of the experts, among others
+    for tolerance in (0.0, TOLERANCE):
+        if ratio == ABLATED_RATIO:
+            yield f"draft, {FIXED} tokens", DraftWay(half, False, False, tolerance), FixedSchedule(FIXED)
+            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, False, True, tolerance), FixedSchedule(FIXED)
+            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, True, True, tolerance), FixedSchedule(FIXED)
+        yield "draft + ahead, marginal", DraftWay(half, False, True, tolerance), MarginalSchedule(LONGEST)
+        yield "resident + ahead, marginal", DraftWay(top_k, True, True, tolerance), MarginalSchedule(LONGEST)
+
+
+def rows_of(case: Case) -> Iterator[Row]:
+    warm, text = case.traces()
+    baseline = DraftSimulation(case.simulation(LOAD_ON_DEMAND, warm, 0.0), text, None, None).run(BASELINE_TOKENS)
+    yield _row(case, "gpu", "load_on_demand", 0.0, baseline, baseline, baseline, "")
+    for engine in ENGINES:
+        plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
+        yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline, "")
+        for name, way, schedule in ways(case.model.top_k, case.ratio):
+            played = DraftSimulation(case.simulation(engine, warm, case.ratio), text, way, schedule, case.seed).run(case.tokens)
+            fixed = isinstance(schedule, FixedSchedule)
+            share = played.statistics.tokens_per_round is not None and fixed
+            predicted = predicted_gain(case, plain, played) if share else None
+            over = "" if predicted is None else round(plain.ms_per_token / played.ms_per_token / predicted, 3)
+            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline, over)
+
+
+def predicted_gain(case: Case, plain: Played, played: Played) -> float:
+    """The formula, by one layer."""
+    model, alone = case.model, np.ones(1)
+    rest = rest_layer_ms(model, case.machine, 1)
+    rest_more = rest_layer_ms(model, case.machine, FIXED + 1)
+    expert = float(case.machine.gpu_ms(alone, model.expert_bytes(case.bits), case.bits)[0])
+    each = {name: (part.experts / max(part.layers, 1), part.missing / max(part.layers, 1)) for name, part in played.parts.items()}
+    missing = plain.parts["plain"].missing / plain.parts["plain"].layers
+    plain_ms = plain.ms_per_token / model.layers
+    miss_ms = (plain_ms - rest - model.top_k * expert) / missing if missing else 0.0
+    draft_ms = rest + each["draft"][0] * expert + each["draft"][1] * miss_ms
+    verify_ms = rest_more + each["verify"][0] * expert + each["verify"][1] * miss_ms
+    assert played.statistics.tokens_per_round is not None, "it drafted"
+    return played.statistics.tokens_per_round * plain_ms / (FIXED * draft_ms + verify_ms)
+
+
+def _row(
+    case: Case, engine: str, way: str, tolerance: float, played: Played, plain: Played, baseline: Played, over_predicted: float | str
+) -> Row:
+    verify, found = played.parts["verify"], played.statistics
+    tokens_per_round = found.tokens_per_round
+    return {
+        "device": f"modelled {case.machine.name}",
+        "link_gb_s": case.machine.link_gb_s,
+        "bits_per_weight": case.bits,
+        "model": case.model.name,
+        "cache_ratio": 0.0 if way == "load_on_demand" else case.ratio,
+        "engine": engine,
+        "way": way,
+        "tolerance": tolerance,
+        "ms_per_token": round(played.ms_per_token, 3),
+        "tokens_s": round(1e3 / played.ms_per_token, 2),
+        "over_load_on_demand": round(baseline.ms_per_token / played.ms_per_token, 3),
+        "over_plain": round(plain.ms_per_token / played.ms_per_token, 3),
+        "over_predicted": over_predicted,
+        "tokens_per_round": "" if tokens_per_round is None else round(tokens_per_round, 3),
+        "drafted_share": round(found.round_tokens / played.tokens, 3),
+        "kept_share": round(float(np.mean(played.kept)), 3) if played.kept else "",
+        "draft_demands": played.draft_demands,
+        "verify_experts": round(verify.experts / verify.layers, 2) if verify.layers else "",
+        "verify_missing": round(verify.missing / verify.layers, 2) if verify.layers else "",
+        "tokens": played.tokens,
+        "schedule": played.schedule,
+    }
+
+
+def plot(rows: list[dict[str, str]]) -> Path:
+    """Speed over load-on-demand, and over the same engine without drafts, by cache ratio."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(5.2 * len(models), 8.5), layout="constrained")
+    panels = figure.subplots(2, len(models), squeeze=False)
+    for column, model in enumerate(models):
+        mine = [row for row in rows if row["model"] == model and ("marginal" in row["way"] or row["way"] == "plain")]
+        for engine, style in (("gpu", "--o"), ("hybrid", "-s")):
+            for way in dict.fromkeys((row["way"], row["tolerance"]) for row in mine):
+                line = [row for row in mine if (row["way"], row["tolerance"]) == way and row["engine"] == engine]
+                label = f"{engine}: {way[0]}{', adaptive' if float(way[1]) else ''}"
+                x = [float(row["cache_ratio"]) for row in line]
+                panels[0][column].plot(x, [float(row["over_load_on_demand"]) for row in line], style, markersize=3, label=label)
+                panels[1][column].plot(x, [float(row["over_plain"]) for row in line], style, markersize=3, label=label)
+        facts = mine[0]
+        panels[0][column].set(title=f"{model}: {facts['bits_per_weight']} bits, {facts['link_gb_s']} GB/s", ylabel="over load on demand")
+        panels[0][column].legend(fontsize=5)
+        panels[1][column].set(xlabel="share of experts with a slot", ylabel="over the same engine without drafts")
+        panels[1][column].axhline(1, color="grey", linewidth=0.5)
+    figure.suptitle("Drafts where experts must be brought (modelled)")
+    path = RESULTS / f"{NAME}.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _read() -> list[dict[str, str]]:
+    with (RESULTS / f"{NAME}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
+    parser.add_argument("--link", type=float, help="GB/s, in place of the machine's")
+    parser.add_argument("--bits", type=float, default=4.5, help="a weight")
+    parser.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--append", action="store_true", help="keep the rows of the file that are of other models")
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    machine = PROFILES[arguments.machine]
+    if arguments.link is not None:
+        machine = dataclasses.replace(machine, link_gb_s=arguments.link)
+    rows: list[Row] = []
+    for model in arguments.models:
+        for ratio in arguments.ratios:
+            for row in rows_of(Case(MODELS[model], machine, arguments.bits, ratio, arguments.tokens, arguments.seed)):
+                shown = (
+                    "model",
+                    "cache_ratio",
+                    "engine",
+                    "way",
+                    "tolerance",
+                    "tokens_s",
+                    "over_load_on_demand",
+                    "over_plain",
+                    "over_predicted",
+                )
+                print(*(row[name] for name in (*shown, "tokens_per_round", "kept_share", "verify_experts", "verify_missing")), flush=True)
+                rows.append(row)
+    if arguments.no_write:
+        return
+    kept = [row for row in _read() if row["model"] not in arguments.models] if arguments.append else []
+    print(write_rows(NAME, [*kept, *rows], ("torch", "numpy")))
+    print(plot(_read()))
+
+
+if __name__ == "__main__":
+    main()

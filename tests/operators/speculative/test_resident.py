@@ -1,0 +1,160 @@
+"""Drafts over experts in slots of an emulated device: the same text, no demand from a draft, one load an expert in a verification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+from family_rows import FamilyCase
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.step import LayerStep
+from moegraft.operators.experts.transfer.transfers import Urgency
+
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: stored, gpu: emulated, cache: {{slots: {slots}}}, {more}}}}}
+- match: {{kind: model}}
+  replace: {{class: speculative_draft, kwargs: {{schedule: fixed, {draft}}}}}
+"""
+FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "olmoe"]
+RESIDENT = "max_draft: 4, draft_top_k: 2, experts: resident"
+STEPS = 24
+
+
+def case_of(model_type: str) -> FamilyCase:
+    return next(case for case in served_cases() if case.model_type == model_type)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    def make(model_type: str = "qwen3_moe", draft: str = RESIDENT, slots: int = 2, more: str = "schedule: on_demand") -> PreTrainedModel:
+        rules = tmp_path / "rules.yaml"
+        rules.write_text(RULES.format(draft=draft, slots=slots, more=more))
+        return optimize_and_load(build_model(case_of(model_type)), rules, progress=False, threads=1)
+
+    return make
+
+
+def engine_of(model: PreTrainedModel) -> Engine:
+    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    (engine,) = group.engines
+    return engine
+
+
+def greedy(model: PreTrainedModel, steps: int = STEPS) -> torch.Tensor:
+    found = model.generate(prompt(12), do_sample=False, max_new_tokens=steps)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+class Requests:
+    """What every call of a layer asked of the queue: (step, urgencies of what was not there)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.calls: list[tuple[LayerStep, list[tuple[int, Urgency]]]] = []
+        run, request = engine.run, engine.loading.queue.request
+        asked: list[tuple[int, Urgency]] = []
+
+        def watched_request(layer: int, expert: int, urgency: Urgency) -> Any:
+            if not engine.loading.slots.holds(layer, expert):
+                asked.append((expert, urgency))
+            return request(layer, expert, urgency)
+
+        def watched_run(step: LayerStep, executor: Any) -> None:
+            asked.clear()
+            run(step, executor)
+            self.calls.append((step, list(asked)))
+
+        engine.run = watched_run  # type: ignore[method-assign]
+        engine.loading.queue.request = watched_request  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_text_is_that_of_plain_decoding(model_type: str, load: Any, stock: Any) -> None:
+    model = load(model_type)
+    assert torch.equal(greedy(model), greedy(stock(model_type)))
+    assert 0 < model.moegraft.model_operator.statistics()["rounds"] < STEPS - 1
+
+
+@pytest.mark.parametrize("schedule", ["on_demand", "two_threshold", "greedy"])
+def test_a_draft_demands_nothing(schedule: str, load: Any) -> None:
+    model = load(more=f"schedule: {schedule}")
+    seen = Requests(engine_of(model))
+    greedy(model)
+    of_drafts = [urgency for step, asked in seen.calls if step.draft is not None for _, urgency in asked]
+    assert of_drafts and Urgency.DEMAND not in of_drafts  # it asked for its verification, and for nothing at once
+    assert {step.loads.max(initial=1) for step, _ in seen.calls if step.draft is not None} == {1}
+
+
+def test_a_verification_loads_each_expert_once(load: Any) -> None:
+    model = load(more="schedule: on_demand, prefetch: {policy: none, promote: false}")
+    engine = engine_of(model)
+    seen = Requests(engine)
+    greedy(model)
+    demanded = [[expert for expert, urgency in asked if urgency is Urgency.DEMAND] for step, asked in seen.calls if len(step.chosen) > 1]
+    assert any(len(experts) > 2 for experts in demanded), "more than there are slots"
+    assert all(len(set(experts)) == len(experts) for experts in demanded)
+    assert not any(asked for step, asked in seen.calls if step.draft is not None)
+
+
+def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
+    def demands(draft: str) -> int:
+        model = load(draft=f"{RESIDENT}, {draft}", slots=3)
+        seen = Requests(engine_of(model))
+        greedy(model)
+        rounds = model.moegraft.model_operator.statistics()["rounds"]
+        found = sum(u is Urgency.DEMAND for step, asked in seen.calls if step.draft is None and 1 < len(step.chosen) < 6 for _, u in asked)
+        assert (engine_of(model).verify_ahead.served > 0) == ("true" in draft)
+        return found / rounds
+
+    assert demands("verify_prefetch: true") < demands("verify_prefetch: false")
+
+
+def test_a_draft_of_any_expert_brings_the_next_layers_first(load: Any) -> None:
+    model = load(draft="max_draft: 3, draft_top_k: 1", more="schedule: two_threshold")
+    seen = Requests(engine_of(model))
+    greedy(model)
+    drafted = [(step, asked) for step, asked in seen.calls if step.draft is not None]
+    soon = [expert for step, asked in drafted for expert, urgency in asked if urgency is Urgency.NEXT]
+    later = [expert for step, asked in drafted for expert, urgency in asked if urgency is Urgency.DEEPER]
+    assert soon and later
+    for step, asked in drafted:
+        likeliest = set(step.predictions[0].experts[step.predictions[0].ranks == 0].tolist()) if step.predictions else set()
+        assert {expert for expert, urgency in asked if urgency is Urgency.NEXT} <= likeliest
+
+
+def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load: Any, stock: Any) -> None:
+    model = load()
+    expected, engine = greedy(stock()), engine_of(model)
+    run, calls = engine.run, iter(range(10_000))
+
+    def interrupted(step: LayerStep, executor: Any) -> None:
+        if step.draft is not None and next(calls) == 7:
+            raise KeyboardInterrupt
+        run(step, executor)
+
+    engine.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model)
+    assert model.moegraft.context.shared(DraftSwitch, DraftSwitch).settings is None
+    assert torch.equal(greedy(model), expected)
+
+
+def test_whole_experts_run_after_a_draft_that_took_few(load: Any, stock: Any) -> None:
+    model = load()
+    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    with torch.no_grad(), switch.drafting(DraftSettings(1, resident=True)):
+        model(input_ids=prompt(5))
+    with torch.no_grad():
+        found, expected = model(input_ids=prompt(5)).logits, stock()(input_ids=prompt(5)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
