@@ -13,6 +13,7 @@ ENTRY_POINT_GROUP = "moegraft.operators"
 # By path, so that this package imports none of its own sub-packages.
 BUILT_IN = (
     "moegraft.operators.experts.hybrid:HybridExperts",
+    "moegraft.operators.experts.sparse_experts:SparseExperts",
     "moegraft.operators.linear.quantized:QuantizedLinear",
     "moegraft.operators.speculative.operator:SpeculativeDraft",
 )

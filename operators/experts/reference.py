@@ -92,7 +92,8 @@ def reference_kept(activations: torch.Tensor, threshold: float, group: int = 1) 
     # A NaN is not below the threshold: it must be seen.
     kept = ~(activations.abs() < threshold)
     padded = F.pad(kept, (0, -kept.shape[-1] % group))
-    return padded.unflatten(-1, (-1, group)).any(-1).repeat_interleave(group, -1)[..., : kept.shape[-1]]
+    any_kept: torch.Tensor = padded.unflatten(-1, (-1, group)).any(-1)
+    return any_kept.repeat_interleave(group, -1)[..., : kept.shape[-1]]
 
 
 def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -50,6 +50,7 @@ class PackedMatrix(NamedTuple):
     expert_words: int  # 4-byte words between two experts
     bias_word: int  # word of the first bias within an expert, -1 without
     up_bias_word: int
+    bias_stride: int = 1
 
 
 def packed_matrix(
@@ -129,7 +130,7 @@ def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
             shape.hidden,
             outputs=shape.intermediate,
             expert_bytes=expert_bytes,
-            biases=(gate_bias_at, up_bias_at) if shape.bias else none,
+            biases=none if not shape.bias else (gate_bias_at, up_bias_at) if shape.gated else (up_bias_at, -1),
         ),
         # Of the neurons beyond the intermediate size, which the first matrix makes zeros, the columns are zeros too.
         down=packed_matrix(

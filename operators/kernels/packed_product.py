@@ -7,14 +7,12 @@ a product is summed does not matter, so the activations are stored with the same
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.activations import acted, limited_up
 from moegraft.operators.kernels.availability import interpreted
+from moegraft.operators.kernels.finish import Finish, finish_tile
 from moegraft.operators.kernels.gates import Gate
 from moegraft.operators.kernels.launch import LAUNCH, Bytes
 from moegraft.operators.kernels.layout import PackedMatrix, round_up
@@ -96,33 +94,7 @@ def _tile_product(
 
 
 @triton.jit
-def _finish(total, first_row, biases_ptr, M: tl.constexpr, GATE: tl.constexpr, FINISH: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    """What becomes of the rows of a tile, and the numbers of the outputs it makes."""
-    if FINISH == "gate":
-        # blocks of 16 gate rows and 16 up rows
-        halves = tl.permute(tl.reshape(total, (ROWS // 32, 2, 16, BM)), (0, 2, 3, 1))
-        gate, up = tl.split(halves)
-        gate = tl.reshape(gate, (ROWS // 2, BM))
-        up = tl.reshape(up, (ROWS // 2, BM))
-        lanes = first_row // 2 + tl.arange(0, ROWS // 2)
-        if M.bias_word >= 0:
-            gate += tl.load(biases_ptr + M.bias_word + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
-            up += tl.load(biases_ptr + M.up_bias_word + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
-        value = acted(gate, GATE) * limited_up(up, GATE)
-    else:
-        lanes = first_row + tl.arange(0, ROWS)
-        value = total
-        BIAS: tl.constexpr = M.up_bias_word if FINISH == "act" else M.bias_word
-        if BIAS >= 0:
-            value += tl.load(biases_ptr + BIAS + lanes, mask=lanes < M.outputs, other=0.0)[:, None]
-        if FINISH == "act":
-            value = acted(value, GATE)
-    # a gate need not map zero to zero, and neurons beyond the last must not reach the output
-    return tl.where((lanes < M.outputs)[:, None], value, 0.0), lanes
-
-
-@triton.jit
-def _product_kernel(
+def _packed_product_kernel(
     x_ptr,  # (tokens or pairs, X_WIDTH) floating, in the order of `grouped_columns`
     units_ptr,  # (S, expert_bytes), as units
     scales_ptr,  # the same bytes as float16
@@ -134,7 +106,7 @@ def _product_kernel(
     pair_count,
     M: tl.constexpr,
     GATE: tl.constexpr,
-    FINISH: tl.constexpr,  # "gate": gate and up rows become neurons; "act": rows become activations; "rows": they stay
+    FINISH: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr,  # pairs that share a row of x: K for hidden states, 1 for neurons
     X_WIDTH: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -157,7 +129,8 @@ def _product_kernel(
     first_row = tl.program_id(1) * ROWS
     start = slot * M.expert_stride + M.first
     total = _tile_product(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, x_rows, present, M, X_WIDTH, ROWS, BM, UPCAST)
-    value, lanes = _finish(total, first_row, biases_ptr + slot * M.expert_words, M, GATE, FINISH, ROWS, BM)
+    biases_ptr += slot * M.expert_words
+    value, lanes = finish_tile(total, first_row, biases_ptr, present, None, None, M, GATE, FINISH, 1, ROWS, BM)
     columns = lanes if NEXT is None else _grouped_column(lanes, NEXT)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * OUT_WIDTH + columns[:, None]
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=present[None, :] & (lanes < OUT_WIDTH)[:, None])
@@ -171,7 +144,7 @@ def packed_product(
     *,
     groups: PairGroups | None = None,
     gate: Gate | None = None,
-    finish: Literal["gate", "act", "rows"] = "rows",
+    finish: Finish = "rows",
     pairs_a_row: int = 1,
     following: PackedMatrix | None = None,
 ) -> None:
@@ -187,7 +160,7 @@ def packed_product(
     block_pairs = groups.block_pairs if groups else pairs_a_block(pair_count, 1, x.dtype)
     rows, warps = _tile(block_pairs, x.dtype)
     blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
-    _product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
+    _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
         x, packed.units, packed.scales, packed.biases,
         groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
         M=matrix, GATE=gate, FINISH=finish, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.activations import acted, limited_up
+from moegraft.operators.kernels.finish import Finish
 from moegraft.operators.kernels.gates import Gate
 from moegraft.operators.kernels.launch import LAUNCH, Bytes
-from moegraft.operators.kernels.layout import ExpertMatrices
+from moegraft.operators.kernels.layout import ExpertMatrices, PackedMatrix
 from moegraft.operators.kernels.units import column, load, scale_at, signed, unit_at
 
 WARPS = 4
@@ -55,11 +56,12 @@ def _gate_up_kernel(
     neurons_ptr,  # (T * K, NEURONS) float32
     M: tl.constexpr,
     GATE: tl.constexpr,
+    FINISH: tl.constexpr,  # "gate": 16 gate rows and 16 up rows become neurons; "act": rows become activations
     NEURONS: tl.constexpr,
     TOP_K: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Grid (T * K, blocks of 32 rows). The gated neurons of a pair; nothing is written for one that is not here."""
+    """Grid (T * K, blocks of 32 rows). The neurons of a pair; nothing is written for one that is not here."""
     pair = tl.program_id(0)
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
@@ -69,20 +71,21 @@ def _gate_up_kernel(
     x_ptr += (pair // TOP_K).to(tl.int64) * M.columns
     sums = tl.sum(_row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, UNITS), 0)
     biases_ptr += slot * M.expert_words
-    if GATE.gated:
+    if FINISH == "gate":
         lanes = block * 16 + tl.arange(0, 16)
         gate, up = tl.split(tl.trans(tl.reshape(sums, (2, 16))))
         if M.bias_word >= 0:
-            gate += tl.load(biases_ptr + M.bias_word + lanes)
-            up += tl.load(biases_ptr + M.up_bias_word + lanes)
+            gate += tl.load(biases_ptr + M.bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
+            up += tl.load(biases_ptr + M.up_bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
         value = acted(gate, GATE) * limited_up(up, GATE)
     else:
         lanes = block * 32 + tl.arange(0, 32)
         if M.bias_word >= 0:
-            sums += tl.load(biases_ptr + M.up_bias_word + lanes)
+            sums += tl.load(biases_ptr + M.bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
         value = acted(sums, GATE)
     # a gate need not map zero to zero, and neurons beyond the last must not reach the output
-    tl.store(neurons_ptr + pair.to(tl.int64) * NEURONS + lanes, tl.where(lanes < M.outputs, value, 0.0))
+    value = tl.where(lanes < M.outputs, value, 0.0)
+    tl.store(neurons_ptr + pair.to(tl.int64) * NEURONS + lanes, value, mask=lanes < NEURONS)
 
 
 @triton.jit
@@ -118,17 +121,25 @@ def _down_kernel(
     tl.store(out_ptr + token.to(tl.int64) * M.outputs + lanes, tl.sum(total, 0) + bias, mask=lanes < M.outputs)
 
 
+def rows_by_pair(
+    x: torch.Tensor, packed: Bytes, matrix: PackedMatrix, ids: torch.Tensor, out: torch.Tensor, gate: Gate, finish: Finish
+) -> None:
+    """`out (T * K, width) float32 = finish(W[id] @ x[token] + bias)` for each pair whose id is not -1: "gate" or "act"."""
+    tokens, top_k = ids.shape
+    _gate_up_kernel[tokens * top_k, matrix.rows // 32](
+        x, packed.units, packed.scales, packed.biases, ids, out,
+        M=matrix, GATE=gate, FINISH=finish, NEURONS=out.shape[1], TOP_K=top_k, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+    )  # fmt: skip
+
+
 def run_decode(
     x: torch.Tensor, arena: Bytes, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, matrices: ExpertMatrices, gate: Gate
 ) -> None:
     """Writes the weighted sum of each token's present experts to `out`; arguments as in `slots.SlotExperts`."""
     tokens, top_k = slots.shape
-    gate_up, down = matrices.gate_up, matrices.down
+    down = matrices.down
     neurons = torch.empty(tokens * top_k, matrices.neurons, dtype=torch.float32, device=x.device)
-    _gate_up_kernel[tokens * top_k, gate_up.rows // 32](
-        x, arena.units, arena.scales, arena.biases, slots, neurons,
-        M=gate_up, GATE=gate, NEURONS=matrices.neurons, TOP_K=top_k, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
-    )  # fmt: skip
+    rows_by_pair(x, arena, matrices.gate_up, slots, neurons, gate, "gate" if gate.gated else "act")
     _down_kernel[tokens, down.rows // DOWN_ROWS](
         neurons, arena.units, arena.scales, arena.biases, slots, weights, out,
         M=down, TOP_K=top_k, ROWS=DOWN_ROWS, UNITS=UNITS, num_warps=WARPS, **LAUNCH,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,19 +23,31 @@ DRIFT = 0.02
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
+class OnDevice(Protocol):
+    """A threshold and counts that lie in a GPU's memory, where kernels and captured graphs find them."""
+
+    def set_threshold(self, threshold: float, sparsity: float) -> None: ...
+
+    def take_counts(self) -> tuple[int, int]:
+        """Neurons that reached the threshold, and all that were looked at, since the last call; waits for the GPU."""
+        ...
+
+
 class LayerSparsity:
     """The threshold of one layer of experts, which its operator reads in every forward pass, and the count of what reached it.
 
     Attributes:
         threshold: of `|act(gate)|`; 0 computes every neuron.
-        counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it.
+        counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it, and reading it
+            adds what a GPU counted.
         observer: while it is set, the operator shows it every activation.
     """
 
     def __init__(self, options: SparsityOptions, group: SparsityGroup) -> None:
         self.options = options
         self.threshold = 0.0
-        self.counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        self._counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        self._on_device: OnDevice | None = None
         self.observer: Observer | None = None
         self._group = group
         self._unseen_tokens = 0  # since the group looked last
@@ -49,11 +62,24 @@ class LayerSparsity:
         """The share of routed neurons left out so far; None before the first token."""
         return achieved(self.counts)
 
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        if self._on_device is not None:
+            self._counts += self._on_device.take_counts()
+        return self._counts
+
+    def attach(self, on_device: OnDevice) -> None:
+        """The kernels of this layer run there from now on."""
+        self._on_device = on_device
+        on_device.set_threshold(self.threshold, self.routed_target)
+
     def set_threshold(self, threshold: float, routed_target: float, counts: NDArray[np.int64] | int = 0) -> None:
         """Takes the threshold for a target; what was counted before gives way to `counts`."""
         self.threshold = threshold
         self.counts[:] = counts
         self._group.routed_target = routed_target
+        if self._on_device is not None:
+            self._on_device.set_threshold(threshold, routed_target)
         self._group.restart()
 
     def begin(self, tokens: int) -> None:

@@ -25,7 +25,7 @@ def run(layers: list[LayerSparsity], tokens: int, shares: list[float]) -> None:
     """One forward pass in which each layer leaves a share out."""
     for layer, share in zip(layers, shares, strict=True):
         layer.begin(tokens)
-        layer.counts += (round(tokens * NEURONS * (1 - share)), tokens * NEURONS)
+        layer.counts[:] += (round(tokens * NEURONS * (1 - share)), tokens * NEURONS)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

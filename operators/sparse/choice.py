@@ -1,0 +1,138 @@
+"""Which path a batch takes: timed on the machine, with the layer's own sizes and sparsity, and kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from uuid import uuid4
+
+from moegraft.operators.sparse.workspace import bucket_of
+
+logger = logging.getLogger(__name__)
+
+# What is taken where nothing could be timed: an estimate from bytes read, no GPU has measured it.
+DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))
+DEFAULT_BEYOND = "dense"
+# A sparse path has to beat the dense ones by more than timings of one and the same program differ.
+LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCase:
+    """What the fastest path depends on, beside the batch."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    gated: bool
+    group: int
+    gate: str
+    sparsity: float  # of routed neurons, to 0.01
+    gpu: str
+
+    @property
+    def key(self) -> str:
+        """With the versions of what compiles and runs the kernels."""
+        made_with = {name: version(name) for name in ("triton", "torch", "moegraft")}
+        return json.dumps({**asdict(self), **made_with}, sort_keys=True)
+
+
+def choices_path() -> Path:
+    """`$XDG_CACHE_HOME/moegraft/sparse_paths.json`, by default in `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "sparse_paths.json"
+
+
+def default_path(tokens: int) -> str:
+    return next((path for most, path in DEFAULTS if tokens <= most), DEFAULT_BEYOND)
+
+
+def fastest(times_ms: Mapping[str, float], dense: Sequence[str]) -> str:
+    """The path of least time, and a dense one unless another gains enough.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    if not times_ms:
+        raise ValueError("no path was timed")
+    best = min(times_ms, key=times_ms.__getitem__)
+    best_dense = min((path for path in dense if path in times_ms), key=times_ms.__getitem__, default=best)
+    return best if times_ms[best] * LEAST_GAIN <= times_ms[best_dense] else best_dense
+
+
+class PathChoices:
+    """The paths of one model's layers; those of equal layers are timed once.
+
+    Args:
+        file: where times are kept between programs; None: nowhere.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._times: dict[str, dict[str, dict[str, float]]] = {}  # by case, bucket and path
+        self._read = file is None
+
+    def path(self, case: TimedCase, tokens: int, dense: Sequence[str], measure: Callable[[int], Mapping[str, float]] | None) -> str:
+        """The path for a batch of `tokens`.
+
+        Args:
+            measure: times the paths for a bucket, in ms; None where that cannot be done now, and what was not timed before gets a default.
+        """
+        bucket = bucket_of(tokens)
+        times = self._known(case.key).get(str(bucket))
+        if times is None and measure is not None:
+            times = self._add(case.key, bucket, dict(measure(bucket)))
+        return default_path(tokens) if times is None else fastest(times, dense)
+
+    def times(self) -> Iterator[tuple[str, int, Mapping[str, float]]]:
+        """Case, bucket and ms by path of everything timed so far."""
+        for case, buckets in self._times.items():
+            for bucket, times in buckets.items():
+                yield case, int(bucket), times
+
+    def _known(self, case: str) -> dict[str, dict[str, float]]:
+        if not self._read and self._file is not None:
+            self._times = _read(self._file)
+            self._read = True
+        return self._times.setdefault(case, {})
+
+    def _add(self, case: str, bucket: int, times: dict[str, float]) -> dict[str, float]:
+        self._known(case)[str(bucket)] = times
+        logger.info("sparse experts, %d tokens: %s", bucket, ", ".join(f"{path} {ms:.4f} ms" for path, ms in times.items()))
+        if self._file is not None:
+            _write(self._file, self._times)
+        return times
+
+
+def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """What is there; nothing where it cannot be read, and then it is written anew."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            str(case): {str(int(bucket)): {str(path): float(ms) for path, ms in times.items()} for bucket, times in buckets.items()}
+            for case, buckets in found.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write(file: Path, times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Adds to the file in one step; a folder that cannot be written costs a measurement at the next start and no more."""
+    scratch = file.with_name(f".{file.name}.{uuid4().hex}.part")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        others = _read(file)
+        merged = {case: {**others.get(case, {}), **times.get(case, {})} for case in {**others, **times}}
+        try:
+            scratch.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
+            scratch.replace(file)
+        finally:
+            scratch.unlink(missing_ok=True)
