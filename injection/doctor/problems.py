@@ -102,7 +102,9 @@ def _gpu(facts: Facts) -> Iterator[Problem]:
         )
     if facts.gpus:
         yield Problem(
-            "notice", "no operator keeps experts on a GPU yet", "what is not replaced can go there: device_map= of optimize_and_load"
+            "notice",
+            "experts on a GPU are new: no GPU has run them yet",
+            "the shipped file 'hybrid' does; moegraft verify --rules hybrid checks it here",
         )
         if facts.pinned_limit_bytes is not None and facts.pinned_limit_bytes < GIB:
             yield Problem(

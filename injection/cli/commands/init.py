@@ -33,7 +33,9 @@ def init(
         Literal["decode", "prefill", "quality"], typer.Option("--goal", help="Fast answers, fast prompts, or the most exact that fits.")
     ] = "decode",
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
-    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory; a file that uses it is not predicted yet: see --rules hybrid.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory; what a GPU brings is not predicted yet.")
+    ] = None,
     context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     trust_remote_code: TrustOption = False,
@@ -79,7 +81,7 @@ def _about(model: str | None, outline: Outline, machine: Machine, free: int, gpu
         f"on a machine with {machine.cores} cores and {free / (1 << 30):.1f} GiB of memory to plan for.",
     ]
     if gpu_bytes is not None or machine.gpus:
-        lines.append("There is a GPU, whose speed is not predicted yet: this file does not use it. 'rules: hybrid' shares the experts with it.")
+        lines.append("What a GPU brings is not predicted yet: this file uses none; the shipped file 'hybrid' shares the experts with it.")
     return lines
 
 

@@ -85,7 +85,7 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
         ({"available_bytes": GIB}, "warning", "1.0 GiB", "end other programs"),
         ({"gpu_device": True}, "warning", "this PyTorch is a CPU build", "CUDA build"),
         ({"gpus": GPU, "pinned_limit_bytes": 8 << 20}, "warning", "lock 8 MiB", "ulimit -l unlimited"),
-        ({"gpus": GPU}, "notice", "no operator keeps experts on a GPU yet", "device_map="),
+        ({"gpus": GPU}, "notice", "experts on a GPU are new", "hybrid"),
         ({"quota_cores": 2.0}, "notice", "2 of the 8 cores", "more CPUs"),
         ({"compiler": None}, "notice", "no C++ compiler", "apt install g++"),
     ],

@@ -67,7 +67,7 @@ def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert sum(line.startswith("# >") for line in comments) == 1
     assert sum(" GiB  " in line and " tokens/s" in line for line in comments) == 6, "three types of experts, linears packed or not"
-    assert any("no operator keeps experts on one yet" in line for line in comments)
+    assert any("the shipped file 'hybrid' shares the experts with it" in line for line in comments)
     assert any("int4 experts: an error of about 15 %" in line for line in comments)
     data = yaml.safe_load(text)
     assert data["requires"] == {"model_type": "qwen3_moe"}
