@@ -91,6 +91,7 @@ setup(
     package_data={
         "moegraft.injection": ["py.typed"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
+        "moegraft.injection.cli.serve": ["*.html"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],
         "moegraft.operators": ["py.typed"],

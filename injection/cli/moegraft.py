@@ -16,6 +16,7 @@ from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.options import PROGRAM
 from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.schema import schema
+from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import verify
 from moegraft.injection.cli.model_options import option_name
 
@@ -55,6 +56,7 @@ app.command(epilog="Example: moegraft init --model Qwen/Qwen3-30B-A3B --goal qua
 app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
 app.command(epilog="Example: moegraft calibrate --model Qwen/Qwen3-30B-A3B --text mine.txt --out thresholds.json")(calibrate)
+app.command(epilog="Example: moegraft serve --model Qwen/Qwen3-30B-A3B --rules cpu --port 8000")(serve)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)
 

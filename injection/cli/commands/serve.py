@@ -1,0 +1,111 @@
+"""`moegraft serve`: a model behind OpenAI's interface, with a chat page."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moegraft.injection.cli.commands.options import PROGRAM
+from moegraft.injection.cli.exits import user_errors
+from moegraft.injection.cli.library_log import library_log
+from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.option_groups import OptionsError, takes_options
+from moegraft.injection.cli.terminal import Terminal, open_terminal
+
+if TYPE_CHECKING:
+    from moegraft.injection.cli.serve.service import Service
+
+PANEL = "Server"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LEAVING_S = 5  # what streams get to end in when the server stops
+
+
+def _option(name: str, metavar: str, about: str, **bounds: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=about, rich_help_panel=PANEL, **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Where the server listens and how much it takes."""
+
+    host: Annotated[str, _option("--host", "ADDRESS", "Where to listen; 0.0.0.0: every network.")] = "127.0.0.1"
+    port: Annotated[int, _option("--port", "N", "0: any that is free.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None, _option("--api-key", "KEY", "Clients must send it; better given in the environment.", envvar="MOEGRAFT_API_KEY")
+    ] = None
+    max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; more are refused with 429.", min=1)] = 64
+    max_batch: Annotated[int, _option("--max-batch", "N", "Requests answered at once; each holds its own context.", min=1)] = 32
+    max_tokens: Annotated[int, _option("--max-tokens", "N", "Tokens of the longest answer.", min=1)] = 4096
+    max_body: Annotated[int, _option("--max-body", "BYTES", "The longest request; longer ones are refused with 413.", min=1)] = 1 << 20
+    prefill_chunk: Annotated[
+        int, _option("--prefill-chunk", "N", "Prompt tokens read between two steps of the others' answers; 0: all.", min=0)
+    ] = 512
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError("--api-key is empty; give a key, or leave it out")
+
+
+@user_errors(PROGRAM)
+@takes_options(ModelOptions, ServeOptions)
+def serve(model: ModelOptions, options: ServeOptions) -> None:
+    """Serve a model to programs that speak OpenAI's chat and text completions, and a chat page at /.
+
+    Requests are decoded together where the model allows it, else one at a time, which the log says. /v1/chat/completions,
+    /v1/completions, /v1/models, /v1/status, /health, /metrics. Needs the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C ends it.
+    """
+    _require_server()
+    terminal = open_terminal()
+    # Before weights are read: an address that is taken shows at once.
+    listening = _listen(options.host, options.port)
+    with listening, library_log(terminal):
+        from moegraft.injection.cli.loading import load_model
+        from moegraft.injection.cli.serve.service import Limits, Service
+
+        limits = Limits(options.max_queue, options.max_tokens, options.max_body, options.max_batch, options.prefill_chunk)
+        service = Service(load_model(model, terminal), limits)
+        try:
+            _run(service, listening, options, terminal)
+        finally:
+            service.close()
+
+
+def _require_server() -> None:
+    """
+    Raises:
+        OptionsError: what serves is not installed.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise OptionsError(f"serve needs {error.name}, which is not installed: pip install 'moegraft[serve]'") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """
+    Raises:
+        OptionsError: it cannot listen there.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror or error}; give another --host or --port") from error
+
+
+def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal) -> None:
+    import uvicorn
+
+    from moegraft.injection.cli.serve.app import make_app
+
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    address = f"http://{host}:{listening.getsockname()[1]}"
+    if options.host not in LOOPBACK and options.api_key is None:
+        terminal.notice("anyone who reaches this address may use the model: give --api-key to ask for a key", style="yellow")
+    terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C ends it")
+    app = make_app(service, options.api_key)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVING_S)
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,195 @@
+"""The HTTP side: routes, keys, limits and streams. Imports fastapi: the command imports this when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moegraft.injection.cli.serve.engine import QueueFullError
+from moegraft.injection.cli.serve.job import Job, Piece
+from moegraft.injection.cli.serve.metrics import metrics
+from moegraft.injection.cli.serve.protocol import Kind, Reply, RequestError, error_body, read_request
+from moegraft.injection.cli.serve.service import Service
+
+logger = logging.getLogger(__name__)
+LOOK_S = 0.2  # how often to look whether the client is still there
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
+OPEN = ("/", "/health")  # need no key
+FAILED = "the model failed on this request; the server's log has the reason"
+
+
+class KeyCheck:
+    """Lets requests with the key through. Plain ASGI: starlette's own middleware hides from a route that its client left."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._wanted = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            given = Request(scope).headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._wanted):
+                refusal = _error(401, "give this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def make_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application; whoever makes it closes the service."""
+    app = FastAPI(title="moegraft", openapi_url=None)
+    _add_errors(app)
+    if api_key:
+        app.add_middleware(KeyCheck, api_key=api_key)
+    page = files("moegraft.injection.cli.serve").joinpath("page.html").read_text(encoding="utf-8")
+
+    @app.get("/")
+    async def chat_page() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = service.engine.alive
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return PlainTextResponse(metrics(service), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": service.model_id, "object": "model", "created": 0, "owned_by": "moegraft"}]})
+
+    @app.get("/v1/status")
+    async def status() -> Response:
+        return JSONResponse(_status(service))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _complete(service, "chat", request)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await _complete(service, "text", request)
+
+    return app
+
+
+def _status(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    return {
+        "model": service.model_id,
+        "placement": service.loaded.placement(),
+        "tokens_per_second": engine.tokens_per_s,
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "one_at_a_time_because": service.alone_because,
+    }
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return _error(error.status, str(error), error.code, error.param)
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return _error(500, "the server failed on this request; its log has the reason")
+
+
+def _error(status: int, message: str, code: str | None = None, param: str | None = None) -> Response:
+    headers = {"Retry-After": "1"} if status == 429 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(error_body(status, message, code, param), status, headers=headers)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """
+    Raises:
+        RequestError: it is no JSON (a form of another site's page would not be), or longer than `most` bytes.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise RequestError(413, f"the body is longer than the {most} bytes that this server takes")
+    return bytes(body)
+
+
+async def _complete(service: Service, kind: Kind, request: Request) -> Response:
+    asked = read_request(kind, await _body(request, service.limits.max_body))
+    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
+
+    def listen(piece: Piece) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    # A long prompt takes a tokenizer a while: others' streams go on meanwhile.
+    job = await asyncio.to_thread(service.job, asked, listen)
+    try:
+        service.engine.submit(job)
+    except QueueFullError:
+        raise RequestError(429, "too many requests wait; try again in a moment", code="queue_full") from None
+    reply, answer = Reply(kind, service.model_id), _pieces(request, job, pieces)
+    if asked.stream:
+        lines = _stream(reply, job, answer, include_usage=asked.include_usage)
+        return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    text = "".join([piece.text async for piece in answer])
+    if job.ending == "failed":
+        return _error(500, FAILED)
+    if job.ending == "cancelled":  # nobody reads this, unless the server is going down
+        return _error(503, "the request was cancelled")
+    return JSONResponse(reply.whole(text, job))
+
+
+async def _pieces(request: Request, job: Job, pieces: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
+    """The answer as it comes; cancels the job when the client leaves."""
+    try:
+        while True:
+            try:
+                piece = await asyncio.wait_for(pieces.get(), LOOK_S)
+            except TimeoutError:
+                piece = Piece("")
+            if await request.is_disconnected():
+                return
+            yield piece
+            if piece.ending is not None:
+                return
+    finally:
+        job.cancel()  # of no effect on an answer that has ended
+
+
+async def _stream(reply: Reply, job: Job, answer: AsyncIterator[Piece], *, include_usage: bool) -> AsyncIterator[str]:
+    """Server-sent events."""
+    if reply.kind == "chat":
+        yield _event(reply.chunk(None))
+    async for piece in answer:
+        if piece.text:
+            yield _event(reply.chunk(piece.text))
+        if piece.ending in ("failed", "cancelled"):
+            yield _event(error_body(500, FAILED if piece.ending == "failed" else "the request was cancelled"))
+            return
+        if piece.ending is not None:
+            yield _event(reply.chunk("", piece.ending))
+    if include_usage:
+        yield _event(reply.usage_chunk(job))
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

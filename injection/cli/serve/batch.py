@@ -1,0 +1,75 @@
+"""The keys and values of several texts of different lengths, side by side in one cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+
+
+class Batch:
+    """Texts that grow by one token a step, together. Shorter ones begin with padding, which nothing attends to.
+
+    The order of texts is the caller's: `add` appends one, `remove` gives back what it held.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model  # torch types every attribute of a module as a tensor
+        self._cache: DynamicCache | None = None
+        self._padding: list[int] = []  # tokens before each text
+
+    def __len__(self) -> int:
+        return len(self._padding)
+
+    def add(self, cache: DynamicCache) -> None:
+        """Takes over the cache of one text."""
+        if self._cache is None:
+            self._cache, self._padding = cache, [0]
+            return
+        mine, new = self._cache.get_seq_length(), cache.get_seq_length()
+        length = max(mine, new)
+        for layer, other in zip(_layers(self._cache), _layers(cache), strict=True):
+            for name in ("keys", "values"):
+                pair = [pad(getattr(one, name), (0, 0, length - held, 0)) for one, held in ((layer, mine), (other, new))]
+                setattr(layer, name, torch.cat(pair))
+        self._padding = [*(padding + length - mine for padding in self._padding), length - new]
+
+    def remove(self, row: int) -> DynamicCache:
+        """Takes one text out; gives its cache, without padding."""
+        assert self._cache is not None, "there is a text to remove"
+        gone = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        padding = self._padding.pop(row)
+        common = min(self._padding, default=0)
+        rest = [index for index in range(len(self._padding) + 1) if index != row]
+        for layer, other in zip(_layers(self._cache), _layers(gone), strict=True):
+            other.update(layer.keys[row : row + 1, :, padding:].clone(), layer.values[row : row + 1, :, padding:].clone())
+            if rest:
+                layer.keys, layer.values = layer.keys[rest, :, common:], layer.values[rest, :, common:]
+        self._padding = [padding - common for padding in self._padding]
+        if not rest:
+            self._cache = None
+        return gone
+
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        """Feeds each text its next token; logits of what follows, (B, V) float32."""
+        assert self._cache is not None and len(tokens) == len(self), "one token for each text"
+        device, length = self._model.device, self._cache.get_seq_length() + 1
+        padding = torch.tensor(self._padding, device=device)
+        arguments: dict[str, Any] = {}
+        if any(self._padding):
+            arguments["attention_mask"] = (torch.arange(length, device=device)[None] >= padding[:, None]).long()
+        output = self._model(
+            input_ids=torch.tensor(tokens, device=device)[:, None],
+            position_ids=(length - 1 - padding)[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            **arguments,
+        )
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def _layers(cache: DynamicCache) -> list[Any]:
+    return cache.layers  # of kinds without a common type

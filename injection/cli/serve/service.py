@@ -1,0 +1,121 @@
+"""What the server serves: one loaded model, its engine, and how a request becomes a job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
+from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.serve.engine import Engine
+from moegraft.injection.cli.serve.job import Ask, Job, Piece
+from moegraft.injection.cli.serve.one_by_one import OneByOne
+from moegraft.injection.cli.serve.protocol import Request, RequestError
+from moegraft.injection.cli.serve.together import Together, why_not_together
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one server takes: requests that wait, tokens of one answer, bytes of one body, answers at once, tokens read at once."""
+
+    max_queue: int = 64
+    max_tokens: int = 4096
+    max_body: int = 1 << 20
+    max_batch: int = 32
+    prefill_chunk: int = 512
+
+
+class Service:
+    """Made once; `close` ends its thread."""
+
+    def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
+        self.loaded = loaded
+        self.limits = limits
+        self.model_id = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
+        self.ends = _end_tokens(loaded)
+        self.alone_because = why_not_together(loaded.model)
+        if self.alone_because:
+            logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
+            padding = loaded.tokenizer.pad_token_id
+            pad_token = padding if padding is not None else next(iter(self.ends), 0)
+            self.engine = Engine(
+                OneByOne(loaded.model, pad_token=pad_token, prefill_chunk=limits.prefill_chunk), max_queue=limits.max_queue
+            )
+        else:
+            decoder = Together(loaded.model, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
+            self.engine = Engine(decoder, max_queue=limits.max_queue)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def job(self, request: Request, listener: Callable[[Piece], None] | None = None) -> Job:
+        """
+        Raises:
+            RequestError: it asks for another model, or for more than fits.
+        """
+        if request.model is not None and request.model != self.model_id:
+            raise RequestError(404, f"no model {request.model[:80]!r} here; this server has {self.model_id!r}", code="model_not_found")
+        return Job(self._ask(request, self._token_ids(request)), self.loaded.tokenizer, self.ends, listener)
+
+    def _token_ids(self, request: Request) -> list[int]:
+        if isinstance(request.prompt, list):
+            embeddings: Any = self.loaded.model.get_input_embeddings()
+            size = embeddings.weight.shape[0]
+            if not all(0 <= token < size for token in request.prompt):
+                raise RequestError(400, f"prompt has tokens outside of 0 to {size - 1}", param="prompt")
+            return request.prompt
+        if request.kind == "text":
+            token_ids = list(self.loaded.tokenizer(request.prompt)["input_ids"])
+            if not token_ids:
+                raise RequestError(400, "prompt has no tokens", param="prompt")
+            return token_ids
+        conversation = Conversation(self.loaded.tokenizer)
+        conversation.restore(request.messages)
+        try:
+            return conversation.prompt(0).token_ids
+        except PromptRefusedError as error:
+            raise RequestError(422, str(error), param="messages") from error
+
+    def _ask(self, request: Request, token_ids: list[int]) -> Ask:
+        context, limit = self.loaded.context_tokens, self.limits.max_tokens
+        if request.max_tokens is not None and request.max_tokens > limit:
+            raise RequestError(422, f"max_tokens is {request.max_tokens}, and this server makes at most {limit}", param="max_tokens")
+        room = limit if context is None else context - len(token_ids)
+        if room < 1:
+            message = f"the prompt has {len(token_ids)} tokens, and the model's context takes {context}, the answer included"
+            raise RequestError(422, message, code="context_length_exceeded")
+        own: Any = self.loaded.model.generation_config
+        temperature = request.temperature if request.temperature is not None else _own_temperature(own)
+        return Ask(
+            token_ids=token_ids,
+            max_tokens=min(request.max_tokens or own.max_new_tokens or limit, limit, room),
+            temperature=0.0 if request.top_p == 0 else temperature,
+            top_p=request.top_p if request.top_p else _own(own, "top_p", 1.0),
+            top_k=request.top_k if request.top_k is not None else _own(own, "top_k", 0),
+            seed=None if request.seed is None else request.seed & ((1 << 63) - 1),
+            stop=request.stop,
+        )
+
+
+def _own_temperature(config: GenerationConfig) -> float:
+    return float(_own(config, "temperature", 1.0)) if config.do_sample else 0.0
+
+
+def _own(config: GenerationConfig, name: str, neutral: Any) -> Any:
+    """The model's own value, which it means for drawing alone."""
+    value = getattr(config, name, None)
+    return value if config.do_sample and value is not None else neutral
+
+
+def _end_tokens(loaded: LoadedModel) -> list[int]:
+    own: Any = loaded.model.generation_config
+    ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
+    spoken = loaded.tokenizer.eos_token_id
+    return ends if spoken is None or spoken in ends else [*ends, spoken]

@@ -1,0 +1,398 @@
+"""`moegraft serve` as its clients see it: OpenAI's own, many at once, those that leave, and those that send nonsense."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request as HttpRequest
+from urllib.request import urlopen
+
+import openai
+import pytest
+import torch
+import uvicorn
+from rich.console import Console
+from transformers import MixtralConfig, MixtralForCausalLM
+from typer.testing import CliRunner
+
+from moegraft.injection.cli.chat.answer import Answerer
+from moegraft.injection.cli.chat.conversation import Conversation
+from moegraft.injection.cli.loading import LoadedModel, load_model
+from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.moegraft import app
+from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.cli.serve.app import make_app
+from moegraft.injection.cli.serve.service import Limits, Service
+from moegraft.injection.cli.serve.stop_text import StopText
+from moegraft.injection.cli.terminal import Terminal
+
+QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
+PATIENCE_S = 60  # a busy machine is no failure; a hang is
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    service: Service
+    address: str
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    def get(self, path: str) -> str:
+        with urlopen(self.address + path, timeout=PATIENCE_S) as reply:
+            return str(reply.read().decode())
+
+
+@contextmanager
+def serving(loaded: LoadedModel, limits: Limits | None = None, key: str | None = None) -> Iterator[Server]:
+    service = Service(loaded, limits or Limits())
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(service, key), log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    with serving(loaded, Limits(prefill_chunk=20)) as found:
+        yield found
+
+
+@pytest.fixture
+def slowly(loaded: LoadedModel) -> Iterator[None]:
+    """A token takes 20 ms, so that there is time to leave."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.02))
+    yield
+    hook.remove()
+
+
+def until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def wanted(loaded: LoadedModel, *said: str, tokens: int = 12) -> str:
+    """The answer of a chat at the terminal to what is said, user and assistant in turn."""
+    conversation = Conversation(loaded.tokenizer, loaded.context_tokens)
+    for index, text in enumerate(said):
+        (conversation.answered if index % 2 else conversation.ask)(text)
+    answerer = Answerer(loaded, SamplingOptions(do_sample=False, max_new_tokens=tokens))
+    return answerer.answer(conversation.prompt(tokens).token_ids, lambda text: None).text
+
+
+def messages(*said: str) -> Any:
+    return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
+
+
+def ask(server: Server, *said: str, **options: Any) -> Any:
+    model = server.service.model_id
+    return server.client().chat.completions.create(**{"model": model, "messages": messages(*said), "max_tokens": 12, **options})
+
+
+def test_an_answer_is_that_of_the_chat(server: Server, loaded: LoadedModel) -> None:
+    reply = ask(server, "hello there, how are you")
+    assert reply.choices[0].message.content == wanted(loaded, "hello there, how are you")
+    assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 12)
+    assert reply.usage.prompt_tokens == len("hello there, how are you") + 3
+    assert [model.id for model in server.client().models.list()] == [server.service.model_id]
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+def test_a_stream_says_the_same(server: Server, loaded: LoadedModel) -> None:
+    chunks = list(ask(server, "hello", stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == wanted(loaded, "hello")
+    assert sum(bool(text) for text in texts) == 12, "a chunk a token"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 12
+    assert all(chunk.usage is None for chunk in list(ask(server, "hello", stream=True)))
+
+
+def test_a_conversation_is_not_read_again(server: Server, loaded: LoadedModel) -> None:
+    said = ["a question with some length"]
+    for question in ["and then?", "a last one"]:
+        reply = ask(server, *said)
+        said += [reply.choices[0].message.content, question]
+    reply = ask(server, *said)
+    assert reply.choices[0].message.content == wanted(loaded, *said)
+    assert reply.usage.prompt_tokens - reply.usage.prompt_tokens_details.cached_tokens == 1 + 2 + len("a last one") + 2
+
+
+def test_text_goes_on(server: Server, loaded: LoadedModel) -> None:
+    client, model = server.client(), server.service.model_id
+    text = client.completions.create(model=model, prompt="once upon", max_tokens=8)
+    tokens = client.completions.create(model=model, prompt=loaded.tokenizer("once upon")["input_ids"], max_tokens=8)
+    chunks = list(client.completions.create(model=model, prompt="once upon", max_tokens=8, stream=True))
+    assert len(text.choices[0].text) == 8
+    assert text.choices[0].text == tokens.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_an_answer_and_is_not_shown(server: Server, loaded: LoadedModel, stream: bool) -> None:
+    whole = wanted(loaded, "hello")
+    stop = whole[5:8]
+    expected = whole[: whole.index(stop)]
+    reply = ask(server, "hello", stop=["never", stop], stream=stream)
+    if stream:
+        chunks = list(reply)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (expected, "stop")
+
+
+def test_stop_strings_that_begin_and_do_not_end_are_shown() -> None:
+    held = StopText(["abcd", "bx"])
+    assert [held.feed(piece) for piece in ("a", "b", "c", "e", "ab")] == ["", "", "", "abce", ""]
+    assert held.rest() == "ab"
+    again = StopText(["abcd", "bx"])
+    assert (again.feed("za"), again.feed("bx rest"), again.stopped, again.rest()) == ("z", "a", True, "")
+
+
+def test_draws_follow_their_seed(server: Server) -> None:
+    def draw(seed: int | None, **options: Any) -> str:
+        return str(ask(server, "hello", temperature=1.5, seed=seed, max_tokens=30, **options).choices[0].message.content)
+
+    assert draw(1) == draw(1) != draw(2)
+    assert draw(None) != draw(None)
+    likeliest = ask(server, "hello", temperature=0, max_tokens=30).choices[0].message.content
+    assert draw(1, top_p=0.0001) == likeliest == draw(2, extra_body={"top_k": 1})
+
+
+def test_32_clients_at_once_get_what_each_gets_alone() -> None:
+    loaded = load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET)
+    questions = [f"{'Speak, ' * (number % 5)}what of the king's {number} men?" for number in range(32)]
+    with serving(loaded, Limits(max_batch=16, max_queue=32, prefill_chunk=16)) as server:
+        alone = [ask(server, question, temperature=0, max_tokens=16).choices[0].message.content for question in questions[:6]]
+        most = 0
+
+        def watch() -> None:
+            nonlocal most
+            while server.service.engine.endings["length"] + server.service.engine.endings["stop"] < 38:
+                most = max(most, server.service.engine.running)
+                time.sleep(0.001)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        with ThreadPoolExecutor(32) as pool:
+            replies = list(pool.map(lambda question: ask(server, question, temperature=0, max_tokens=16), questions))
+        watcher.join(PATIENCE_S)
+        texts = [reply.choices[0].message.content for reply in replies]
+        assert texts[:6] == alone
+        assert texts[6:] == [ask(server, question, temperature=0, max_tokens=16).choices[0].message.content for question in questions[6:]]
+        assert all(reply.usage.completion_tokens <= 16 and reply.choices[0].finish_reason in ("length", "stop") for reply in replies)
+        assert most > 4, "they were answered together"
+        figures = server.get("/metrics")
+        assert 'moegraft_placement{what="5 x experts: hybrid_experts' in figures
+        assert int(re.findall(r"^moegraft_completion_tokens_total (\d+)", figures, re.MULTILINE)[0]) > 500
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_not_answered_on(server: Server, stream: bool) -> None:
+    engine = server.service.engine
+    before = engine.endings["cancelled"]
+    body = json.dumps({"messages": messages("hello"), "max_tokens": 2000, "stream": stream}).encode()
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        until(lambda: engine.running == 1)
+        if stream:
+            assert client.recv(100)
+    until(lambda: engine.running == 0)
+    assert engine.endings["cancelled"] == before + 1
+    assert ask(server, "hello").choices[0].message.content
+
+
+def post(server: Server, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict[str, Any]]:
+    request = HttpRequest(server.address + path, body, {"Content-Type": "application/json"} | headers)
+    try:
+        with urlopen(request, timeout=PATIENCE_S) as reply:
+            return reply.status, json.loads(reply.read())
+    except OSError as error:
+        text = error.read().decode()  # type: ignore[attr-defined]
+        assert "Traceback" not in text and ".py" not in text
+        return error.code, json.loads(text)["error"]  # type: ignore[attr-defined]
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b"[]", 400, "not a JSON object"),
+        ({}, 400, "messages"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": ["hi"]}, 400, "messages"),
+        ({"messages": [{"content": "hi"}]}, 400, "no role"),
+        ({"messages": [{"role": "user"}]}, 400, "no text"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, 422, "'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 422, "only text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogates"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, 422, "the user's"),
+        ({**CHAT, "temperature": "hot"}, 400, "temperature"),
+        ({**CHAT, "temperature": 3}, 400, "from 0 to 2"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400, "temperature"),
+        ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
+        ({**CHAT, "max_tokens": True}, 400, "max_tokens"),
+        ({**CHAT, "max_tokens": 100_000}, 422, "at most 4096"),
+        ({**CHAT, "stop": [1]}, 400, "stop"),
+        ({**CHAT, "n": 2}, 422, "n is not served"),
+        ({**CHAT, "tools": [{}]}, 422, "tools"),
+        ({**CHAT, "temprature": 1}, 422, "'temprature'"),
+        ({**CHAT, "model": "gpt-5"}, 404, "no model 'gpt-5'"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 422, "4096"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(server: Server, body: Any, status: int, says: str) -> None:
+    found, error = post(server, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert (found, says in error["message"]) == (status, True), error
+
+
+@pytest.mark.parametrize("prompt", [[], [-1], [10**9], ["a", "b"], "", None, [True]])
+def test_prompts_that_are_none_are_refused(server: Server, prompt: Any) -> None:
+    status, _ = post(server, json.dumps({"prompt": prompt}).encode(), "/v1/completions")
+    assert status == (422 if prompt == ["a", "b"] else 400)
+
+
+def test_bodies_and_paths_have_limits(server: Server) -> None:
+    assert post(server, b'"' + b"x" * (1 << 20) + b'"')[0] == 413
+    assert post(server, json.dumps(CHAT).encode(), **{"Content-Type": "text/plain"})[0] == 415
+    assert post(server, b"{}", "/v1/nothing")[0] == 404
+    assert post(server, b"{}", "/health")[0] == 405
+
+
+def test_a_key_is_asked_for(loaded: LoadedModel) -> None:
+    with serving(loaded, key="secret") as server:
+        assert post(server, json.dumps(CHAT).encode())[0] == 401
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        assert len(list(server.client("secret").models.list())) == 1
+        assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_full_queue_refuses(loaded: LoadedModel) -> None:
+    with serving(loaded, Limits(max_queue=1, max_batch=1)) as server, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, server, "hello", max_tokens=100)
+        until(lambda: server.service.engine.running == 1)
+        second = pool.submit(ask, server, "hello")
+        until(lambda: server.service.engine.waiting == 1)
+        with pytest.raises(openai.RateLimitError):
+            ask(server, "hello")
+        assert len(first.result().choices[0].message.content) == 100
+        assert len(second.result().choices[0].message.content) == 12
+        assert "moegraft_requests_rejected_total 1" in server.get("/metrics")
+
+
+def test_a_failure_ends_its_request_alone(server: Server, loaded: LoadedModel) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("inner secret")
+
+    hook = loaded.model.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(openai.InternalServerError) as error:
+            ask(server, "hello")
+    finally:
+        hook.remove()
+    assert "secret" not in str(error.value)
+    assert ask(server, "hello").choices[0].message.content == wanted(loaded, "hello")
+
+
+def test_a_drafting_model_is_served_one_request_at_a_time(chat_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules = tmp_path / "rules.yaml"
+    draft = "{match: {kind: model}, replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 3, schedule: fixed}}}"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {draft}\n")
+    drafting = load_model(ModelOptions(model=str(chat_folder), rules=str(rules)), QUIET)
+    plain = load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET)
+    expected = wanted(plain, "hello there")
+    with serving(drafting, Limits(prefill_chunk=8)) as server, ThreadPoolExecutor(4) as pool:
+        assert any("one at a time: speculative_draft" in record.message for record in caplog.records)
+        replies = list(pool.map(lambda _: ask(server, "hello there"), range(4)))
+        assert [reply.choices[0].message.content for reply in replies] == [expected] * 4
+        assert replies[-1].usage.completion_tokens == 12
+        figures = server.get("/metrics")
+        assert float(re.findall(r'moegraft_operator\{module="\(the model\)",name="rounds"\} (\S+)', figures)[0]) > 0
+
+
+def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, eos_token_id=0, **sizes)
+    sliding = LoadedModel("sliding", MixtralForCausalLM(config).eval(), loaded.tokenizer, lambda: [])
+    with serving(sliding) as server:
+        assert server.service.alone_because is not None
+        question = "a question that is longer than the window"
+        assert ask(server, question).choices[0].message.content == wanted(sliding, question)
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
+    page = server.get("/")
+    assert "<textarea" in page and "v1/chat/completions" in page
+    assert not re.search(r"https?://|src=|@import", page)
+    status = json.loads(server.get("/v1/status"))
+    assert status["placement"] == ["2 x stock experts on the CPU"] and status["model"] == "tiny"
+
+
+def test_without_fastapi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    result = CliRunner().invoke(app, ["serve"], prog_name="moegraft")
+    assert result.exit_code == 2
+    assert "pip install 'moegraft[serve]'" in result.stderr
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])], prog_name="moegraft")
+    assert result.exit_code == 2
+    assert "cannot listen on 127.0.0.1" in result.stderr
+
+
+def test_the_command_of_the_readme_serves_until_ctrl_c() -> None:
+    line = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("moegraft serve"))
+    arguments = [*shlex.split(line.replace("path/or/hub-id", ""), comments=True)[1:], "--port", "0"]
+    arguments.remove("--model")
+    code = "from moegraft.injection.cli.moegraft import main; main()"
+    running = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stderr is not None and running.stdout is not None
+        address = next(match.group(1) for said in running.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5, timeout=PATIENCE_S)
+        model = next(iter(client.models.list())).id
+        assert client.chat.completions.create(model=model, messages=messages("Speak"), max_tokens=5).usage
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=PATIENCE_S)
+    finally:
+        running.kill()
+    assert (running.returncode, output) == (130, "")
+    assert "Traceback" not in errors
