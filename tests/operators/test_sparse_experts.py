@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.live import live_source
 from moegraft.operators.base import BuildContext
-from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import load_registry
@@ -204,3 +206,23 @@ def test_it_says_what_it_runs() -> None:
         "experts: sparse_experts, float32 on cpu, gate by sketch, without the 50 % of routed neurons that matter least"
     )
     assert operator.statistics()["paths"] == []
+
+
+def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\n"
+        "rules:\n"
+        "- match: {kind: experts}\n"
+        "  replace:\n"
+        "    class: sparse_experts\n"
+        "    kwargs: {gate: sketch, sparsity: {target: 0.85, counts: total}}\n"
+    )
+    config = Qwen3MoeConfig(num_hidden_layers=2, hidden_size=32, moe_intermediate_size=16, num_experts=4, vocab_size=64)
+    model = Qwen3MoeForCausalLM(config)
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:5:\d+: error: .*sparse_experts computes on a CUDA GPU"):
+        optimize_and_load(model, rules, dry_run=True)
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: None)
+    plan = optimize_and_load(model, rules, dry_run=True)
+    assert plan.bytes_by_device.keys() >= {"cuda:0"}
