@@ -102,18 +102,17 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         registry=registry or load_registry(),
     )
     if isinstance(model, str | os.PathLike):
-        source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run and gguf is None)
+        source = find_model(model, trust_remote_code=trust_remote_code, weights=not dry_run, gguf=gguf)
     elif not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
         )
     elif any(parameter.is_meta for parameter in model.parameters()) and (checkpoint or all(p.is_meta for p in model.parameters())):
         source = ModelSource(_folder_of(model, checkpoint, weights=not dry_run and gguf is None), model.config, type(model))
+        source = source if gguf is None else with_gguf(source, gguf)
     else:
         _refuse_load_options(model, request, checkpoint, gguf)
         return _graft_loaded(model, rules, request, dry_run)
-    if gguf is not None:
-        source = with_gguf(source, gguf)
     return _plan_only(source, rules, request) if dry_run else _load(source, rules, request)
 
 

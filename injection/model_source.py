@@ -133,16 +133,19 @@ def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
     return config.get_text_config() if text_class is not None and model_class.config_class == text_class else config
 
 
-def find_model(model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True) -> ModelSource:
-    """Resolves a hub id or folder down to the class that will be built.
+def find_model(
+    model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True, gguf: str | os.PathLike[str] | None = None
+) -> ModelSource:
+    """Resolves a hub id or folder down to the class that will be built; its weights may be in the files `gguf`.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as the steps above.
+        CheckpointError, UnsupportedModelError: as the steps above, and `with_gguf`.
     """
-    folder = resolve_folder(model, weights=weights)
+    folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
-    return ModelSource(folder, _config_of(model_class, config), model_class)
+    source = ModelSource(folder, _config_of(model_class, config), model_class)
+    return source if gguf is None else with_gguf(source, gguf)
 
 
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.rulefile import RuleFile
-from moegraft.injection.stream import stored_dtype
+from moegraft.injection.stored_types import settle_stored
+from moegraft.injection.stream import open_weights, stored_dtype
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
@@ -44,23 +45,29 @@ class Outline:
         """
         Raises:
             RuleErrors: as `moegraft.injection.plan.plan`.
+        CheckpointError: a GGUF file does not fit the config.
         """
-        return plan(self.skeleton, rules, registry=registry, dtype=self.stored, model_type=self.model_type)
+        planned = plan(self.skeleton, rules, registry=registry, dtype=self.stored, model_type=self.model_type)
+        if self.source.gguf is None:
+            return planned
+        return settle_stored(planned, open_weights(self.source, self.skeleton), self.skeleton, registry, self.stored)
 
 
-def outline(model: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Outline:
-    """The outline of a hub id or folder, which needs to hold no more than a config.json.
+def outline(model: str | os.PathLike[str], *, trust_remote_code: bool = False, gguf: str | os.PathLike[str] | None = None) -> Outline:
+    """The outline of a hub id or folder, which needs to hold no more than a config.json; `gguf` are its weights, of which headers are read.
 
     Raises:
         CheckpointError, UnsupportedModelError: no such model, or none that can be built.
     """
-    source = find_model(model, trust_remote_code=trust_remote_code, weights=False)
+    source = find_model(model, trust_remote_code=trust_remote_code, weights=False, gguf=gguf)
     stored = stored_dtype(source)
     dtype = source.config.dtype if isinstance(source.config.dtype, torch.dtype) else stored
     return Outline(source, meta_skeleton(source, dtype), stored, dtype, _why_unloadable(source))
 
 
 def _why_unloadable(source: ModelSource) -> str | None:
+    if source.gguf is not None:
+        return None
     try:
         refuse_quantised(source.folder, source.config)
     except UnsupportedModelError as error:

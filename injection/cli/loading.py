@@ -72,7 +72,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError, UnsupportedModelError: no such model, or no tokenizer beside it.
     """
-    folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code).folder
+    folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
     return read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
 
 
@@ -85,6 +85,7 @@ def _load_arguments(options: ModelOptions) -> dict[str, Any]:
     return {
         "dtype": options.dtype,
         "vars": options.vars(),
+        "gguf": options.gguf,
         "threads": options.threads,
         "trust_remote_code": options.trust_remote_code,
     }

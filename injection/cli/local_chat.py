@@ -73,7 +73,7 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Options may be written with _ for -; --model_path, --optimize_config_path and --cpu_infer of KTransformers are taken.")
+@app.command(epilog="Options may be written with _ for -; --model_path, --gguf_path, --optimize_config_path and --cpu_infer are taken.")
 @user_errors(PROGRAM)
 @takes_options(ModelOptions, SamplingOptions, ChatOptions)
 def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:

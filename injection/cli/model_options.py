@@ -11,7 +11,13 @@ import yaml
 
 PANEL = "Model"
 # The names that KTransformers' users have in their scripts.
-OTHER_NAMES = {"model-path": "model", "optimize-config-path": "rules", "optimize-rule-path": "rules", "cpu-infer": "threads"}
+OTHER_NAMES = {
+    "model-path": "model",
+    "optimize-config-path": "rules",
+    "optimize-rule-path": "rules",
+    "gguf-path": "gguf",
+    "cpu-infer": "threads",
+}
 
 
 def option_name(name: str) -> str:
@@ -41,6 +47,15 @@ class ModelOptions:
         list[str],
         typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.", rich_help_panel=PANEL),
     ] = field(default_factory=list)
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf",
+            metavar="PATH",
+            help="Take the weights from this GGUF file, or folder with those of one model; --model has config and tokenizer.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="TYPE", help="Of what no rule replaces: float32, float16, bfloat16.", rich_help_panel=PANEL),

@@ -7,10 +7,11 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from moegraft.injection.checkpoint import LazyTensor, map_keys, open_checkpoint
+from moegraft.injection.checkpoint import LazyTensor
 from moegraft.injection.checkpoint.convert import convert
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.model_source import ModelSource, meta_skeleton
+from moegraft.injection.stream import open_weights
 from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 
@@ -26,8 +27,9 @@ class StockModules:
             CheckpointError: the checkpoint cannot be opened.
         """
         self._skeleton = meta_skeleton(source, torch.float32)
-        self._tensors = open_checkpoint(source.folder).tensors
-        self._keymap = map_keys(self._skeleton, self._tensors)
+        weights = open_weights(source, self._skeleton)
+        self._tensors = weights.tensors
+        self._keymap = weights.keymap
 
     def make(self, path: str) -> nn.Module:
         """The module at `path`, in float32 where that fits in memory and as stored where it does not.

@@ -18,6 +18,9 @@ RulesArgument: TypeAlias = Annotated[
 ModelOption: TypeAlias = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (its config.json is enough); none: the bundled model.")
 ]
+GgufOption: TypeAlias = Annotated[
+    str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file, or folder with those of one model.")
+]
 VarOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.")
 ]
@@ -26,13 +29,19 @@ JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON ob
 
 
 def model_options(
-    model: str | None, rules: str | None = None, var: list[str] | None = None, *, threads: int = 0, trust_remote_code: bool = False
+    model: str | None,
+    rules: str | None = None,
+    var: list[str] | None = None,
+    *,
+    gguf: str | None = None,
+    threads: int = 0,
+    trust_remote_code: bool = False,
 ) -> ModelOptions:
     """
     Raises:
         OptionsError: a `--var` that is not NAME=VALUE.
     """
     try:
-        return ModelOptions(model=model, rules=rules, var=var or [], threads=threads, trust_remote_code=trust_remote_code)
+        return ModelOptions(model=model, rules=rules, var=var or [], gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise OptionsError(str(error)) from error

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, ModelOption, RulesArgument, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    ModelOption,
+    RulesArgument,
+    TrustOption,
+    VarOption,
+    model_options,
+)
 from moegraft.injection.cli.commands.output import Json, columns, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.option_groups import OptionsError
@@ -31,6 +40,7 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
     var: VarOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -39,7 +49,7 @@ def plan(
     Speed is predicted from what `moegraft doctor --measure` measured. Exit code 0: it fits; 1: it does not, or the rules are
     wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options, memory = model_options(model, rules, var, trust_remote_code=trust_remote_code), parse_size(ram, "--ram")
+    options, memory = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code), parse_size(ram, "--ram")
     from moegraft.injection.cli.commands.planned import outlined_rules
     from moegraft.injection.predict import store
     from moegraft.injection.predict.forecast import forecast

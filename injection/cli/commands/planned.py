@@ -26,7 +26,7 @@ def outlined(options: ModelOptions) -> Outline:
         CheckpointError, UnsupportedModelError: no such model, or none that can be built.
     """
     quiet_libraries()
-    return outline(model_of(options), trust_remote_code=options.trust_remote_code)
+    return outline(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
 def outlined_rules(options: ModelOptions) -> OutlinedRules:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
 from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.option_groups import OptionsError
@@ -33,6 +33,7 @@ def verify(
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw each layer's error (needs matplotlib).")] = None,
     threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.")] = 0,
     var: VarOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -41,7 +42,7 @@ def verify(
     One stock module is in memory at a time, so the stock model need not fit. Exit code 0: each error is what its weight type
     explains; 1: one is not, or the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = model_options(model, rules, var, threads=threads, trust_remote_code=trust_remote_code)
+    options = model_options(model, rules, var, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.cli.loading import load_model, model_of
     from moegraft.injection.model_source import find_model
@@ -55,7 +56,7 @@ def verify(
     loaded = load_model(options, terminal)
     ids = _ids(loaded, content, str(text), tokens)
     with terminal.waiting(f"comparing on {len(ids)} tokens"):
-        found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code), ids)
+        found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
     if plot is not None:
         draw(found, plot)
     if json:
