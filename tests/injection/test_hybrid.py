@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.experts.devices.cuda import why_no_cuda
+from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.model_experts import ModelExperts
 
@@ -157,9 +158,14 @@ def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-unty
     model = load(build_model(case_of("mixtral")), rules())
     outputs(model)
     watched = weakref.ref(model)
-    del model
+    (group,) = groups_of(model)
+    (engine,) = group.engines
+    device = engine.device
+    del model, group, engine
     gc.collect()
     assert watched() is None
+    with pytest.raises(DeviceError, match="closed"):
+        device.allocate(1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -46,11 +47,12 @@ class Member:
         return self.packed.shape.num_experts, self.packed.expert_bytes, self.packed.weight_type, self.packed.sparse
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class ModelExperts:
     """The layers of one model under one set of GPU options.
 
-    Layers join while the model is built and are `ready` when it is loaded; with the last one the engines open.
+    Layers join while the model is built and are `ready` when it is loaded; with the last one the engines open. They close with the
+    model: threads, page-locked memory and slots do not outlive it.
     """
 
     options: GpuOptions
@@ -58,6 +60,9 @@ class ModelExperts:
     expected: int = 0
     engines: list[Engine] = field(default_factory=list)
     _members: dict[int, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_all, self.engines)
 
     def join(self) -> int:
         """The number of a new layer, in the model's order."""
@@ -113,8 +118,12 @@ class ModelExperts:
         return {engine.device.name: engine.report() for engine in self.engines}
 
     def close(self) -> None:
-        while self.engines:
-            self.engines.pop().close()
+        _close_all(self.engines)
+
+
+def _close_all(engines: list[Engine]) -> None:
+    while engines:
+        engines.pop().close()
 
 
 def _by_kind(members: Sequence[Member]) -> Mapping[tuple[int, int, str, bool], Sequence[Member]]:
