@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.graft import Injection, build_operators, injected, injected_class, make_ready, place, replacing
 from moegraft.injection.live import live_source, refuse_meta
-from moegraft.injection.model_source import ModelSource, find_model, meta_skeleton, refuse_quantised, resolve_folder, with_gguf
+from moegraft.injection.model_source import ModelSource, dequantising, find_model, meta_skeleton, resolve_folder, with_gguf
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
@@ -177,7 +177,7 @@ def _plan_only(source: ModelSource, rules: Rules | None, request: _Request) -> P
 
 def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTrainedModel:
     if source.gguf is None:
-        refuse_quantised(source.folder, source.config)
+        source = dequantising(source)
     stored = stored_dtype(source)
     dtype = _rest_dtype(source, request, stored)
     skeleton = meta_skeleton(source, dtype)

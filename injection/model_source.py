@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.injection.checkpoint import weight_files
+from moegraft.injection.checkpoint.dequantised import method_of, quantisation_of
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -27,12 +29,13 @@ DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that is yet to be loaded; the weights are those in the folder, or in `gguf`."""
+    """A model that is yet to be loaded; its weights are those in the folder, or in `gguf`."""
 
     folder: Path
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
     gguf: GgufModel | None = None
+    quantised: Mapping[str, Any] | None = None  # the config's settings for weights that are dequantised as they are read
 
 
 def _looks_like_path(name: str) -> bool:
@@ -92,13 +95,13 @@ def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
     Raises:
         UnsupportedModelError: the checkpoint is quantised in a form that cannot be streamed.
     """
-    found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
-    if not found:
+    settings = quantisation_of(config)
+    if settings is None or method_of(settings) is not None:
         return
-    method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", "unknown")
+    method = settings.get("quant_method", "unknown")
     raise UnsupportedModelError(
-        f"{folder}: this checkpoint is quantised ({getattr(method, 'value', method)}), which cannot be loaded yet; supported are "
-        "float32, float16 and bfloat16 safetensors, which rules can quantise to int8 or int4 while loading"
+        f"{folder}: this checkpoint is quantised ({getattr(method, 'value', method)}), which cannot be loaded; supported are float32, "
+        "float16, bfloat16, FP8 and MXFP4 safetensors, which rules can quantise to int8 or int4 while loading, and GGUF files"
     )
 
 
@@ -148,6 +151,26 @@ def find_model(
     return source if gguf is None else with_gguf(source, gguf)
 
 
+def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy without a word on quantisation, which transformers would act on."""
+    config = deepcopy(config)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return config
+
+
+def dequantising(source: ModelSource) -> ModelSource:
+    """The same model where its weights are dequantised while they are read, if they are quantised at all.
+
+    Raises:
+        UnsupportedModelError: they are quantised in a form that cannot be read.
+    """
+    refuse_quantised(source.folder, source.config)
+    settings = quantisation_of(source.config)
+    return source if settings is None else replace(source, config=_as_floats(source.config), quantised=settings)
+
+
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     """The same model with its weights in GGUF files.
 
@@ -156,10 +179,8 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     """
     from moegraft.injection.gguf import open_gguf
 
-    config = deepcopy(source.config)
     # How the folder's own weights are quantised says nothing about those of the file.
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    config = _as_floats(source.config)
     return replace(source, config=config, gguf=open_gguf(Path(gguf).expanduser(), config))
 
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moegraft.injection.checkpoint import CheckpointWeights, KeyMap, LazyTensor, StoredWeights, open_checkpoint
+from moegraft.injection.checkpoint.dequantised import dequantised, quantisation_of
 from moegraft.injection.model_source import ModelSource
 from moegraft.operators.base import Operator
 from moegraft.operators.errors import CheckpointError
@@ -43,7 +44,9 @@ def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeight
         from moegraft.injection.gguf import GgufWeights
 
         return GgufWeights(source.gguf, skeleton)
-    return CheckpointWeights(open_checkpoint(source.folder), skeleton)
+    checkpoint = open_checkpoint(source.folder)
+    settings = source.quantised or quantisation_of(source.config)
+    return CheckpointWeights(checkpoint if settings is None else dequantised(checkpoint, settings), skeleton)
 
 
 class Stream:

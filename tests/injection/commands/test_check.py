@@ -109,10 +109,10 @@ def test_what_cannot_be_read_is_no_finding(run: Run, rules: Write, tmp_path: Pat
 
 def test_a_quantised_checkpoint_is_matched_and_said_not_to_load(run: Run, rules: Write, config_folder: Path, tmp_path: Path) -> None:
     text = (config_folder / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1))
+    (tmp_path / "config.json").write_text(text.replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
     result = run("check", rules(RIGHT), "--model", tmp_path)
     assert result.exit_code == 0
-    assert "quantised (fp8)" in result.stderr
+    assert "quantised (awq)" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("check", "--help")], ids=["program", "command"])
