@@ -1,0 +1,143 @@
+"""How many tokens a second does `moegraft serve` make for 1, 8 and 32 clients at once? The bundled model, decoded together and one by one.
+
+Server and clients are processes of one machine and share its cores. The model is small enough that Python weighs as much as
+the experts: what is measured is the server. Each request is streamed; the first round of each setting warms up and is not counted,
+nor is a round in which the machine held this process up for half a second or more: such a round is done again, and the rows count them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from record import write_rows
+
+SETTINGS = {"together": 32, "one by one": 1}  # requests answered at once
+QUESTIONS = ("What news from Rome?", "Speak of the king.", "Who goes there, and why?", "Tell me of love.")
+HELD_UP_S = 0.5
+CODE = "from moegraft.injection.cli.moegraft import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    tokens: int
+    first_ms: float  # from asking to the first piece of text
+    whole_ms: float
+
+
+@contextmanager
+def server(rules: str, max_batch: int) -> Iterator[int]:
+    """The port of a server that runs while the body does."""
+    arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch)]
+    running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stderr is not None, "stderr is a pipe"
+        yield next(int(found.group(1)) for line in running.stderr if (found := re.search(r" at http://[^/]*:(\d+)/v1 ", line)))
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=60)
+
+
+def ask(port: int, number: int, tokens: int) -> Answered:
+    """One streamed request; drawn with a seed of its own, so that answers differ and runs do not."""
+    messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 1, "seed": number, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    began, first, made = time.perf_counter(), 0.0, 0
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    assert reply.status == 200, f"the server answered {reply.status}"
+    for line in reply:
+        if not line.startswith(b"data: {"):
+            continue
+        data = json.loads(line[6:])
+        if data["choices"] and data["choices"][0]["delta"].get("content") and not first:
+            first = time.perf_counter()
+        made = data.get("usage", {}).get("completion_tokens", made)
+    connection.close()
+    now = time.perf_counter()
+    return Answered(made, ((first or now) - began) * 1e3, (now - began) * 1e3)
+
+
+class Pulse:
+    """Notes the longest time that this process did not run, though it wanted to."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        last = time.perf_counter()
+        while True:
+            time.sleep(0.05)
+            now = time.perf_counter()
+            self.longest_s = max(self.longest_s, now - last - 0.05)
+            last = now
+
+
+def measure(port: int, clients: int, tokens: int, rounds: int, pulse: Pulse) -> dict[str, object]:
+    rates: list[float] = []
+    answers: list[Answered] = []
+    turn = disturbed = 0
+    with ThreadPoolExecutor(clients) as pool:
+        while len(rates) < rounds:
+            pulse.longest_s, start = 0.0, time.perf_counter()
+            done = list(pool.map(lambda number, turn=turn: ask(port, turn * clients + number, tokens), range(clients)))  # type: ignore[misc]
+            taken_s, turn = time.perf_counter() - start, turn + 1
+            time.sleep(0.1)  # lets the pulse notice
+            if pulse.longest_s >= HELD_UP_S:
+                disturbed += 1
+            elif turn > 1:
+                rates.append(sum(answer.tokens for answer in done) / taken_s)
+                answers += done
+    cuts = statistics.quantiles(rates, n=10, method="inclusive")
+    firsts = statistics.quantiles([answer.first_ms for answer in answers], n=10, method="inclusive")
+    return {
+        "clients": clients,
+        "rounds": rounds,
+        "rounds_disturbed": disturbed,
+        "requests": len(answers),
+        "tokens": sum(answer.tokens for answer in answers),
+        "p20_tokens_per_s": round(cuts[1], 1),
+        "p50_tokens_per_s": round(cuts[4], 1),
+        "p80_tokens_per_s": round(cuts[7], 1),
+        "p50_first_ms": round(firsts[4]),
+        "p80_first_ms": round(firsts[7]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer, at most")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rules", default="cpu")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    pulse = Pulse()
+    for name, max_batch in SETTINGS.items():
+        with server(arguments.rules, max_batch) as port:
+            for clients in arguments.clients:
+                busy = round(os.getloadavg()[0], 2)  # of everything on the machine, before this setting
+                row = measure(port, clients, arguments.tokens, arguments.rounds, pulse)
+                rows.append({"provider": name, "rules": arguments.rules, **row, "load_before": busy})
+                print(rows[-1], flush=True)
+    print(write_rows("serve", rows, ("torch", "transformers", "fastapi", "uvicorn")))
+
+
+if __name__ == "__main__":
+    main()
