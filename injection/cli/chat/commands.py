@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moegraft.injection.cli.chat.work_done import work_lines
 from moegraft.operators.errors import error_sentence
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _stats(chat: Chat, argument: str) -> None:
     if chat.last and chat.loaded.context_tokens:
         used = chat.last.prompt_tokens + chat.last.generated_tokens
         lines.append(f"context: {used} of {chat.loaded.context_tokens} tokens after the last answer")
-    chat.terminal.reply("\n".join([*lines, *chat.loaded.placement()]))
+    chat.terminal.reply("\n".join([*lines, *chat.loaded.placement(), *work_lines(chat.loaded.model)]))
 
 
 def _save(chat: Chat, argument: str) -> None:
@@ -98,7 +99,7 @@ def _exit(chat: Chat, argument: str) -> None:
 COMMANDS = {
     "/help": Command("list the commands", _help),
     "/reset": Command("start a new conversation", _reset),
-    "/stats": Command("speed, seed, and what runs where", _stats),
+    "/stats": Command("speed, seed, what runs where, and what drafts and devices did", _stats),
     "/save": Command("write the conversation: .json as JSON, .safetensors with its cache for --resume, else text", _save, "FILE"),
     "/exit": Command("leave; also /quit", _exit),
 }

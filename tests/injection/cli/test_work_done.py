@@ -1,0 +1,33 @@
+"""What /stats says of drafts and devices, under the shipped file that has everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.cli.chat.work_done import work_lines
+
+VARS = {"gpu": "emulated", "weights": "stored", "cache": 0.5, "target": 0.0}
+
+
+def tiny() -> PreTrainedModel:
+    return build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+
+
+@pytest.mark.parametrize("who", ["any", "resident"])
+def test_all_together_says_what_the_stock_model_says_and_tells_of_it(who: str) -> None:
+    stock = tiny().generate(prompt(8), do_sample=False, max_new_tokens=40)
+    model = optimize_and_load(tiny(), "all", vars=VARS | {"draft_experts": who}, progress=False, threads=1)
+    assert work_lines(model)[0].startswith("emulated:0: slots ") and len(work_lines(model)) == 1  # no draft yet
+    assert torch.equal(model.generate(prompt(8), do_sample=False, max_new_tokens=40), stock)
+    drafts, device = work_lines(model)
+    found = model.moegraft.model_operator.statistics()
+    assert drafts.startswith(f"drafts: {found['rounds']} rounds of ") and " s drafting, " in drafts and "accepted by position" in drafts
+    assert "experts transferred on demand: " in device and "loaded while drafting for the verification: " in device
+
+
+def test_of_a_stock_model_there_is_nothing_to_tell() -> None:
+    assert work_lines(tiny()) == []
