@@ -49,6 +49,10 @@ ABLATED_RATIO = 0.25  # all ways there, and elsewhere those with a schedule
 WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
 TOLERANCE = 0.3
 NAME = "speculative_modelled"
+SHOWN = (
+    *("model", "cache_ratio", "engine", "way", "tolerance", "tokens_s", "over_load_on_demand", "over_plain", "over_predicted"),
+    *("tokens_per_round", "kept_share", "verify_experts", "verify_missing"),
+)
 Row = dict[str, object]
 
 
@@ -198,24 +202,13 @@ def main() -> None:
     for model in arguments.models:
         for ratio in arguments.ratios:
             for row in rows_of(Case(MODELS[model], machine, arguments.bits, ratio, arguments.tokens, arguments.seed)):
-                shown = (
-                    "model",
-                    "cache_ratio",
-                    "engine",
-                    "way",
-                    "tolerance",
-                    "tokens_s",
-                    "over_load_on_demand",
-                    "over_plain",
-                    "over_predicted",
-                )
-                print(*(row[name] for name in (*shown, "tokens_per_round", "kept_share", "verify_experts", "verify_missing")), flush=True)
+                print(*(row[name] for name in SHOWN), flush=True)
                 rows.append(row)
-    if arguments.no_write:
-        return
-    kept = [row for row in _read() if row["model"] not in arguments.models] if arguments.append else []
-    print(write_rows(NAME, [*kept, *rows], ("torch", "numpy")))
-    print(plot(_read()))
+            if not arguments.no_write:  # after each, for a run is long
+                kept = [row for row in _read() if row["model"] not in arguments.models] if arguments.append else []
+                write_rows(NAME, [*kept, *rows], ("torch", "numpy"))
+    if not arguments.no_write:
+        print(plot(_read()))
 
 
 if __name__ == "__main__":
