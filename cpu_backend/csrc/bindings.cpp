@@ -363,6 +363,14 @@ void bind_weights(py::module_& module) {
       .def_property_readonly("cols", &PackedLinear::cols)
       .def_property_readonly("weight_type", [](const PackedLinear& self) { return name_of(self.type()); })
       .def_property_readonly("nbytes", &PackedLinear::bytes)
+      .def_property_readonly("buffer",
+                             [](const py::object& self) {
+                               const auto& linear = self.cast<const PackedLinear&>();
+                               const std::size_t bytes = block_bytes(linear.type(), linear.cols()) * static_cast<std::size_t>(linear.blocks());
+                               py::array_t<std::uint8_t> view(static_cast<py::ssize_t>(bytes), reinterpret_cast<const std::uint8_t*>(linear.block(0)), self);
+                               view.attr("flags").attr("writeable") = false;
+                               return view;
+                             })
       .def_static("nbytes_for", [](int rows, int cols, const std::string& type) {
              return block_bytes(parse_weight_type(type), cols) * static_cast<std::size_t>(round_up(rows, kBlockRows) / kBlockRows);
            }, "rows"_a, "cols"_a, "weight_type"_a)

@@ -24,7 +24,7 @@ DOWN_ROWS = 16  # half a block: H / 16 programs a token, so that one token keeps
 
 
 @triton.jit
-def _row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
     """`weight * W[first_row : first_row + ROWS] * x` before the sum over columns: (UNITS, ROWS) float32."""
     rows = first_row + tl.arange(0, ROWS)[None, :]
     HELD: tl.constexpr = M.columns_a_unit
@@ -69,7 +69,7 @@ def _gate_up_kernel(
         return
     start = slot * M.expert_stride + M.first
     x_ptr += (pair // TOP_K).to(tl.int64) * M.columns
-    sums = tl.sum(_row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, UNITS), 0)
+    sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, UNITS), 0)
     biases_ptr += slot * M.expert_words
     if FINISH == "gate":
         lanes = block * 16 + tl.arange(0, 16)
@@ -114,7 +114,7 @@ def _down_kernel(
             weight = tl.load(weights_ptr + pair).to(tl.float32)
             start = slot * M.expert_stride + M.first
             x_ptr = neurons_ptr + pair.to(tl.int64) * M.columns
-            total += _row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, weight, M, ROWS, UNITS)
+            total += row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, weight, M, ROWS, UNITS)
             if M.bias_word >= 0:
                 bias += weight * tl.load(biases_ptr + slot * M.expert_words + M.bias_word + first_row + tl.arange(0, ROWS))
     lanes = first_row + tl.arange(0, ROWS)

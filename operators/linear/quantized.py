@@ -1,10 +1,11 @@
-"""`quantized_linear`: one linear layer packed to int8 or int4, computed by the same C++ kernels as the experts."""
+"""`quantized_linear`: one linear layer packed to int8 or int4, computed by the same kernels as the experts, on the CPU or a GPU."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import nn
@@ -13,8 +14,14 @@ from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.traceable import linear, needs_gradient, register_linear
 from moegraft.operators.weights import Part, WeightSource, codes_for
+
+if TYPE_CHECKING:
+    from moegraft.operators.kernels.linear import PackedLinearOnGpu
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +30,45 @@ class QuantizedLinearOptions:
 
     Attributes:
         weights: the type the weight is packed to: groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
+        gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
+            and Triton it is the CPU, and the log says so. The GPU kernels have not run on a GPU yet.
     """
 
     weights: Literal["int8", "int4"] = "int8"
+    gpu: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.gpu not in ("none", "auto") and not (self.gpu.startswith("cuda:") and self.gpu[5:].isdigit()):
+            raise ValueError(f"gpu is 'none', 'auto' or a device such as 'cuda:0', not '{self.gpu}'")
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is asked for, whether there is such a device or not."""
+        return torch.device({"none": "cpu", "auto": "cuda:0"}.get(self.gpu, self.gpu))
 
 
 class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
-    Activations are quantised to int8 in groups of 32, sums are float32. For inference: a backward pass is refused.
+    On the CPU activations are quantised to int8 in groups of 32, on a GPU they keep their dtype; sums are float32. For inference: a
+    backward pass is refused.
     """
 
     name = "quantized_linear"
     kind = "linear"
     options_type = QuantizedLinearOptions
-    summary = "a linear layer on the CPU with int8 or int4 weights, by the C++ kernel"
+    summary = "a linear layer with int8 or int4 weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
 
-    def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime) -> None:
+    def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime, device: torch.device) -> None:
         super().__init__()
         self.in_features = module.in_features
         self.out_features = module.out_features
         self.has_bias = module.bias is not None
         self.options = options
         self._runtime = runtime
+        self._device = device
         self._packed: PackedLinear | None = None
+        self._on_gpu: PackedLinearOnGpu | None = None
         self._number = register_linear(self)
 
     @classmethod
@@ -58,15 +80,22 @@ class QuantizedLinear(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
-        return Footprint({"cpu": PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)})
+        held = PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)
+        return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
 
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: BuildContext) -> Self:
         assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
-        return cls(module, options, context.shared(Runtime, lambda: Runtime(threads=context.threads)))
+        device = options.device
+        reason = why_unavailable() if device.type == "cuda" else None
+        if reason is not None:
+            context.shared(_Notice, lambda: _Notice(reason))
+            device = torch.device("cpu")
+        return cls(module, options, context.shared(Runtime, lambda: Runtime(threads=context.threads)), device)
 
     def placement(self) -> str:
-        return f"linear: {self.name}, {self.options.weights} on the CPU ({describe(self._runtime)})"
+        where = f"the CPU ({describe(self._runtime)})" if self._device.type == "cpu" else str(self._device)
+        return f"linear: {self.name}, {self.options.weights} on {where}"
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         packed = PackedLinear(self.out_features, self.in_features, self.options.weights)
@@ -78,11 +107,23 @@ class QuantizedLinear(Operator):
             weight = self._checked(source, "weight", (self.out_features, self.in_features))
             packed.pack(as_array(weight))
             advance(weight.nbytes)
-        if self.has_bias:
-            bias = self._checked(source, "bias", (self.out_features,))
-            packed.pack_bias(as_array(bias.float()))
-            advance(bias.nbytes)
-        self._packed = packed
+        bias = self._checked(source, "bias", (self.out_features,)).float() if self.has_bias else None
+        if bias is not None:
+            packed.pack_bias(as_array(bias))
+            advance(bias.numel() * source.dtype.itemsize)
+        if self._device.type == "cpu":
+            self._packed = packed
+        else:
+            self._on_gpu = self._moved(packed, bias)
+
+    def _moved(self, packed: PackedLinear, bias: torch.Tensor | None) -> PackedLinearOnGpu:
+        # Triton need not be installed where no GPU is
+        from moegraft.operators.kernels.linear import PackedLinearOnGpu
+
+        # copied, so that the tensor has memory that may be written, as torch wants it
+        packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
+        values = None if bias is None else bias.to(self._device)
+        return PackedLinearOnGpu(self.out_features, self.in_features, self.options.weights, packed_bytes, values)
 
     def _checked(self, source: WeightSource, part: Part, expected: tuple[int, ...]) -> torch.Tensor:
         piece = source.read(part)
@@ -98,6 +139,9 @@ class QuantizedLinear(Operator):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
+        if self._on_gpu is not None:
+            y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
+            return y.to(x.device, x.dtype)
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
         out = rows.new_empty(rows.shape[0], self.out_features)
@@ -106,3 +150,10 @@ class QuantizedLinear(Operator):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self.options.weights}"
+
+
+class _Notice:
+    """Says once for each model that its linear layers stay on the CPU."""
+
+    def __init__(self, reason: str) -> None:
+        logger.warning("quantized_linear stays on the CPU: %s", reason)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
 
+from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.operators.base import BuildContext
 from moegraft.operators.errors import RuleFileError
@@ -154,3 +155,31 @@ def test_only_plain_linears_are_replaced(tmp_path: Path) -> None:
     rules.write_text("version: 1\nrules:\n- match: {name: 'mlp\\.gate$'}\n  replace: {class: quantized_linear}\n")
     with pytest.raises(RuleFileError, match="Qwen2MoeTopKRouter"):
         optimize_and_load(model(tie=False), rules, progress=False)
+
+
+def test_without_a_gpu_it_stays_on_the_cpu_and_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("moegraft.operators.linear.quantized.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
+    context = BuildContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    linear, options = nn.Linear(64, 48), QuantizedLinearOptions("int8", gpu="auto")
+    made = [QuantizedLinear.build(linear, options, context) for _ in range(2)]
+    assert [record.getMessage() for record in caplog.records] == ["quantized_linear stays on the CPU: PyTorch finds no CUDA GPU"]
+    assert "on the CPU" in made[0].placement()
+    assert QuantizedLinear.footprint(linear, options, torch.float32).by_device.keys() == {"cpu"}
+    monkeypatch.setattr("moegraft.operators.linear.quantized.why_unavailable", lambda: None)
+    assert QuantizedLinear.footprint(linear, options, torch.float32).by_device.keys() == {"cuda:0"}
+    assert QuantizedLinear.build(linear, QuantizedLinearOptions("int8", gpu="cuda:1"), context).placement().endswith("int8 on cuda:1")
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="cuda:0"):
+        QuantizedLinearOptions("int8", gpu="cpu")
+
+
+def test_packed_bytes_can_be_read_and_not_written() -> None:
+    packed = PackedLinear(17, 40, "int4")
+    packed.pack(np.ones((17, 40), np.float32))
+    view = packed.buffer
+    del packed
+    assert view.nbytes == PackedLinear.nbytes_for(17, 40, "int4")
+    assert not view.flags.writeable
+    assert view.any()
