@@ -8,7 +8,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -180,16 +179,3 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-@torch.no_grad()
-def rounded_like(model: PreTrainedModel, kinds: Mapping[str, BlockType]) -> None:
-    """Rounds the model's weights as `write_gguf` does with `kinds`, in place."""
-    for key, tensor in model.state_dict().items():
-        if key in model.all_tied_weights_keys:
-            continue
-        [*parts] = _converted(key, np.ascontiguousarray(tensor.float().numpy()), model).items()
-        if len(parts) == 1 and "_exps" not in parts[0][0] and "attn_" not in parts[0][0]:
-            name, values = parts[0]
-            kind = type_of(name, values, kinds)
-            tensor.copy_(torch.from_numpy(gguf.dequantize(quantised(values, kind), kind)).reshape(tensor.shape))
