@@ -154,7 +154,7 @@ def read_thresholds(path: Path) -> Thresholds:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ThresholdsError(f"{path}: no such file; write it with: moegraft calibrate --out {path.name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ThresholdsError(f"{path}: no thresholds file can be read here ({error}); make it anew with moegraft calibrate") from error
     if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
         raise ThresholdsError(f"{path}: not a thresholds file of format {FORMAT}; make it anew with moegraft calibrate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,3 +88,22 @@ def test_the_cutoff_lies_on_the_line_between_two_points(bench: Any, scores: list
     for sparsity, score in zip(sparsities, scores, strict=False):
         rows.append({"criterion": "topk", "scope": "routed", "routed_sparsity": sparsity, "right_next_token": score})
     assert bench.cutoff(rows, "topk", "routed") == pytest.approx(expected)
+
+
+def test_the_guide_has_the_committed_figures(bench: Any) -> None:
+    rows = committed("sparse_quality")
+    guide = " ".join((BENCHMARKS.parent / "rules" / "README.md").read_text(encoding="utf-8").split())
+    threshold, topk = (100 * bench.cutoff(rows, criterion, "routed") for criterion in ("threshold", "topk"))
+    assert f"up to {threshold:.1f} % of the routed neurons left out" in guide and f"keeps it up to {topk:.1f} %" in guide
+    computed = {
+        (row["group"], row["hot_first"]): 100 * float(row["computed_share"])
+        for row in committed("sparse_groups")
+        if row["target"] == "0.95"
+    }
+    shown = f"groups of 8 would compute {computed['8', 'False']:.1f} % of the neurons instead of {computed['1', 'False']:.1f} %"
+    assert f"{shown} ({computed['8', 'True']:.1f} % with the hottest neurons put together)" in guide
+
+
+def committed(name: str) -> list[dict[str, str]]:
+    with (BENCHMARKS / "results" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -106,7 +106,7 @@ def test_a_damaged_file_is_refused(damage: Callable[[dict[str, Any]], None], mes
     assert str(raised.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "[" * 100_000], ids=lambda text: text[:3])
 def test_what_is_no_thresholds_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text(text)
