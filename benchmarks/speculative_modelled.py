@@ -162,7 +162,7 @@ def plot(rows: list[dict[str, str]]) -> Path:
         mine = [row for row in rows if row["model"] == model and ("marginal" in row["way"] or row["way"] == "plain")]
         for engine, style in (("gpu", "--o"), ("hybrid", "-s")):
             for way in dict.fromkeys((row["way"], row["tolerance"]) for row in mine):
-                line = [row for row in mine if (row["way"], row["tolerance"]) == way and row["engine"] == engine]
+                line = sorted((row for row in mine if (row["way"], row["tolerance"]) == way and row["engine"] == engine), key=ratio_of)
                 label = f"{engine}: {way[0]}{', adaptive' if float(way[1]) else ''}"
                 x = [float(row["cache_ratio"]) for row in line]
                 panels[0][column].plot(x, [float(row["over_load_on_demand"]) for row in line], style, markersize=3, label=label)
@@ -176,6 +176,10 @@ def plot(rows: list[dict[str, str]]) -> Path:
     path = RESULTS / f"{NAME}.png"
     figure.savefig(path, dpi=110)
     return path
+
+
+def ratio_of(row: dict[str, str]) -> float:
+    return float(row["cache_ratio"])
 
 
 def _read() -> list[dict[str, str]]:

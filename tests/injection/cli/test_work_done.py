@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.work_done import work_lines
+from moegraft.injection.demo import demo_path
 
 VARS = {"gpu": "emulated", "weights": "stored", "cache": 0.5, "target": 0.0}
 
@@ -27,6 +28,13 @@ def test_all_together_says_what_the_stock_model_says_and_tells_of_it(who: str) -
     found = model.moegraft.model_operator.statistics()
     assert drafts.startswith(f"drafts: {found['rounds']} rounds of ") and " s drafting, " in drafts and "accepted by position" in drafts
     assert "experts transferred on demand: " in device and "loaded while drafting for the verification: " in device
+
+
+def test_leaving_neurons_out_goes_with_drafts() -> None:
+    model = optimize_and_load(demo_path(), "all", vars=VARS | {"target": 0.5}, progress=False, threads=1)
+    assert model.generate(prompt(8), do_sample=False, max_new_tokens=30).shape[1] > 20
+    assert model.moegraft.model_operator.statistics()["rounds"] > 0
+    assert model.moegraft.statistics()["sparsity"][0]["routed_sparsity"] == pytest.approx(0.5, abs=0.1)
 
 
 def test_of_a_stock_model_there_is_nothing_to_tell() -> None:
