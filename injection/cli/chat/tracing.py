@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.graft import Injection
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.timeline import Timeline, write_trace
 
@@ -22,7 +23,9 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
     if path is None:
         yield
         return
-    groups = loaded.model.moegraft.context.shared(GpuGroups, GpuGroups)
+    injection = loaded.model.moegraft
+    assert isinstance(injection, Injection), "a model that was loaded by rules"
+    groups = injection.context.shared(GpuGroups, GpuGroups)
     engines = [engine for group in groups for engine in group.engines]
     if not engines:
         terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
