@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from record import write_rows
@@ -39,9 +39,9 @@ class Answered:
 
 
 @contextmanager
-def server(rules: str, max_batch: int) -> Iterator[int]:
+def server(rules: str, max_batch: int, threads: int) -> Iterator[int]:
     """The port of a server that runs while the body does."""
-    arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch)]
+    arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch), "--threads", str(threads)]
     running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None, "stderr is a pipe"
@@ -89,34 +89,46 @@ class Pulse:
             last = now
 
 
-def measure(port: int, clients: int, tokens: int, rounds: int, pulse: Pulse) -> dict[str, object]:
-    rates: list[float] = []
-    answers: list[Answered] = []
-    turn = disturbed = 0
+def one_round(port: int, clients: int, first: int, tokens: int) -> tuple[float, list[Answered]]:
+    """Seconds of a round, and its answers."""
     with ThreadPoolExecutor(clients) as pool:
-        while len(rates) < rounds:
-            pulse.longest_s, start = 0.0, time.perf_counter()
-            done = list(pool.map(lambda number, turn=turn: ask(port, turn * clients + number, tokens), range(clients)))  # type: ignore[misc]
-            taken_s, turn = time.perf_counter() - start, turn + 1
+        start = time.perf_counter()
+        done = list(pool.map(lambda number: ask(port, first + number, tokens), range(clients)))
+        return time.perf_counter() - start, done
+
+
+def measure(ports: dict[str, int], clients: int, tokens: int, rounds: int, pulse: Pulse) -> list[dict[str, object]]:
+    """A row for each server; their rounds alternate, so that what else the machine does falls on all of them."""
+    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in ports}
+    turn = disturbed = 0
+    while any(len(done) < rounds for done in taken.values()):
+        for name, port in ports.items():
+            pulse.longest_s = 0.0
+            found = one_round(port, clients, turn * clients, tokens)
             time.sleep(0.1)  # lets the pulse notice
             if pulse.longest_s >= HELD_UP_S:
                 disturbed += 1
-            elif turn > 1:
-                rates.append(sum(answer.tokens for answer in done) / taken_s)
-                answers += done
-    cuts = statistics.quantiles(rates, n=10, method="inclusive")
-    firsts = statistics.quantiles([answer.first_ms for answer in answers], n=10, method="inclusive")
+            elif turn:
+                taken[name].append(found)
+        turn += 1
+    return [{"provider": name, "clients": clients, "rounds_disturbed": disturbed, **figures(done)} for name, done in taken.items()]
+
+
+def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
+    rates = statistics.quantiles(
+        [sum(answer.tokens for answer in answers) / taken_s for taken_s, answers in done], n=10, method="inclusive"
+    )
+    answers = [answer for _, answers in done for answer in answers]
+    firsts = sorted(answer.first_ms for answer in answers)
     return {
-        "clients": clients,
-        "rounds": rounds,
-        "rounds_disturbed": disturbed,
+        "rounds": len(done),
         "requests": len(answers),
         "tokens": sum(answer.tokens for answer in answers),
-        "p20_tokens_per_s": round(cuts[1], 1),
-        "p50_tokens_per_s": round(cuts[4], 1),
-        "p80_tokens_per_s": round(cuts[7], 1),
-        "p50_first_ms": round(firsts[4]),
-        "p80_first_ms": round(firsts[7]),
+        "p20_tokens_per_s": round(rates[1], 1),
+        "p50_tokens_per_s": round(rates[4], 1),
+        "p80_tokens_per_s": round(rates[7], 1),
+        "p50_first_ms": round(firsts[len(firsts) // 2]),
+        "p80_first_ms": round(firsts[len(firsts) * 4 // 5]),
     }
 
 
@@ -126,15 +138,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer, at most")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rules", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="of a server; 1 on a machine that others use: threads wait for each other")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
     pulse = Pulse()
-    for name, max_batch in SETTINGS.items():
-        with server(arguments.rules, max_batch) as port:
-            for clients in arguments.clients:
-                busy = round(os.getloadavg()[0], 2)  # of everything on the machine, before this setting
-                row = measure(port, clients, arguments.tokens, arguments.rounds, pulse)
-                rows.append({"provider": name, "rules": arguments.rules, **row, "load_before": busy})
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(server(arguments.rules, most, arguments.threads)) for name, most in SETTINGS.items()}
+        for clients in arguments.clients:
+            busy = round(os.getloadavg()[0], 2)  # of everything on the machine
+            for row in measure(ports, clients, arguments.tokens, arguments.rounds, pulse):
+                rows.append({**row, "rules": arguments.rules, "threads": arguments.threads, "load_before": busy})
                 print(rows[-1], flush=True)
     print(write_rows("serve", rows, ("torch", "transformers", "fastapi", "uvicorn")))
 
