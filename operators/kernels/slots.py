@@ -58,7 +58,7 @@ class SlotExperts:
         Raises:
             ValueError: a shape, dtype or layout in memory other than these.
         """
-        self._check(hidden_states, arena, slots, top_k_weights, out)
+        check_call(self.shape.hidden, self.matrices.expert_bytes, hidden_states, arena, slots, top_k_weights, out)
         packed = Bytes.of(arena, self.weight_type)
         tokens, top_k = slots.shape
         if top_k == 0:
@@ -72,23 +72,31 @@ class SlotExperts:
             part = slice(first, first + MOST_TOKENS)
             run_grouped(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part], self.matrices, self.gate)
 
-    def _check(
-        self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        tokens = hidden_states.shape[0]
-        if hidden_states.shape != (tokens, self.shape.hidden) or out.shape != hidden_states.shape:
-            wanted = f"(T, {self.shape.hidden})"
-            raise ValueError(f"hidden_states {tuple(hidden_states.shape)} and out {tuple(out.shape)} must both be {wanted}")
-        if slots.dim() != 2 or slots.shape[0] != tokens or slots.shape != top_k_weights.shape:
-            raise ValueError(f"slots {tuple(slots.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be ({tokens}, K)")
-        if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"hidden_states of {hidden_states.dtype}; float32, float16 and bfloat16 can be computed")
-        if slots.dtype != torch.int32 or out.dtype != torch.float32:
-            raise ValueError(f"slots must be int32 and out float32, not {slots.dtype} and {out.dtype}")
-        if arena.dim() != 2 or arena.shape[1] != self.matrices.expert_bytes:
-            raise ValueError(
-                f"arena {tuple(arena.shape)} must be (S, {self.matrices.expert_bytes}): {self.weight_type} experts of this shape"
-            )
-        for name, tensor in (("hidden_states", hidden_states), ("slots", slots), ("top_k_weights", top_k_weights), ("out", out)):
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} of strides {tensor.stride()} must be contiguous")
+
+def check_call(
+    hidden: int,
+    expert_bytes: int,
+    hidden_states: torch.Tensor,
+    arena: torch.Tensor,
+    slots: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """
+    Raises:
+        ValueError: what `SlotExperts.forward` does not take.
+    """
+    tokens = hidden_states.shape[0]
+    if hidden_states.shape != (tokens, hidden) or out.shape != hidden_states.shape:
+        raise ValueError(f"hidden_states {tuple(hidden_states.shape)} and out {tuple(out.shape)} must both be (T, {hidden})")
+    if slots.dim() != 2 or slots.shape[0] != tokens or slots.shape != top_k_weights.shape:
+        raise ValueError(f"slots {tuple(slots.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be ({tokens}, K)")
+    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"hidden_states of {hidden_states.dtype}; float32, float16 and bfloat16 can be computed")
+    if slots.dtype != torch.int32 or out.dtype != torch.float32:
+        raise ValueError(f"slots must be int32 and out float32, not {slots.dtype} and {out.dtype}")
+    if arena.dim() != 2 or arena.shape[1] != expert_bytes:
+        raise ValueError(f"arena {tuple(arena.shape)} must be (S, {expert_bytes}) for experts of this shape, weight type and layout")
+    for name, tensor in (("hidden_states", hidden_states), ("slots", slots), ("top_k_weights", top_k_weights), ("out", out)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} of strides {tensor.stride()} must be contiguous")

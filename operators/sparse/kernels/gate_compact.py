@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.activations import acted
-from moegraft.operators.kernels.finish import reaches
+from moegraft.operators.kernels.finish import Threshold, reaches
 from moegraft.operators.kernels.launch import LAUNCH
 from moegraft.operators.sparse.call import Call, Lists, Order
+from moegraft.operators.sparse.kernels.packed_rows import PackedRows
 from moegraft.operators.sparse.kernels.pairs import WARPS, order_tensors, pair_of, row_sums
-from moegraft.operators.sparse.kernels.rows import columns_a_step, neuron_rows
+from moegraft.operators.sparse.kernels.rows import NeuronRows, columns_a_step, neuron_rows
 
 FUSED_NEURONS = 1024  # listing more in the gate's own launch would cost its programs registers
 GATE_NEURONS = 8  # a program's, in one go
@@ -116,11 +117,24 @@ def _compact_kernel(
     _compact(act_ptr + offset, list_ptr + offset, value_ptr + offset, length_ptr + pair, counts_ptr, threshold, R, GROUP, GUESS)
 
 
-def _compact_lists(call: Call, lists: Lists, act: torch.Tensor, margin: float, *, guess: bool) -> None:
-    rows = neuron_rows(call.weights)
-    _compact_kernel[call.ids.numel(),](
-        act, call.ids, call.threshold.value, call.threshold.counts, lists.neurons, lists.values, lists.lengths, margin,
-        R=rows, GROUP=call.threshold.group, GUESS=guess, num_warps=4 if rows.padded_neurons <= FUSED_NEURONS else 8, **LAUNCH,
+def compact_lists(
+    act: torch.Tensor,
+    ids: torch.Tensor,
+    threshold: Threshold,
+    lists: Lists,
+    rows: NeuronRows | PackedRows,
+    margin: float = 1.0,
+    *,
+    guess: bool = False,
+) -> None:
+    """Fills `lists` with the neurons of each present pair whose activations `act (P, I)` float32 reach `margin` times the threshold.
+
+    Args:
+        guess: the activations are, so active neurons are not counted yet.
+    """
+    _compact_kernel[ids.numel(),](
+        act, ids, threshold.value, threshold.counts, lists.neurons, lists.values, lists.lengths, margin,
+        R=rows, GROUP=threshold.group, GUESS=guess, num_warps=4 if rows.padded_neurons <= FUSED_NEURONS else 8, **LAUNCH,
     )  # fmt: skip
 
 
@@ -138,9 +152,9 @@ def gate_compact(call: Call, lists: Lists, act: torch.Tensor, done: torch.Tensor
     )  # fmt: skip
 
     if not fused:
-        _compact_lists(call, lists, act, 1.0, guess=False)
+        compact_lists(act, call.ids, call.threshold, lists, rows)
 
 
 def compact_candidates(call: Call, lists: Lists, act: torch.Tensor) -> None:
     """Fills `lists` with the neurons whose sketched activations `act (P, I)` float32 come near enough to the threshold."""
-    _compact_lists(call, lists, act, call.margin, guess=True)
+    compact_lists(act, call.ids, call.threshold, lists, neuron_rows(call.weights), call.margin, guess=True)
