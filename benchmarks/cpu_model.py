@@ -77,7 +77,7 @@ def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
     if name != "stock":
         weights = name.removeprefix("ours-").removesuffix("-experts")
         text = RULES.format(weights=weights)
-        if weights in ("int8", "int4") and not name.endswith("-experts"):
+        if not name.endswith("-experts"):
             text += LINEAR_RULE.format(weights=weights)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as rules:
             rules.write(text)

@@ -1,4 +1,4 @@
-"""`quantized_linear`: one linear layer packed to int8 or int4, computed by the same kernels as the experts, on the CPU or a GPU."""
+"""`quantized_linear`: one linear layer packed to int8, int4 or 16 bits, computed by the experts' kernels, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class QuantizedLinearOptions:
     """Options of `quantized_linear`.
 
     Attributes:
-        weights: the type the weight is packed to: groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
+        weights: the type the weight is packed to: int8 and int4 have groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
+            bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
             and Triton it is the CPU, and the log says so. The GPU kernels have not run on a GPU yet.
     """
 
-    weights: Literal["int8", "int4"] = "int8"
+    weights: Literal["bfloat16", "float16", "int8", "int4"] = "int8"
     gpu: str = "none"
 
     def __post_init__(self) -> None:
@@ -50,14 +51,14 @@ class QuantizedLinearOptions:
 class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
-    On the CPU activations are quantised to int8 in groups of 32, on a GPU they keep their dtype; sums are float32. For inference: a
-    backward pass is refused.
+    For int8 and int4 weights activations are quantised to int8 in groups of 32 on the CPU; on a GPU they keep their dtype. Sums are
+    float32. For inference: a backward pass is refused.
     """
 
     name = "quantized_linear"
     kind = "linear"
     options_type = QuantizedLinearOptions
-    summary = "a linear layer with int8 or int4 weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
+    summary = "a linear layer with int8, int4 or 16-bit weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
 
     def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime, device: torch.device) -> None:
         super().__init__()

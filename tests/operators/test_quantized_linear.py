@@ -16,7 +16,7 @@ from moegraft.operators.linear.quantized import QuantizedLinear, QuantizedLinear
 from moegraft.operators.machine import Machine
 
 # Signal to noise against float64 with the unrounded weight, random normal data: 8 and 4 bits with a scale for 32 values.
-LEAST_SQNR_DB = {"int8": 34.0, "int4": 17.0}
+LEAST_SQNR_DB = {"float16": 60.0, "bfloat16": 45.0, "int8": 34.0, "int4": 17.0}
 
 
 class ArraySource:
@@ -52,7 +52,7 @@ def make(linear: nn.Linear, weights: str) -> QuantizedLinear:
     return operator
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", LEAST_SQNR_DB)
 @pytest.mark.parametrize(
     ("rows", "columns", "tokens"),
     [
