@@ -97,7 +97,7 @@ class ModelExperts:
             return None
         reason = why_no_cuda()
         if reason is None and any(member.sparsity is not None for member in members):
-            reason = "no GPU kernel leaves out neurons of experts in slots yet"
+            reason = "the kernels that leave out neurons of experts in slots are not part of the engine yet"
         if reason is None and any(member.device.type != "cuda" for member in members):
             reason = "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
         return reason
