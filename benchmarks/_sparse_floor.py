@@ -1,0 +1,81 @@
+"""What a layer of sparse experts has to read and to compute, from the routing and the active neurons it really has: its floor in time.
+
+Sizes are those of the routed experts of Qwen3.5-35B-A3B and 122B-A10B. A share of *total* neurons counts the shared expert, which stays
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moegraft.operators.sparse.options import SparsityOptions, routed_target
+
+
+class Shape(NamedTuple):
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    shared_intermediate: int
+
+    def routed(self, total: float) -> float:
+        """The share of routed neurons to leave out for a share of all."""
+        options = SparsityOptions(total, "total")
+        return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
+
+
+SHAPES = {
+    "qwen3.5-35b-a3b": Shape(2048, 512, 256, 8, 512),
+    "qwen3.5-122b-a10b": Shape(3072, 1024, 256, 8, 1024),
+    "tiny": Shape(64, 32, 8, 2, 8),  # for machines without a GPU: that the script runs, and nothing else
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a GPU reaches, measured on it."""
+
+    bytes_per_ms: float
+    flops_per_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes and floating-point operations of one call, each weight read once and each sum done once."""
+
+    read_bytes: float
+    flops: float
+
+    def floor_ms(self, device: Device) -> float:
+        return max(self.read_bytes / device.bytes_per_ms, self.flops / device.flops_per_ms)
+
+
+def dense_work(ids: torch.Tensor, shape: Shape, element_bytes: int = 2) -> Work:
+    """Of a dense layer for `ids (T, K)`."""
+    row = shape.intermediate * shape.hidden
+    experts = int(ids.unique().numel())
+    return Work(3.0 * experts * row * element_bytes, 6.0 * ids.numel() * row)
+
+
+def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, gate_bytes: float = 2.0, element_bytes: int = 2) -> Work:
+    """Of a sparse layer: the gates of the chosen experts, then the rows of up and down that a token of theirs needs.
+
+    Args:
+        active: (T, K, I) bool.
+        gate_bytes: of a gate weight: 2, or 0.5625 for a 4-bit sketch, which has to read the gate rows of the active neurons, too.
+    """
+    experts = int(ids.unique().numel())
+    union = torch.zeros(shape.num_experts, shape.intermediate, dtype=torch.int32, device=active.device)
+    union.index_add_(0, ids.flatten().long(), active.flatten(0, 1).to(torch.int32))
+    rows = int((union > 0).sum()) * (3 if gate_bytes < element_bytes else 2)
+    gates = experts * shape.intermediate * shape.hidden * gate_bytes
+    flops = 2.0 * ids.numel() * shape.intermediate * shape.hidden + 4.0 * int(active.sum()) * shape.hidden
+    return Work(gates + rows * shape.hidden * element_bytes, flops)
+
+
+def mean_floor_ms(works: Sequence[Work], device: Device) -> float:
+    return sum(work.floor_ms(device) for work in works) / len(works)
