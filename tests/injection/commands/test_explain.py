@@ -109,7 +109,7 @@ def test_class_and_text(run: Run, rules: Write, config_folder: Path) -> None:
     assert "its class is Qwen3MoeExperts, not torch.nn.Linear" in lost.stdout
     assert "no rule takes it: it stays as it is" in lost.stdout
     won = run("explain", path, "--model", config_folder, "--module", "model.layers.0.mlp.gate_proj")
-    assert "replaced by quantized_linear (weights=int8)" in won.stdout
+    assert "replaced by quantized_linear (weights=int8, gpu=none)" in won.stdout
 
 
 def test_rules_that_do_not_fit_are_still_explained(run: Run, run_json: RunJson, rules: Write, config_folder: Path) -> None:
