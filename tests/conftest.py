@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Read by the libraries when they are imported, so set before anything here imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,6 +12,11 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 import torch
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts what it puts in the background deaf to Ctrl-C, and the tests of Ctrl-C with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

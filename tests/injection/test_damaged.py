@@ -212,7 +212,7 @@ def test_quantised_checkpoint_says_what_is_supported(whole: Path, tmp_path: Path
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"awq.*float32, float16 and bfloat16"):
+    with pytest.raises(UnsupportedModelError, match=r"awq.*float32, float16, bfloat16, FP8 and MXFP4"):
         optimize_and_load(folder, "cpu-exact", progress=False)
 
 

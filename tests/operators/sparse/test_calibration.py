@@ -85,7 +85,7 @@ def test_calibrating_puts_everything_back() -> None:
     layer.counts[:] = (5, 10)
     with calibrating({"a": layer}, {"a": (2, 4)}) as made:
         assert (layer.threshold, layer.routed_target) == (0.0, 0.0)
-        layer.counts += 7
+        layer.counts[:] += 7
         assert layer.observer is not None
         layer.observer(torch.tensor([[0, 1]]), torch.ones(1, 2, 4))
     assert made.layers["a"].count == 8 and made.all_bins().sum() == 8 and len(made.all_bins()) == BINS
