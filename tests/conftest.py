@@ -13,7 +13,6 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import pytest
 import torch
 
-
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it puts in the background deaf to Ctrl-C, and the tests of Ctrl-C with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
