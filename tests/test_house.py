@@ -64,6 +64,17 @@ def test_importing_starts_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
+    """Triton is an extra: nothing that a CPU needs may import it."""
+    code = (
+        "import sys; sys.modules['triton'] = None;"
+        "from moegraft.operators.registry import load_registry; load_registry();"
+        "import moegraft.operators.experts.engine.assembly, moegraft.injection.cli.loading"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_shipped_file_keeps_the_machine_out() -> None:
     for file in [*SOURCES, *ROOT.glob("*.*"), *(ROOT / "rules").glob("*.yaml")]:
         if file.is_file():

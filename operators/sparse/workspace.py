@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
+if TYPE_CHECKING:
+    from moegraft.operators.kernels.routing import PairGroups
 
 
 def bucket_of(tokens: int) -> int:
@@ -70,6 +72,9 @@ class Buffers:
 
     def groups(self, dtype: torch.dtype, block_pairs: int | None = None) -> PairGroups:
         """Pairs by expert, not filled yet; `block_pairs` by default what suits products of that dtype."""
+        # Triton need not be installed where no GPU is
+        from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
+
         block_pairs = block_pairs or pairs_a_block(self.pairs, self.num_experts, dtype)
         most = min(self.pairs, self.num_experts) + self.pairs // block_pairs
         return PairGroups(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ from moegraft.operators.experts.transfer.arena import SlotPlan
 from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
 from moegraft.operators.experts.transfer.store import ExpertStore
 from moegraft.operators.experts.transfer.transfers import Urgency
-from moegraft.operators.kernels.slots import SlotExperts
+
+if TYPE_CHECKING:
+    from moegraft.operators.kernels.slots import SlotExperts
 
 logger = logging.getLogger(__name__)
 EMULATED_PROFILE = "a6000_10core"
@@ -63,6 +66,9 @@ class EngineParts:
         if loading.arena.array is not None:
             self.arena = SlotArena(self.runtime, first, loading.arena.array)
             return
+        # Triton need not be installed where no GPU is
+        from moegraft.operators.kernels.slots import SlotExperts
+
         self._slots = loading.arena.tensor.view(-1, first.expert_bytes)
         self._kernels = SlotExperts(first.shape, first.gate_spec, first.weight_type)
 

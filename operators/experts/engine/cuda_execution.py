@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 
 from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostTokens
-from moegraft.operators.kernels.slots import SlotExperts
+
+if TYPE_CHECKING:
+    from moegraft.operators.kernels.slots import SlotExperts
 
 Ids = NDArray[np.int64]
 
