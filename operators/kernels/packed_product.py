@@ -21,7 +21,7 @@ from moegraft.operators.kernels.units import column, column_as, dot, load, scale
 
 
 def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """A program's rows and warps, by the registers they leave: see benchmarks/compiled_kernels.py. Not timed yet."""
+    """A program's rows and warps, by the registers they leave (compile_check.py). Not timed yet."""
     if dtype == torch.float32:  # three passes over split operands
         return 64, 4
     return 128, 8 if block_pairs >= 64 else 4

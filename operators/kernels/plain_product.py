@@ -147,7 +147,7 @@ def _plain_product_kernel(
 
 
 def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """A program's rows, columns a step, warps and stages, by the registers they leave: see benchmarks/compiled_kernels.py. Not timed."""
+    """A program's rows, columns a step, warps and stages, by the registers they leave: operators/kernels/compile_check.py. Not timed."""
     if dtype == torch.float32:  # three passes over split operands
         return 64, 32, 4, 3
     return 128, 64, 8 if block_pairs >= 64 else 4, 4
