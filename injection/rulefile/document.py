@@ -13,7 +13,7 @@ from typing import Protocol
 import yaml
 
 from moegraft.injection.rulefile.diagnostics import Findings, Position
-from moegraft.injection.rulefile.nodes import Entry, ListNode, MappingNode, Node, ScalarNode, parse_value
+from moegraft.injection.rulefile.nodes import Entry, ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
 
 MAX_BYTES = 1 << 16  # the longest KTransformers file has 30 kB; the scanner reads 50 kB a second
 MAX_DEPTH = 16
@@ -22,8 +22,11 @@ _INDENTING_TAB = re.compile(r"^ *\t[ \t]*(?=[^\s#])", re.MULTILINE)
 _UNPRINTABLE = yaml.reader.Reader.NON_PRINTABLE
 
 
-def read_document(path: Path, findings: Findings) -> Node:
+def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -> Node:
     """The one document of a file.
+
+    Args:
+        plain_keys: numbers and the like are keys too, by their text: a rule file has none, and what others wrote may.
 
     Raises:
         RuleErrors: the file cannot be read, is no YAML, or is empty, too large or too deep; earlier findings are included.
@@ -37,17 +40,17 @@ def read_document(path: Path, findings: Findings) -> Node:
         findings.stop(start, f"this rule file cannot be read: {reason}")
     if len(data) > MAX_BYTES:
         findings.stop(start, f"a rule file may have {MAX_BYTES >> 10} KiB and this one has more")
-    return parse_document(_decoded(data, start.file, findings), start.file, findings)
+    return parse_document(_decoded(data, start.file, findings), start.file, findings, plain_keys=plain_keys)
 
 
-def parse_document(text: str, file: str, findings: Findings) -> Node:
+def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
     """The one document of `text`; `file` is what positions name.
 
     Raises:
         RuleErrors: as `read_document`.
     """
     _refuse_characters(text, file, findings)
-    builder = _Builder(file, findings)
+    builder = _Builder(file, findings, plain_keys)
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             builder.take(event)
@@ -110,9 +113,10 @@ class _Open:
 class _Builder:
     """Builds nodes from parse events with a stack of its own."""
 
-    def __init__(self, file: str, findings: Findings) -> None:
+    def __init__(self, file: str, findings: Findings, plain_keys: bool) -> None:
         self._file = file
         self._findings = findings
+        self._plain_keys = plain_keys
         self._open: list[_Open] = []
         self._documents = 0
         self.root: Node | None = None
@@ -171,11 +175,14 @@ class _Builder:
             return ListNode(tuple(opened.children), opened.position)
         entries: dict[str, Entry] = {}
         for key, value in zip(opened.children[::2], opened.children[1::2], strict=True):
-            if not isinstance(key, ScalarNode) or not isinstance(key.value, str):
+            name = key.value if isinstance(key, ScalarNode) else None
+            if self._plain_keys and isinstance(key, ScalarNode):
+                name = plain_text(key.value)
+            if not isinstance(name, str):
                 self._findings.error(key.position, f"a key must be text, and this is {key}")
-            elif key.value in entries:
-                first = entries[key.value].position.line
-                self._findings.error(key.position, f"key '{key.value}' is given twice; the first is in line {first}")
+            elif name in entries:
+                first = entries[name].position.line
+                self._findings.error(key.position, f"key '{name}' is given twice; the first is in line {first}")
             else:
-                entries[key.value] = Entry(key.value, key.position, value)
+                entries[name] = Entry(name, key.position, value)
         return MappingNode(tuple(entries.values()), opened.position)

@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 EXPERTS = "hybrid_experts does that: write 'match: {kind: experts}' and 'replace: {class: hybrid_experts, kwargs: {weights: int8}}'"
 LINEAR = (
     "quantized_linear does that: write 'class: quantized_linear' with 'match: {kind: linear, name: ...}', or delete the rule and they stay"
 )
 STOCK = "nothing is needed: {} stay transformers' own; delete the rule"
+Becomes = Literal["experts", "linear", "router", "stock"]
 
-# By what the class name contains, in lower case; the first that fits is taken.
-_CLASSES = (
-    (("expert",), EXPERTS),
-    (("moegate", "kmoegate", "gate"), STOCK.format("routers")),
-    (("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"), EXPERTS),
-    (("linear",), LINEAR),
-    (("rotary", "rope"), STOCK.format("rotary embeddings")),
-    (("attention", "attn", "mla"), STOCK.format("attention layers") + ", and choose an implementation with attn_implementation="),
-    (("norm",), STOCK.format("norms")),
-    (("mlp",), STOCK.format("dense MLPs")),
-    (("model",), STOCK.format("models")),
+
+@dataclass(frozen=True, slots=True)
+class TheirClass:
+    """A kind of KTransformers' classes.
+
+    Attributes:
+        words: one of them is in the class name, in lower case.
+        shown: how the guide names them.
+        becomes: `experts` and `linear` are computed by an operator of ours; `router` and `stock` stay transformers' own.
+        advice: what to write instead.
+        what: what stays, for those that do.
+    """
+
+    words: tuple[str, ...]
+    shown: str
+    becomes: Becomes
+    advice: str
+    what: str = ""
+
+    @property
+    def ours(self) -> str:
+        """What the guide's table says stands for it."""
+        if self.becomes == "experts":
+            return "`match: {kind: experts}`, `replace: {class: hybrid_experts}`"
+        if self.becomes == "linear":
+            return "`match: {kind: linear, name: ...}`, `replace: {class: quantized_linear}`; for 16 bits no rule"
+        return f"no rule: {self.what} stay transformers' own"
+
+
+def _stock(words: tuple[str, ...], shown: str, what: str, more: str = "", becomes: Becomes = "stock") -> TheirClass:
+    return TheirClass(words, shown, becomes, STOCK.format(what) + more, what)
+
+
+# The first that fits is taken.
+CLASSES = (
+    TheirClass(("expert",), "`KTransformersExperts`, `KTransformersExpertsV2`, `KExpertsCPU`, `KExpertsMarlin`", "experts", EXPERTS),
+    _stock(("moegate", "gate"), "`KMoEGate`, `KMoEGateDeepSeekV3`", "routers", becomes="router"),
+    TheirClass(("linear",), "`KTransformersLinear`, `KLinearMarlin`, `KLinearCPUInfer`", "linear", LINEAR),
+    _stock(("rotary", "rope"), "`RotaryEmbedding`, `YarnRotaryEmbedding` and others of `RoPE`", "rotary embeddings"),
+    _stock(
+        ("attention", "attn", "mla"),
+        "`KDeepseekV2Attention`, `flashinfer_attn` and others",
+        "attention layers",
+        ", and choose an implementation with attn_implementation=",
+    ),
+    _stock(("norm",), "`RMSNorm`, `KQwen3MoeRMSNorm`", "norms"),
+    _stock(("mlp",), "`kDeepseekV3MLP`", "dense MLPs"),
+    _stock(("model",), "`KDeepseekV2Model` and other models", "models"),
+    # Last: KGlm4MoeAttention, too, has the name of its block in it.
+    TheirClass(
+        ("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"),
+        "`KDeepseekV2MoE`, `KDeepseekV3MoE`, `KQwen3MoeSparseMoeBlock` and other blocks",
+        "experts",
+        EXPERTS,
+    ),
 )
 _BARE_PREFIXES = ("KTransformers", "KExperts", "KLinear", "KMoEGate", "KDeepseek", "KQwen", "KMistral", "KGlm", "KSmallThinker", "VLinear")
 
 _DEVICES = "where modules that stay go is for device_map= of optimize_and_load, and where experts run for the options of hybrid_experts"
 _ENGINES = "an operator is chosen by 'class' alone"
-_KWARGS = {
+KWARGS = {
     "generate_device": _DEVICES,
     "prefill_device": _DEVICES,
     "out_device": "results return to the device that the tokens came from",
@@ -46,14 +94,28 @@ def is_theirs(name: str) -> bool:
     return name.startswith("ktransformers.") or name.rpartition(".")[2].startswith(_BARE_PREFIXES)
 
 
+def their_class(name: str) -> TheirClass | None:
+    """What KTransformers' class `name` is, or None where it is none of theirs, or none that is known here."""
+    if not is_theirs(name):
+        return None
+    lower = name.rpartition(".")[2].lower()
+    return next((known for known in CLASSES if any(word in lower for word in known.words)), None)
+
+
 def class_advice(name: str) -> str | None:
     """What to write instead of KTransformers' class `name`, or None where it is none of theirs."""
     if not is_theirs(name):
         return None
-    lower = name.rpartition(".")[2].lower()
-    return next((advice for parts, advice in _CLASSES if any(part in lower for part in parts)), STOCK.format("such modules"))
+    known = their_class(name)
+    return STOCK.format("such modules") if known is None else known.advice
+
+
+def class_table() -> str:
+    """KTransformers' classes and ours, as the guide shows them."""
+    rows = [f"| {known.shown} | {known.ours} |" for known in CLASSES]
+    return "\n".join(["| KTransformers | here |", "|---|---|", *rows])
 
 
 def kwarg_advice(name: str) -> str | None:
     """What stands for KTransformers' argument `name` here, or None where it is none of theirs."""
-    return _KWARGS.get(name)
+    return KWARGS.get(name)

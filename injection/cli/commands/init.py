@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from moegraft.injection.cli.commands.doctor import measure_and_save
+from moegraft.injection.cli.commands.from_ktransformers import from_ktransformers
 from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, JsonOption, ModelOption, TrustOption, model_options
 from moegraft.injection.cli.commands.output import Json, write_json
 from moegraft.injection.cli.commands.plan import as_json, parse_size
@@ -23,32 +24,45 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = Path("-")
 
 
-@user_errors(PROGRAM)
+@user_errors(PROGRAM, wrong_rules=FINDINGS)
 def init(
     model: ModelOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write; - is standard output.")] = Path(
-        "rules.yaml"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="The file to write; - is standard output.")
+    ] = Path("rules.yaml"),
+    from_ktransformers_file: Annotated[
+        Path | None,
+        typer.Option("--from-ktransformers", metavar="FILE", help="Say this file of KTransformers again; with --model, matched to it."),
+    ] = None,
     goal: Annotated[
-        Literal["decode", "prefill", "quality"], typer.Option("--goal", help="Fast answers, fast prompts, or the most exact that fits.")
-    ] = "decode",
+        Literal["decode", "prefill", "quality"] | None,
+        typer.Option("--goal", help="Fast answers (decode, as without it), fast prompts, or the most exact that fits."),
+    ] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
     gpu_memory: Annotated[
         str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory; what a GPU brings is not predicted yet.")
     ] = None,
-    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer; none: 4096.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Write a rule file for this machine and this model: every combination of weight types is predicted and the best one taken.
 
-    Measures this machine first where that has not been done (see doctor --measure). Exit code 0: it is written; 1: nothing
-    fits; 2: the model cannot be read, or the command is wrong.
+    Measures this machine first where that has not been done (see doctor --measure). With --from-ktransformers nothing is
+    predicted: that file's rules are said in ours, each with its line, and what is left out is listed. Exit code 0: it is
+    written; 1: nothing fits, or no rule can be mapped; 2: a file or the model cannot be read, or the command is wrong.
     """
     memory, gpu_bytes = parse_size(ram, "--ram"), parse_size(gpu_memory, "--gpu-memory")
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
+    terminal, goal_or_default, tokens = open_terminal(), goal or "decode", context or 4096
+    if from_ktransformers_file is not None:
+        _refuse_with_ktransformers(goal=goal, ram=ram, gpu_memory=gpu_memory, context=context)
+        from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
+        return
     from moegraft.injection.cli.commands.planned import outlined
     from moegraft.injection.initial import candidates, choose, written
     from moegraft.injection.predict import store
@@ -56,13 +70,12 @@ def init(
     from moegraft.operators.machine import probe_machine
     from moegraft.operators.registry import load_registry
 
-    terminal = open_terminal()
     outline, machine, registry = outlined(model_options(model, trust_remote_code=trust_remote_code)), probe_machine(), load_registry()
     measured = store.load() or measure_and_save(terminal)
     free = machine.available_bytes if memory is None else memory
-    tried = candidates(outline, Load(context, 1, min(512, context)), available_bytes=free, measured=measured, registry=registry)
-    chosen = choose(tried, goal)
-    text = written(chosen, tried, outline, _about(model, outline, machine, free, gpu_bytes, context), goal) if chosen else None
+    tried = candidates(outline, Load(tokens, 1, min(512, tokens)), available_bytes=free, measured=measured, registry=registry)
+    chosen = choose(tried, goal_or_default)
+    text = written(chosen, tried, outline, _about(model, outline, machine, free, gpu_bytes, tokens), goal_or_default) if chosen else None
     if text is not None and output != STANDARD_OUTPUT:
         output.write_text(text, encoding="utf-8")
     if json:
@@ -73,6 +86,16 @@ def init(
         _refuse(tried, free, terminal)
     if chosen is None:
         raise typer.Exit(FINDINGS)
+
+
+def _refuse_with_ktransformers(**given: object) -> None:
+    """
+    Raises:
+        OptionsError: an option that a file to say again leaves nothing to do for.
+    """
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
 def _about(model: str | None, outline: Outline, machine: Machine, free: int, gpu_bytes: int | None, context: int) -> list[str]:

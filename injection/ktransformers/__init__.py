@@ -1,0 +1,1 @@
+"""Rule files of KTransformers: read as data, and said again in our grammar."""
