@@ -19,7 +19,7 @@ from moegraft.operators.experts.self_test import InstructionSet, instruction_set
 from moegraft.operators.machine import Gpu, probe_machine
 
 COMPILERS = ("c++", "g++", "clang++")
-OPTIONAL = ("triton", "matplotlib", "gguf", "fastapi")
+OPTIONAL = ("triton", "matplotlib", "fastapi")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
 # What each instruction set of the kernel needs of the CPU, by the names of /proc/cpuinfo; richest last.
 NEEDS: Mapping[str, tuple[str, ...]] = {

@@ -189,3 +189,8 @@ def test_measuring_gives_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJso
     assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["load"] >= 0
     loaded = store.load()
     assert loaded is not None and loaded.read_gbps == found["read_gbps"]
+
+
+def test_every_package_is_listed_once() -> None:
+    names = [package.name for package in facts_module.gather().packages]
+    assert "gguf" in names and len(set(names)) == len(names), "what moegraft needs is no extra as well"
