@@ -91,7 +91,8 @@ setup(
     package_data={
         "moegraft.injection": ["py.typed"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
-        "moegraft.injection.cli.serve": ["*.html"],
+        "moegraft.injection.bench": ["*.css"],
+        "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],
         "moegraft.operators": ["py.typed"],

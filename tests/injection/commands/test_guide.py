@@ -37,6 +37,7 @@ def test_every_command_of_the_guide_works(run: Run, tmp_path: Path, monkeypatch:
 
 def test_the_guide_names_every_command() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    names |= {group.name for group in app.registered_groups if group.name}
     assert {arguments[1] for arguments in commands()} | {"schema", "serve"} == names, "serve does not end by itself: its own tests run it"
 
 
