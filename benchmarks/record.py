@@ -45,7 +45,7 @@ def versions(*packages: str) -> str:
 
 
 def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequence[str] = ("torch", "transformers")) -> Path:
-    """Writes `results/NAME.csv`, each row with its provenance, and returns its path.
+    """Writes `results/NAME.csv`, each row with its provenance, and returns its path. A row that was read from results keeps its own.
 
     Raises:
         ValueError: no rows.
@@ -56,7 +56,7 @@ def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequen
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance], lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *provenance])), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, **provenance} for row in rows)
+        writer.writerows({**provenance, **row} for row in rows)
     return path
