@@ -19,12 +19,14 @@ class DraftSettings:
         renormalise: whether the weights that are kept are scaled to the sum of all.
         resident: whether only experts with a slot on a GPU may run. An operator without such slots lets any expert run.
         verify_prefetch: whether an operator with such slots loads, while the draft is drawn, what its verification will need.
+        sparsity: share of neurons to leave out, counted as the operator counts its own; None: what it always leaves out.
     """
 
     top_k: int
     renormalise: bool = False
     resident: bool = False
     verify_prefetch: bool = True
+    sparsity: float | None = None
 
 
 class DraftSwitch:
@@ -39,11 +41,18 @@ class DraftSwitch:
         self._thread = threading.local()
         self._layers = 0
         self._resident_layers = 0
+        self._sparse_layers = 0
 
-    def join(self, *, has_slots: bool = False) -> None:
-        """Counts one layer of experts that will follow this switch; `has_slots`: its experts may be resident on a GPU."""
+    def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:
+        """Counts one layer of experts that will follow this switch.
+
+        Args:
+            has_slots: its experts may be resident on a GPU.
+            sparse: it can leave neurons out.
+        """
         self._layers += 1
         self._resident_layers += has_slots
+        self._sparse_layers += sparse
 
     @property
     def layers(self) -> int:
@@ -54,6 +63,11 @@ class DraftSwitch:
     def resident_layers(self) -> int:
         """Those of them whose experts may have a slot on a GPU."""
         return self._resident_layers
+
+    @property
+    def sparse_layers(self) -> int:
+        """Those of them that can leave neurons out."""
+        return self._sparse_layers
 
     @property
     def settings(self) -> DraftSettings | None:

@@ -11,7 +11,7 @@ from moegraft.injection.planning.assignment import Assignment
 from moegraft.injection.rulefile import Position, Rule
 from moegraft.injection.rulefile.diagnostics import Findings
 from moegraft.injection.rulefile.nodes import MappingNode
-from moegraft.injection.sparsity.targets import ExpertsLayer, experts_layer, sparsity_options
+from moegraft.injection.sparsity.targets import ExpertsLayer, draft_sparsity, experts_layer, sparsity_options
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.experts.layout import why_unsupported
 from moegraft.operators.sparse.thresholds import Thresholds, read_thresholds
@@ -19,13 +19,14 @@ from moegraft.operators.sparse.thresholds import Thresholds, read_thresholds
 
 def check_sparsity(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, findings: Findings) -> None:
     """Reports what a rule's `sparsity` asks of the layers it takes and cannot have; one error a rule."""
+    draft = draft_sparsity(rule.options for rule, taken in zip(rules, assignment.taken, strict=True) if taken)
     for rule, taken in zip(rules, assignment.taken, strict=True):
         options = sparsity_options(rule.options)
-        if options is None or not options.target:
+        if options is None or not (options.target or draft):
             continue
         try:
             layers = list(_layers(taken, model))
-            targets = [layer.routed_target(options) for layer in layers]
+            targets = [layer.routed_target(options) if draft is None else layer.draft_target(options, draft) for layer in layers]
         except (UnsupportedModelError, ValueError) as error:
             findings.error(_place(rule, "target"), f"rule '{rule.id}': {error}")
             continue

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.plan import Plan
 from moegraft.injection.sparsity.calibrate import CalibrationOptions, collect, sparse_layers, window_of
-from moegraft.injection.sparsity.targets import ExpertsLayer, experts_layer, sparsity_options
+from moegraft.injection.sparsity.targets import ExpertsLayer, draft_sparsity, experts_layer, sparsity_options
 from moegraft.injection.sparsity.text import CALIBRATION_TEXT
 from moegraft.injection.tokenizer import read_tokenizer
 from moegraft.operators.errors import CheckpointError, ThresholdsError
@@ -27,15 +27,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _SparseSwap:
-    """One layer that will leave neurons out; `file` has its thresholds, None where they have to be found."""
+    """One layer that will leave neurons out; `file` has its thresholds, None where they have to be found.
+
+    Attributes:
+        draft: what drafts leave out, as the options count; None: no more than is always left out.
+    """
 
     layer: ExpertsLayer
     options: SparsityOptions
     file: Path | None
+    draft: float | None
 
     @property
-    def routed_target(self) -> float:
-        return self.layer.routed_target(self.options)
+    def targets(self) -> tuple[float, ...]:
+        """Shares of routed neurons: what is always left out, and what drafts leave out."""
+        always = self.layer.routed_target(self.options)
+        return (always,) if self.draft is None else (always, self.layer.draft_target(self.options, self.draft))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,16 @@ class SparsitySetup:
         states = sparse_layers(model)
         found = self._calibrated(model) if self.windows else {}
         for swap in self.swaps:
-            path, target = swap.layer.path, swap.routed_target
-            threshold = found[path] if swap.file is None else self.files[swap.file].threshold(path, target, swap.options.mode)
-            states[path].set_threshold(threshold, target)
+            path, targets, file = swap.layer.path, swap.targets, swap.file
+            thresholds = (
+                found[path] if file is None else [self.files[file].threshold(path, target, swap.options.mode) for target in targets]
+            )
+            states[path].set_threshold(thresholds[0], targets[0])
+            if swap.draft is not None:
+                states[path].set_draft_threshold(thresholds[1], targets[1])
 
-    def _calibrated(self, model: PreTrainedModel) -> dict[str, float]:
+    def _calibrated(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        """By layer, a threshold for each of its targets."""
         start = time.perf_counter()
         swaps = [swap for swap in self.swaps if swap.file is None]
         made = collect(model, [swap.layer for swap in swaps], self.windows)
@@ -83,7 +95,7 @@ class SparsitySetup:
             bins = made.all_bins() if swap.options.mode == "global" else made.layers[swap.layer.path].bins
             if not bins.any():
                 raise ThresholdsError(f"{swap.layer.path}: text does not reach this layer; leave its experts whole, or give 'thresholds'")
-            found[swap.layer.path] = quantiles(bins, [swap.routed_target])[0]
+            found[swap.layer.path] = [quantiles(bins, [target])[0] if target else 0.0 for target in swap.targets]
         logger.warning(
             "sparsity: no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
             "'moegraft calibrate --text FILE' writes a file from a text like yours and says what the sparsity costs",
@@ -118,10 +130,11 @@ def prepare_sparsity(the_plan: Plan, model: PreTrainedModel, folder: Path | None
 
 def _sparse_swaps(the_plan: Plan, model: PreTrainedModel, folder: Path | None) -> Iterable[_SparseSwap]:
     own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
+    draft = draft_sparsity(swap.options for swap in the_plan.swaps)
     for swap in the_plan.swaps:
         options = sparsity_options(swap.options)
-        if options is not None and options.target:
-            yield _SparseSwap(experts_layer(swap.module, model), options, options.thresholds or own)
+        if options is not None and (options.target or draft is not None):
+            yield _SparseSwap(experts_layer(swap.module, model), options, options.thresholds or own, draft)
 
 
 def _bundled_windows(model: PreTrainedModel, folder: Path | None, trust_remote_code: bool) -> tuple[torch.Tensor, ...]:

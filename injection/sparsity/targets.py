@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from moegraft.injection.routing import experts_per_token, shared_intermediate
 from moegraft.operators.experts.layout import read_layout
 from moegraft.operators.sparse.options import SparsityOptions, routed_target
 from moegraft.operators.sparse.thresholds import Thresholds
+from moegraft.operators.speculative.options import SpeculativeOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,18 @@ class ExpertsLayer:
             ValueError: the target cannot be reached.
         """
         return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
+
+    def draft_target(self, options: SparsityOptions, draft: float) -> float:
+        """The share of this layer's routed neurons that drafts leave out, for a `draft_sparsity`.
+
+        Raises:
+            ValueError: it cannot be reached, or is not above what is always left out.
+        """
+        if draft <= options.target:
+            raise ValueError(
+                f"draft_sparsity {draft:g} is not above the target of sparsity, {options.target:g}: such drafts leave out no more"
+            )
+        return self.routed_target(replace(options, target=draft))
 
     def why_unfit(self, thresholds: Thresholds) -> str | None:
         """Why a thresholds file says nothing of this layer, or None when it does."""
@@ -64,3 +78,8 @@ def sparsity_options(options: object) -> SparsityOptions | None:
     """The `sparsity` of an operator's options; None where it is off or the operator has none."""
     found = getattr(options, "sparsity", None)
     return found if isinstance(found, SparsityOptions) else None
+
+
+def draft_sparsity(options: Iterable[object]) -> float | None:
+    """The `draft_sparsity` among the options of a model's operators."""
+    return next((each.draft_sparsity for each in options if isinstance(each, SpeculativeOptions)), None)

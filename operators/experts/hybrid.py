@@ -140,8 +140,8 @@ class HybridExperts(Operator):
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
         runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
         draft = context.shared(DraftSwitch, DraftSwitch)
-        draft.join(has_slots=options.on_gpu is not None)
-        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity) if options.sparsity is not None else None
+        draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
+        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft) if options.sparsity is not None else None
         group = None
         if options.on_gpu is not None:
             group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime)

@@ -127,8 +127,8 @@ class SparseExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, options: SparseExpertsOptions, context: BuildContext) -> Self:
         draft = context.shared(DraftSwitch, DraftSwitch)
-        draft.join()
-        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity)
+        draft.join(sparse=True)
+        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft)
         device = torch.device("cpu") if why_unavailable() or interpreted() else options.device
         workspace = context.shared(Workspaces, Workspaces).on(device)
         choices = context.shared(PathChoices, lambda: PathChoices(choices_path()))
@@ -221,7 +221,7 @@ class SparseExperts(Operator):
         out = torch.empty_like(x)
         if self.sparsity.observer is not None:
             self._observe(self._layer, x, ids)
-        self._layer.forward(x, ids, shares, out)
+        self._layer.forward(x, ids, shares, out, drafting=self.sparsity.drafting)
         return out.to(hidden_states.device, hidden_states.dtype)
 
     def _observe(self, layer: SparseGpuLayer, x: torch.Tensor, ids: torch.Tensor) -> None:
@@ -253,7 +253,7 @@ class SparseExperts(Operator):
             gate_bias=gate_up_bias[:, :neurons] if gate_up_bias is not None and weights.gated else None,
             up_bias=up_bias,
             down_bias=weights.down_bias,
-            threshold=self.sparsity.threshold,
+            threshold=self.sparsity.in_force().threshold,
             group=self.options.group,
         )
 

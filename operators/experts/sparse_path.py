@@ -26,6 +26,7 @@ def forward_packed(
         return
     sparsity.begin(len(hidden_states))
     acted = None if sparsity.observer is None else np.empty((*top_k_index.shape, packed.shape.intermediate), np.float32)
-    runtime.forward(packed, *arrays, threshold=sparsity.threshold, neuron_counts=sparsity.counts, acted=acted)
+    now = sparsity.in_force()
+    runtime.forward(packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
     if sparsity.observer is not None and acted is not None:
         sparsity.observer(top_k_index, torch.from_numpy(acted))

@@ -27,7 +27,7 @@ class SparseGpuLayer:
         margin: with a sketch: the share of the threshold that a sketched activation has to reach to be looked at.
 
     Attributes:
-        threshold: on the device, and counted there: a captured graph follows it.
+        threshold: on the device, and counted there: a captured graph follows it. Drafts that leave out more have `draft_threshold`.
         sparsity: the share of neurons that the threshold is meant to leave out: which path is fastest depends on it.
     """
 
@@ -35,14 +35,18 @@ class SparseGpuLayer:
         device = weights.down_t.device
         self.weights = weights
         self.margin = margin
-        self.threshold = Threshold(
-            torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device), group
+        self.threshold, self.draft_threshold = (
+            Threshold(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device), group)
+            for _ in range(2)
         )
         self.sparsity = 0.0
         self._workspace = workspace
         self._choose = choose
 
-    def set_threshold(self, threshold: float, sparsity: float) -> None:
+    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+        if drafting:
+            self.draft_threshold.value.fill_(threshold)
+            return
         self.threshold.value.fill_(threshold)
         self.sparsity = sparsity
 
@@ -53,7 +57,14 @@ class SparseGpuLayer:
         return active, neurons
 
     def forward(
-        self, hidden_states: torch.Tensor, ids: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor, path: str | None = None
+        self,
+        hidden_states: torch.Tensor,
+        ids: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        out: torch.Tensor,
+        path: str | None = None,
+        *,
+        drafting: bool = False,
     ) -> None:
         """Queues the work on the current stream.
 
@@ -63,15 +74,17 @@ class SparseGpuLayer:
             top_k_weights: (T, K) floating, contiguous.
             out: (T, H) floating, written in full.
             path: one of `PATHS`; by default the chosen one.
+            drafting: leave out what drafts leave out.
 
         Equal inputs give equal bits on equal paths. Within a CUDA graph after one call of that batch size outside of it.
         """
         if ids.numel() == 0:
             out.zero_()
             return
+        threshold = self.draft_threshold if drafting else self.threshold
         for first in range(0, len(hidden_states), MOST_TOKENS):
             part = slice(first, first + MOST_TOKENS)
-            call = self.call(hidden_states[part], ids[part], top_k_weights[part], out[part])
+            call = self.call(hidden_states[part], ids[part], top_k_weights[part], out[part], threshold)
             PATHS[path or self.choose(len(call.ids), call.top_k)](call)
 
     def call(

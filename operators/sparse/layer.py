@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.base import Operator
+from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparse.options import SparsityOptions
 
 logger = logging.getLogger(__name__)
@@ -26,15 +27,28 @@ Observer = Callable[[torch.Tensor, torch.Tensor], None]
 class OnDevice(Protocol):
     """A threshold and counts that lie in a GPU's memory, where kernels and captured graphs find them."""
 
-    def set_threshold(self, threshold: float, sparsity: float) -> None: ...
+    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+        """Takes the one of every call, or that of drafts which leave out more."""
+        ...
 
     def take_counts(self) -> tuple[int, int]:
         """Neurons that reached the threshold, and all that were looked at, since the last call; waits for the GPU."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What one call leaves out: neurons below `threshold`; what reaches it is added to `counts` (2,) int64."""
+
+    threshold: float
+    counts: NDArray[np.int64]
+
+
 class LayerSparsity:
     """The threshold of one layer of experts, which its operator reads in every forward pass, and the count of what reached it.
+
+    Drafts may have a threshold of their own. It holds where and as long as the thread that calls draws one, so that nothing has to
+    be put back whatever ends the draft.
 
     Attributes:
         threshold: of `|act(gate)|`; 0 computes every neuron.
@@ -43,10 +57,14 @@ class LayerSparsity:
         observer: while it is set, the operator shows it every activation.
     """
 
-    def __init__(self, options: SparsityOptions, group: SparsityGroup) -> None:
+    def __init__(self, options: SparsityOptions, group: SparsityGroup, switch: DraftSwitch | None = None) -> None:
         self.options = options
         self.threshold = 0.0
         self._counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        self._switch = switch
+        self._draft_threshold: float | None = None
+        self._draft_target = 0.0
+        self._draft_counts: NDArray[np.int64] = np.zeros(2, np.int64)
         self._on_device: OnDevice | None = None
         self.observer: Observer | None = None
         self._group = group
@@ -68,10 +86,31 @@ class LayerSparsity:
             self._counts += self._on_device.take_counts()
         return self._counts
 
+    @property
+    def drafting(self) -> bool:
+        """Whether the calling thread draws a draft that leaves out more than usual."""
+        settings = None if self._switch is None else self._switch.settings
+        return settings is not None and settings.sparsity is not None
+
+    def in_force(self) -> InForce:
+        """For a call of the calling thread on the CPU."""
+        if not self.drafting:
+            return InForce(self.threshold, self._counts)
+        assert self._draft_threshold is not None, "set when the model was loaded"
+        return InForce(self._draft_threshold, self._draft_counts)
+
     def attach(self, on_device: OnDevice) -> None:
         """The kernels of this layer run there from now on."""
         self._on_device = on_device
         on_device.set_threshold(self.threshold, self.routed_target)
+        if self._draft_threshold is not None:
+            on_device.set_threshold(self._draft_threshold, self._draft_target, drafting=True)
+
+    def set_draft_threshold(self, threshold: float, routed_target: float) -> None:
+        """Takes the threshold of drafts that leave out more."""
+        self._draft_threshold, self._draft_target = threshold, routed_target
+        if self._on_device is not None:
+            self._on_device.set_threshold(threshold, routed_target, drafting=True)
 
     def set_threshold(self, threshold: float, routed_target: float, counts: NDArray[np.int64] | int = 0) -> None:
         """Takes the threshold for a target; what was counted before gives way to `counts`."""
@@ -84,6 +123,8 @@ class LayerSparsity:
 
     def begin(self, tokens: int) -> None:
         """To be called before each forward pass, over `tokens` tokens; the other layers have had those before by then."""
+        if self.drafting:
+            return
         if self.routed_target and self._unseen_tokens >= WINDOW_TOKENS:
             self._group.look()
         self._unseen_tokens += tokens
@@ -99,7 +140,10 @@ class LayerSparsity:
 
     def statistics(self) -> Mapping[str, object]:
         """What it leaves out, by name, for programs that show it."""
-        return {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
+        found: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
+        if self._draft_threshold is not None:
+            found |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -143,10 +187,10 @@ class SparseLayers:
     def __init__(self) -> None:
         self._groups: dict[SparsityOptions, SparsityGroup] = {}
 
-    def join(self, options: SparsityOptions) -> LayerSparsity:
-        """The state of one more layer."""
+    def join(self, options: SparsityOptions, switch: DraftSwitch | None = None) -> LayerSparsity:
+        """The state of one more layer; `switch` says when it drafts."""
         group = self._groups.setdefault(options, SparsityGroup(options))
-        layer = LayerSparsity(options, group)
+        layer = LayerSparsity(options, group, switch)
         group.layers.append(layer)
         return layer
 

@@ -65,6 +65,11 @@ class SpeculativeDraft(ModelOperator):
                 "speculative_draft drafts with fewer experts, and no rule puts an operator in the place of experts that can run fewer; "
                 "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts', or write 'draft: ngram'"
             )
+        if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
+            raise UnsupportedModelError(
+                "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
+                "such as 'sparsity: {target: 0, counts: routed}', which leaves none out but in drafts"
+            )
         if self.options.experts == "resident" and not self._switch.resident_layers:
             self._say_once("experts: resident means any expert here, as none has a slot on a GPU")
         if self.options.mode == "adaptive":

@@ -16,6 +16,9 @@ class SpeculativeOptions:
         draft: who drafts: `experts`, the model itself with fewer experts a token; or `ngram`, the text so far, by what followed the
             last time its latest tokens occurred.
         draft_top_k: experts a token while drafting.
+        draft_sparsity: share of neurons to leave out while drafting, counted as the experts' `sparsity` counts its target, and above
+            it. For a draft by sparsity alone give `draft_top_k` all experts of a token; for a text that sparsity does not change, give
+            the experts `target: 0`.
         max_draft: tokens a draft has at most.
         schedule: `marginal` drafts only as far as measured to pay, and not at all where it does not; `fixed` always drafts
             `max_draft` tokens.
@@ -32,6 +35,7 @@ class SpeculativeOptions:
 
     draft: Literal["experts", "ngram"] = "experts"
     draft_top_k: int = 1
+    draft_sparsity: float | None = None
     max_draft: int = 5
     schedule: Literal["fixed", "marginal"] = "marginal"
     mode: Literal["lossless", "adaptive"] = "lossless"
@@ -53,6 +57,8 @@ class SpeculativeOptions:
             raise ValueError(f"tolerance is a share from 0 to 1, not {self.tolerance}")
         if self.unverified is not None and not 0 < self.unverified < 1:
             raise ValueError(f"unverified is a probability between 0 and 1, not {self.unverified}")
+        if self.draft_sparsity is not None and not 0 < self.draft_sparsity < 1:
+            raise ValueError(f"draft_sparsity is a share between 0 and 1, not {self.draft_sparsity:g}")
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -64,8 +70,16 @@ class SpeculativeOptions:
             raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or 'unverified'")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
             raise ValueError("draft ngram has no probabilities: neither 'confidence' nor 'mode: adaptive' can go with it")
+        if self.draft == "ngram" and self.draft_sparsity is not None:
+            raise ValueError("draft ngram runs no experts: 'draft_sparsity' cannot go with it")
 
     @property
     def settings(self) -> DraftSettings:
         """How experts run while drafting."""
-        return DraftSettings(self.draft_top_k, self.renormalise, self.experts == "resident", self.verify_prefetch)
+        return DraftSettings(
+            self.draft_top_k,
+            renormalise=self.renormalise,
+            resident=self.experts == "resident",
+            verify_prefetch=self.verify_prefetch,
+            sparsity=self.draft_sparsity,
+        )

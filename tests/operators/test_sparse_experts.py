@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.injection import optimize_and_load
 from moegraft.injection.live import live_source
 from moegraft.operators.base import BuildContext
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
@@ -76,6 +77,21 @@ def test_padded_slots_and_a_threshold() -> None:
         torch.testing.assert_close(operator(x, index.where(torch.tensor([True, False]), padding), weights), expected)
     operator.sparsity.set_threshold(0.0, 0.0)
     assert not torch.allclose(operator(x, index, weights), expected)
+
+
+def test_a_draft_leaves_out_more_while_it_lasts() -> None:
+    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    operator, given = built(initialised(qwen()), context=context), inputs()
+    operator.sparsity.set_threshold(0.3, 0.9)
+    sparser = operator(*given)
+    operator.sparsity.set_threshold(0.01, 0.1)
+    operator.sparsity.set_draft_threshold(0.3, 0.9)
+    usual, switch = operator(*given), context.shared(DraftSwitch, DraftSwitch)
+    assert switch.sparse_layers == 1 and not torch.allclose(usual, sparser)
+    with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(2, sparsity=0.9)):
+        assert torch.equal(operator(*given), sparser)
+        raise KeyboardInterrupt
+    assert torch.equal(operator(*given), usual)
 
 
 def test_no_tokens_and_any_dtype() -> None:

@@ -78,7 +78,10 @@ class CpuPart:
 
 def sparse_arguments(sparsity: LayerSparsity | None) -> dict[str, Any]:
     """What the kernel is told of a layer's sparsity."""
-    return {} if sparsity is None else {"threshold": sparsity.threshold, "neuron_counts": sparsity.counts}
+    if sparsity is None:
+        return {}
+    now = sparsity.in_force()
+    return {"threshold": now.threshold, "neuron_counts": now.counts}
 
 
 class SlotArena:
