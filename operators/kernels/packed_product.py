@@ -71,7 +71,7 @@ def _tile_product(
     inside = (rows < M.rows)[:, None]
     w_ptrs = units_ptr + unit_at(rows[:, None], units[None, :], M)
     s_ptrs = scales_ptr + scale_at(rows[:, None], groups[None, :], M)
-    x_ptrs = x_ptr + x_rows.to(tl.int64)[None, :] * WIDTH + units[:, None]
+    x_ptrs = x_ptr + (x_rows[None, :] * WIDTH + units[:, None])  # below 2^31: the launcher asserts it
     total = tl.zeros((ROWS, BM), tl.float32)
     for step in range(0, (M.columns + M.step_columns - 1) // M.step_columns):
         at = step * UNITS + units
@@ -132,7 +132,7 @@ def _packed_product_kernel(
     biases_ptr += slot * M.expert_words
     value, lanes = finish_tile(total, first_row, biases_ptr, present, None, None, M, GATE, FINISH, 1, ROWS, BM)
     columns = lanes if NEXT is None else _grouped_column(lanes, NEXT)
-    out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * OUT_WIDTH + columns[:, None]
+    out_ptrs = out_ptr + (pair[None, :] * OUT_WIDTH + columns[:, None])
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=present[None, :] & (lanes < OUT_WIDTH)[:, None])
 
 
@@ -158,6 +158,7 @@ def packed_product(
     """
     pair_count = out.shape[0]
     block_pairs = groups.block_pairs if groups else pairs_a_block(pair_count, 1, x.dtype)
+    assert max(x.numel(), out.numel()) < 1 << 31, "offsets have 32 bits: callers cut long batches"
     rows, warps = _tile(block_pairs, x.dtype)
     blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
     _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](

@@ -15,7 +15,7 @@ from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_c
 from moegraft.operators.kernels.slots_decode import rows_by_pair
 from moegraft.operators.sparse.call import Lists
 from moegraft.operators.sparse.kernels.gate_compact import compact_lists
-from moegraft.operators.sparse.kernels.packed_rows import down_packed, from_lane_order, in_lane_order, sparse_layout, up_packed
+from moegraft.operators.sparse.kernels.packed_rows import down_packed, from_unit_order, in_unit_order, sparse_layout, up_packed
 
 
 class SparseSlotExperts:
@@ -27,7 +27,7 @@ class SparseSlotExperts:
         device: the GPU.
 
     Attributes:
-        threshold: on the device, and counted there: a captured graph follows it.
+        threshold: on the device, and counted there: a captured graph follows it. Drafts that leave out more have `draft_threshold`.
     """
 
     def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, device: torch.device) -> None:
@@ -35,14 +35,17 @@ class SparseSlotExperts:
         self.weight_type = weight_type
         self.gate = gate_of(gate_spec, gated=shape.gated)
         self.gates, self.rows = sparse_layout(shape, weight_type)
-        self.threshold = Threshold(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device))
+        self.threshold, self.draft_threshold = (
+            Threshold(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device))
+            for _ in range(2)
+        )
 
     @property
     def expert_bytes(self) -> int:
         return 4 * self.rows.expert_words
 
-    def set_threshold(self, threshold: float, sparsity: float) -> None:
-        self.threshold.value.fill_(threshold)
+    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+        (self.draft_threshold if drafting else self.threshold).value.fill_(threshold)
 
     def take_counts(self) -> tuple[int, int]:
         """Neurons that reached the threshold, and all, since the last call; waits for the device."""
@@ -51,9 +54,18 @@ class SparseSlotExperts:
         return active, neurons
 
     def forward(
-        self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        arena: torch.Tensor,
+        slots: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        drafting: bool = False,
     ) -> None:
         """As `SlotExperts.forward`. Every pair reads its own rows: made for decode; prompts are faster with dense experts.
+
+        `drafting` leaves out what drafts leave out.
 
         Gates and sums are float32, or on tensor cores rounded to the dtype of hidden_states for more than a few tokens.
 
@@ -65,9 +77,10 @@ class SparseSlotExperts:
         if slots.numel() == 0:
             out.zero_()
             return
+        threshold = self.draft_threshold if drafting else self.threshold
         for first in range(0, len(slots), MOST_TOKENS):
             part = slice(first, first + MOST_TOKENS)
-            self._forward(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part])
+            self._forward(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part], threshold)
 
     def activations(self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """`act(gate)` (T, K, I) float32; anything for slots of -1."""
@@ -86,18 +99,25 @@ class SparseSlotExperts:
         packed_product(columns, packed, self.gates, act, groups=groups, gate=self.gate, finish="act", pairs_a_row=slots.shape[1])
 
     def _forward(
-        self, x: torch.Tensor, packed: Bytes, num_slots: int, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        packed: Bytes,
+        num_slots: int,
+        slots: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        out: torch.Tensor,
+        threshold: Threshold,
     ) -> None:
         pairs, rows, device = slots.numel(), self.rows, x.device
         act, values = (torch.empty(pairs, rows.neurons, dtype=torch.float32, device=device) for _ in range(2))
         listed = torch.empty(pairs, rows.neurons, dtype=torch.int32, device=device)
         lists = Lists(listed, values, torch.empty(pairs, dtype=torch.int32, device=device))
         self._gates(x, packed, num_slots, slots, act)
-        compact_lists(act, slots, self.threshold, lists, rows)
+        compact_lists(act, slots, threshold, lists, rows)
         neurons = torch.empty(pairs, rows.places, dtype=torch.float32, device=device)
-        up_packed(in_lane_order(x, rows), packed, slots, lists, neurons, rows, self.gate)
+        up_packed(in_unit_order(x, rows), packed, slots, lists, neurons, rows, self.gate)
         sums = torch.empty(pairs, rows.width, dtype=torch.float32, device=device)
         down_packed(packed, slots, lists, neurons, sums, rows)
-        in_lanes = torch.empty(len(slots), rows.width, dtype=torch.float32, device=device)
-        combine(sums, slots, top_k_weights, in_lanes)
-        out.copy_(from_lane_order(in_lanes, rows))
+        in_units = torch.empty(len(slots), rows.width, dtype=torch.float32, device=device)
+        combine(sums, slots, top_k_weights, in_units)
+        out.copy_(from_unit_order(in_units, rows))

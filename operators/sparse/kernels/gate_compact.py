@@ -25,24 +25,28 @@ GATE_NEURONS = 8  # a program's, in one go
 @triton.jit
 def _compact(act_ptr, list_ptr, value_ptr, length_ptr, counts_ptr, threshold, R: tl.constexpr, GROUP: tl.constexpr, GUESS: tl.constexpr):
     """Lists the neurons of one pair, or their groups, that reach the threshold, in their order."""
-    lanes = tl.arange(0, R.padded_neurons)
-    # written by other programs a moment ago: not from this multiprocessor's own cache
-    activations = tl.load(act_ptr + lanes, mask=lanes < R.neurons, other=0.0, cache_modifier=".cg")
-    kept = (reaches(activations, threshold) & (lanes < R.neurons)).to(tl.int32)
+    LANES: tl.constexpr = R.lanes
+    active = 0
+    length = 0
+    for first in tl.static_range(0, R.padded_neurons, LANES):
+        lanes = first + tl.arange(0, LANES)
+        # written by other programs a moment ago: not from this multiprocessor's own cache
+        activations = tl.load(act_ptr + lanes, mask=lanes < R.neurons, other=0.0, cache_modifier=".cg")
+        kept = (reaches(activations, threshold) & (lanes < R.neurons)).to(tl.int32)
+        active += tl.sum(kept)
+        if GROUP == 1:
+            place = length + tl.cumsum(kept, 0) - kept
+            tl.store(list_ptr + place, lanes, mask=kept != 0)
+            tl.store(value_ptr + place, activations, mask=kept != 0)
+        else:
+            kept = tl.max(tl.reshape(kept, (LANES // GROUP, GROUP)), 1)
+            place = length + tl.cumsum(kept, 0) - kept
+            tl.store(list_ptr + place, first // GROUP + tl.arange(0, LANES // GROUP), mask=kept != 0)
+        length += tl.sum(kept)
+    tl.store(length_ptr, length)
     tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
     if not GUESS:  # else they are counted when their exact gates are known
-        tl.atomic_add(counts_ptr, tl.sum(kept).to(tl.int64), sem="relaxed")
-    if GROUP == 1:
-        place = tl.cumsum(kept, 0) - kept
-        tl.store(list_ptr + place, lanes, mask=kept != 0)
-        tl.store(value_ptr + place, activations, mask=kept != 0)
-        tl.store(length_ptr, tl.sum(kept))
-    else:
-        GROUPS: tl.constexpr = R.padded_neurons // GROUP
-        kept = tl.max(tl.reshape(kept, (GROUPS, GROUP)), 1)
-        place = tl.cumsum(kept, 0) - kept
-        tl.store(list_ptr + place, tl.arange(0, GROUPS), mask=kept != 0)
-        tl.store(length_ptr, tl.sum(kept))
+        tl.atomic_add(counts_ptr, active.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def compact_lists(
     """
     _compact_kernel[ids.numel(),](
         act, ids, threshold.value, threshold.counts, lists.neurons, lists.values, lists.lengths, margin,
-        R=rows, GROUP=threshold.group, GUESS=guess, num_warps=4 if rows.padded_neurons <= FUSED_NEURONS else 8, **LAUNCH,
+        R=rows, GROUP=threshold.group, GUESS=guess, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip
 
 

@@ -26,14 +26,14 @@ def _gate_rows_kernel(
     GROUP: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """Grid (P,). A pair's gated neurons, zeros where they do not reach the threshold."""
+    """Grid (P, I / R.lanes). A pair's gated neurons, zeros where they do not reach the threshold."""
     pair = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, R.padded_neurons)
+    lanes = tl.program_id(1) * R.lanes + tl.arange(0, R.lanes)
     inside = lanes < R.neurons
     out_ptr += pair * R.neurons
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert >= NUM_EXPERTS:  # no product wrote its sums
-        tl.store(out_ptr + lanes, tl.zeros((R.padded_neurons,), out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + lanes, tl.zeros((R.lanes,), out_ptr.dtype.element_ty), mask=inside)
         return
     rows = lanes * R.step
     gate = tl.load(sums_ptr + pair * R.rows + rows, mask=inside, other=0.0).to(tl.float32)
@@ -42,11 +42,11 @@ def _gate_rows_kernel(
     value = acted(gate, GATE)
     kept = (reaches(value, tl.load(threshold_ptr)) & inside).to(tl.int32)
     tl.atomic_add(counts_ptr, tl.sum(kept).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, tl.sum(inside.to(tl.int32)).to(tl.int64), sem="relaxed")
     if GROUP > 1:
-        GROUPS: tl.constexpr = R.padded_neurons // GROUP
+        GROUPS: tl.constexpr = R.lanes // GROUP
         one = tl.max(tl.reshape(kept, (GROUPS, GROUP)), 1)
-        kept = tl.reshape(tl.broadcast_to(one[:, None], (GROUPS, GROUP)), (R.padded_neurons,))
+        kept = tl.reshape(tl.broadcast_to(one[:, None], (GROUPS, GROUP)), (R.lanes,))
     if R.gated:
         up = tl.load(sums_ptr + pair * R.rows + rows + R.up_offset, mask=inside, other=0.0).to(tl.float32)
         if R.bias:
@@ -59,7 +59,7 @@ def gate_rows(call: Call, sums: torch.Tensor, experts: torch.Tensor, out: torch.
     """`out (P, I)`: the gated neurons from the sums (P, rows of gate_up) of pairs that are sorted by `experts (P,)`."""
     weights = call.weights
     rows = neuron_rows(weights)
-    _gate_rows_kernel[len(sums),](
+    _gate_rows_kernel[len(sums), triton.cdiv(rows.neurons, rows.lanes)](
         sums, experts, weights.gate_up_bias, call.threshold.value, call.threshold.counts, out,
         R=rows, GATE=weights.gate, GROUP=call.threshold.group, NUM_EXPERTS=weights.num_experts, num_warps=4, **LAUNCH,
     )  # fmt: skip

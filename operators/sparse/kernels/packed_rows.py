@@ -1,8 +1,8 @@
 """The rows of up and down in the CPU kernel's sparse layout (cpu_backend/csrc/block_layout.h), read neuron by neuron.
 
 A row is its scales, for int8 and int4, and then chunks of 512 columns: unit i of lane l of a chunk holds consecutive columns of the
-lane's group of 32. So a row is read from front to back, and what it is multiplied with is stored in *lane order*: column k of group l at
-16 * k + l of its chunk.
+lane's group of 32. So a row is read from front to back, and what it is multiplied with is stored in *unit order*: first what each unit of
+the row holds first, then what each holds second, and so on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moegraft.operators.kernels.launch import LAUNCH, Bytes
 from moegraft.operators.kernels.layout import COLUMNS_A_UNIT, PackedMatrix, block_bytes, packed_matrix, round_up, unit_bytes
 from moegraft.operators.kernels.units import signed
 from moegraft.operators.sparse.call import Lists
+from moegraft.operators.sparse.kernels.rows import MOST_LANES
 
 CHUNK_COLUMNS = 512
 LANES = 16
@@ -40,6 +41,7 @@ class PackedRows(NamedTuple):
     hidden: int
     neurons: int
     padded_neurons: int  # a power of two
+    lanes: int  # neurons that a program looks at in one go
     places: int  # neurons, padded to 32: the width of a list
     gated: bool
     header: int  # scales before a row's units, for int8 and int4
@@ -54,7 +56,7 @@ class PackedRows(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Values of a vector in lane order."""
+        """Values of a vector in unit order."""
         return self.units * self.columns_a_unit
 
 
@@ -88,6 +90,7 @@ def sparse_layout(shape: ExpertsShape, weight_type: str) -> tuple[PackedMatrix, 
         hidden=shape.hidden,
         neurons=shape.intermediate,
         padded_neurons=triton.next_power_of_2(shape.intermediate),
+        lanes=min(MOST_LANES, triton.next_power_of_2(shape.intermediate)),
         places=neurons,
         gated=shape.gated,
         header=header_bytes // size,
@@ -103,15 +106,17 @@ def sparse_layout(shape: ExpertsShape, weight_type: str) -> tuple[PackedMatrix, 
     return gates, rows
 
 
-def in_lane_order(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    """(T, columns) -> (T, width)."""
-    padded = F.pad(x, (0, rows.width - x.shape[1]))
-    return padded.view(len(x), -1, LANES, 32).transpose(2, 3).reshape(len(x), -1)
+def in_unit_order(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """(T, columns) -> (T, width) float32: of its four bytes a thread reads as many values as it reads units, so the loop has no barrier."""
+    held = rows.columns_a_unit
+    padded = F.pad(x.float(), (0, rows.width - x.shape[1]))
+    return padded.view(len(x), -1, LANES, 32 // held, held).permute(0, 4, 1, 3, 2).reshape(len(x), -1)
 
 
-def from_lane_order(y: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+def from_unit_order(y: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """(T, width) -> (T, H), a copy."""
-    return y.view(len(y), -1, 32, LANES).transpose(2, 3).reshape(len(y), -1)[:, : rows.hidden]
+    held = rows.columns_a_unit
+    return y.view(len(y), held, -1, 32 // held, LANES).permute(0, 2, 4, 3, 1).reshape(len(y), -1)[:, : rows.hidden]
 
 
 @triton.jit
@@ -128,11 +133,11 @@ def _columns(units, j, R: tl.constexpr):
 
 
 @triton.jit
-def _lane_at(units, j, R: tl.constexpr):
-    """Where a vector in lane order has the `j`-th column of units of a row."""
+def _column_of(units, j, R: tl.constexpr):
+    """The number of the `j`-th column of units of a row."""
     CHUNK: tl.constexpr = 512 // R.columns_a_unit
     in_chunk = units % CHUNK
-    return units // CHUNK * 512 + (in_chunk // 16 * R.columns_a_unit + j) * 16 + in_chunk % 16
+    return units // CHUNK * 512 + in_chunk % 16 * 32 + in_chunk // 16 * R.columns_a_unit + j
 
 
 @triton.jit
@@ -143,7 +148,7 @@ def _scale_at(units, R: tl.constexpr):
 
 @triton.jit
 def _up_kernel(
-    x_ptr,  # (T, width) floating, in lane order
+    x_ptr,  # (T, width) float32, in unit order
     units_ptr,  # (S, expert_bytes), as units
     scales_ptr,  # the same bytes as float16
     biases_ptr,  # the same bytes as float32
@@ -183,8 +188,8 @@ def _up_kernel(
                 units = signed(tl.load(units_ptr + row + R.header + at, mask=inside, other=0), R)
                 part = tl.zeros((BN, BU), tl.float32)
                 for j in tl.static_range(HELD):
-                    x = tl.load(x_ptr + _lane_at(at, j, R), mask=at < R.units, other=0.0)
-                    part += _columns(units, j, R) * x.to(tl.float32)
+                    x = tl.load(x_ptr + j * R.units + at, mask=at < R.units, other=0.0)
+                    part += _columns(units, j, R) * x
                 if R.header > 0:
                     part *= tl.load(scales_ptr + 2 * row + _scale_at(at, R), mask=inside, other=0.0).to(tl.float32)
                 total += part
@@ -205,7 +210,7 @@ def _down_kernel(
     list_ptr,  # (P, I) int32
     length_ptr,  # (P,) int32
     neurons_ptr,  # (P, places) float32
-    out_ptr,  # (P, WIDTH) float32, in lane order; rows of absent pairs are not written
+    out_ptr,  # (P, WIDTH) float32, in unit order; rows of absent pairs are not written
     R: tl.constexpr,
     WIDTH: tl.constexpr,
     BN: tl.constexpr,
@@ -233,30 +238,28 @@ def _down_kernel(
         total += _columns(units[:, :, None], j[None, None, :], R) * value[:, :, None]
         first += BN
     rows = tl.sum(total, 0)
-    place = _lane_at(at[:, None], j[None, :], R)
     if R.down_bias_word >= 0:
-        # back from lane order: value 16 * k + l of a chunk is column k of its group l
-        column = place // 512 * 512 + place % 16 * 32 + place % 512 // 16
-        bias = tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + column, mask=column < R.hidden, other=0.0)
-        rows += bias
-    tl.store(out_ptr + pair.to(tl.int64) * WIDTH + place, rows)
+        column = _column_of(at[:, None], j[None, :], R)
+        rows += tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + column, mask=column < R.hidden, other=0.0)
+    tl.store(out_ptr + pair.to(tl.int64) * WIDTH + j[None, :] * R.units + at[:, None], rows)
 
 
 def up_packed(
-    x_lanes: torch.Tensor, arena: Bytes, slots: torch.Tensor, lists: Lists, neurons: torch.Tensor, rows: PackedRows, gate: Gate
+    x_units: torch.Tensor, arena: Bytes, slots: torch.Tensor, lists: Lists, neurons: torch.Tensor, rows: PackedRows, gate: Gate
 ) -> None:
     """`neurons (P, places) float32`: the gated neurons of the listed ones, by place."""
     pairs = slots.numel()
     turns = max(1, min(triton.cdiv(rows.neurons, UP_NEURONS), triton.cdiv(PROGRAMS, pairs)))
+    units = min(UP_UNITS, triton.next_power_of_2(rows.units))
     _up_kernel[pairs, turns](
-        x_lanes, arena.units, arena.scales, arena.biases, slots, lists.neurons, lists.values, lists.lengths, neurons,
-        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, BN=UP_NEURONS, BU=min(UP_UNITS, triton.next_power_of_2(rows.units)),
-        num_warps=WARPS, **LAUNCH,
+        x_units, arena.units, arena.scales, arena.biases, slots, lists.neurons, lists.values, lists.lengths, neurons,
+        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, BN=UP_NEURONS, BU=units,
+        num_warps=max(1, WARPS * units // UP_UNITS), **LAUNCH,
     )  # fmt: skip
 
 
 def down_packed(arena: Bytes, slots: torch.Tensor, lists: Lists, neurons: torch.Tensor, out: torch.Tensor, rows: PackedRows) -> None:
-    """`out (P, width) float32`, in lane order: each pair's sum over its listed rows of down, and the bias."""
+    """`out (P, width) float32`, in unit order: each pair's sum over its listed rows of down, and the bias."""
     _down_kernel[slots.numel(), rows.units // DOWN_UNITS](
         arena.units, arena.scales, arena.biases, slots, lists.neurons, lists.lengths, neurons, out,
         R=rows, WIDTH=rows.width, BN=DOWN_NEURONS, BU=DOWN_UNITS, num_warps=WARPS, **LAUNCH,

@@ -11,6 +11,7 @@ from moegraft.operators.kernels.layout import round_up
 from moegraft.operators.sparse.weights import SparseWeights
 
 LARGEST_GROUP = 32
+MOST_LANES = 2048  # 16 neurons a thread
 
 
 class NeuronRows(NamedTuple):
@@ -22,6 +23,7 @@ class NeuronRows(NamedTuple):
     hidden: int
     neurons: int
     padded_neurons: int  # a power of two
+    lanes: int  # neurons that a program looks at in one go
     places: int  # neurons of whole groups: what a list of groups may hold
     gated: bool
     rows: int  # of gate_up: 2I, ungated I
@@ -37,6 +39,7 @@ def neuron_rows(weights: SparseWeights) -> NeuronRows:
         hidden=weights.hidden,
         neurons=neurons,
         padded_neurons=triton.next_power_of_2(neurons),
+        lanes=min(MOST_LANES, triton.next_power_of_2(neurons)),
         places=round_up(neurons, LARGEST_GROUP),
         gated=gated,
         rows=weights.gate_up.shape[1],

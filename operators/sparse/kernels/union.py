@@ -39,31 +39,35 @@ def _compact_union_kernel(
     if block >= tl.load(count_ptr):
         return
     threshold = tl.load(threshold_ptr)
-    lanes = tl.arange(0, R.padded_neurons)
-    inside = lanes < R.neurons
-    union = tl.zeros((R.padded_neurons,), tl.int32)
-    active = tl.zeros((R.padded_neurons,), tl.int32)
-    pairs = 0
-    for place in range(BM):  # one pair at a time: a pair's activations take a whole program's registers
-        pair = tl.load(pairs_ptr + block * BM + place)
-        if pair < pair_count:
-            row_ptr = act_ptr + pair.to(tl.int64) * R.neurons
-            activations = tl.load(row_ptr + lanes, mask=inside, other=0.0)
-            kept = (reaches(activations, threshold) & inside).to(tl.int32)
-            active += kept
-            pairs += 1
-            if GROUP > 1:
-                GROUPS: tl.constexpr = R.padded_neurons // GROUP
-                one = tl.max(tl.reshape(kept, (GROUPS, GROUP)), 1)
-                kept = tl.reshape(tl.broadcast_to(one[:, None], (GROUPS, GROUP)), (R.padded_neurons,))
-                kept = tl.where(inside, kept, 0)
-            union = union | kept
-            tl.store(row_ptr + lanes, tl.where(kept != 0, activations, 0.0), mask=inside)
-    tl.atomic_add(counts_ptr, tl.sum(active).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, (pairs * R.neurons).to(tl.int64), sem="relaxed")
-    place = tl.cumsum(union, 0) - union
-    tl.store(list_ptr + block.to(tl.int64) * R.neurons + place, lanes, mask=union != 0)
-    tl.store(length_ptr + block, tl.sum(union))
+    LANES: tl.constexpr = R.lanes
+    list_ptr += block.to(tl.int64) * R.neurons
+    active = 0
+    length = 0
+    for first in tl.static_range(0, R.padded_neurons, LANES):
+        lanes = first + tl.arange(0, LANES)
+        inside = lanes < R.neurons
+        union = tl.zeros((LANES,), tl.int32)
+        reached = tl.zeros((LANES,), tl.int32)
+        for place in range(BM):  # one pair at a time: the activations of one fill a program's registers
+            pair = tl.load(pairs_ptr + block * BM + place)
+            if pair < pair_count:
+                row_ptr = act_ptr + pair.to(tl.int64) * R.neurons
+                activations = tl.load(row_ptr + lanes, mask=inside, other=0.0)
+                kept = (reaches(activations, threshold) & inside).to(tl.int32)
+                reached += kept
+                if GROUP > 1:
+                    one = tl.max(tl.reshape(kept, (LANES // GROUP, GROUP)), 1)
+                    kept = tl.reshape(tl.broadcast_to(one[:, None], (LANES // GROUP, GROUP)), (LANES,))
+                    kept = tl.where(inside, kept, 0)
+                union = union | kept
+                tl.store(row_ptr + lanes, tl.where(kept != 0, activations, 0.0), mask=inside)
+        tl.store(list_ptr + length + tl.cumsum(union, 0) - union, lanes, mask=union != 0)
+        active += tl.sum(reached)
+        length += tl.sum(union)
+    tl.store(length_ptr + block, length)
+    present = tl.load(pairs_ptr + block * BM + tl.arange(0, BM)) < pair_count
+    tl.atomic_add(counts_ptr, active.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, (tl.sum(present.to(tl.int32)) * R.neurons).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
