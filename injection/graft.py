@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.plan import Plan
 from moegraft.operators.base import BuildContext, ModelOperator, Operator
+from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.experts.engine.decode_steps import DecodeSteps
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.sparse.layer import SparseLayers
@@ -34,6 +37,17 @@ class Injection:
         """The operator of kind `model`, which replaces nothing and answers `generate`."""
         found = self.operators.get("")
         return found if isinstance(found, ModelOperator) else None
+
+    @property
+    def decode_steps(self) -> DecodeSteps | None:
+        """What captures decode steps; None where no rule lets it."""
+        groups = self.context.shared(GpuGroups, GpuGroups)
+        return groups.decode_steps if groups.captures else None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the calling thread draws a draft."""
+        return self.context.shared(DraftSwitch, DraftSwitch).settings is not None
 
     def statistics(self) -> dict[str, object]:
         """What operators did so far: `modules` by path, `sparsity`, what was left out, for each target that rules give, and `devices`,
@@ -113,8 +127,14 @@ def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
     model.all_tied_weights_keys = _ties_outside(model.all_tied_weights_keys, [path])
 
 
-def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator] | None = None) -> type[PreTrainedModel]:
-    """A subclass of `base` under its name whose instances have `operators` in place before any weight is loaded."""
+def injected_class(
+    base: type[PreTrainedModel], operators: Mapping[str, Operator] | None = None, *, captures: bool = False
+) -> type[PreTrainedModel]:
+    """A subclass of `base` under its name whose instances have `operators` in place before any weight is loaded.
+
+    Args:
+        captures: whether decode steps may be captured; the forward pass of others is the stock one.
+    """
 
     def __init__(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -130,6 +150,8 @@ def injected_class(base: type[PreTrainedModel], operators: Mapping[str, Operator
     }
     if issubclass(base, GenerationMixin):
         body["generate"] = _generate(base)
+    if captures:
+        body["forward"] = _forward(base)
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), body)
 
@@ -157,15 +179,31 @@ def _generate(base: type[GenerationMixin]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(base.generate, self)
         operator = self.moegraft.model_operator
-        return plain(*args, **kwargs) if operator is None else operator.generate(self, plain, *args, **kwargs)
+        if operator is not None:
+            return operator.generate(self, plain, *args, **kwargs)
+        steps = self.moegraft.decode_steps
+        return plain(*args, **(kwargs if steps is None else steps.generation(self, args, kwargs)))
 
     return generate
+
+
+def _forward(base: type[PreTrainedModel]) -> Callable[..., Any]:
+    """`forward` of an injected class whose decode steps may be captured ones."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = None if torch.compiler.is_compiling() else self.moegraft.decode_steps
+        if steps is None:
+            return base.forward(self, *args, **kwargs)
+        return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=self.moegraft.drafting)
+
+    return forward
 
 
 def injected(model: PreTrainedModel, stock_class: type[PreTrainedModel], injection: Injection) -> PreTrainedModel:
     """Marks a model with what was done to it and puts it in eval mode."""
     # A class that placed operators is left behind: it would keep them alive after their model, and place them in another.
-    model.__class__ = injected_class(stock_class)
+    model.__class__ = injected_class(stock_class, captures=injection.decode_steps is not None)
     model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
     model.eval()
     return model

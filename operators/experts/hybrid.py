@@ -20,7 +20,7 @@ from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer, keep_resident
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
-from moegraft.operators.experts.engine.options import ExpertCacheOptions, GpuOptions, check_gpu
+from moegraft.operators.experts.engine.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
@@ -63,6 +63,9 @@ class HybridExpertsOptions:
             on the GPU; `fixed`, what has a slot on the GPU and the rest on the CPU; `layer_map`, whole layers on one device;
             `all_cpu`.
         prefetch: what is loaded before it is asked for.
+        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, what has a
+            slot on the GPU and the rest on the CPU; `auto`, the faster of them, measured on the first tokens of a real GPU. A
+            captured step needs a static key-value cache of full attention; where it cannot be, `eager` runs and the reason is said.
     """
 
     weights: WEIGHT_TYPES = "stored"
@@ -72,14 +75,16 @@ class HybridExpertsOptions:
     cache: ExpertCacheOptions = field(default_factory=ExpertCacheOptions)
     schedule: ScheduleName = "two_threshold"
     prefetch: PrefetchOptions = field(default_factory=PrefetchOptions)
+    decode: DecodeName = "auto"
 
     def __post_init__(self) -> None:
         check_gpu(self.gpu)
+        check_decode(self.decode, self.schedule)
 
     @property
     def on_gpu(self) -> GpuOptions | None:
         """None for experts that the CPU computes alone."""
-        return None if self.gpu == "none" else GpuOptions(self.gpu, self.cache, self.schedule, self.prefetch)
+        return None if self.gpu == "none" else GpuOptions(self.gpu, self.cache, self.schedule, self.prefetch, self.decode)
 
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:

@@ -3,8 +3,7 @@
 Threads: streams run on the device; one notifier thread waits for events, one after another in the order in which `notify` was called,
 and runs the callbacks. Its waits give up the interpreter and sleep in the driver.
 
-Copies read host memory in place: whoever owns it keeps it until they are done. While a CUDA graph is captured no transfers may be
-under way, or the capture must have `capture_error_mode="thread_local"`.
+Copies read host memory in place: whoever owns it keeps it until they are done. Transfers go on, from other threads, while `capture` runs.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from moegraft.operators.experts.devices.cpu_engine import CpuEngine, HostTicket, host_ms
+from moegraft.operators.experts.devices.cuda_graph import CudaGraph
 from moegraft.operators.experts.devices.cuda_runtime import RuntimeLibrary, load_runtime
 from moegraft.operators.experts.devices.interface import (
     Buffer,
@@ -213,6 +213,14 @@ class CudaDevice:
         assert isinstance(stream, CudaStream), f"{stream!r} is not a stream of {self.name}"
         with torch.cuda.device(self.torch_device):
             self._runtime.launch_host_function(stream.raw.cuda_stream, function, data)
+
+    def order(self, first: Stream, then: Stream) -> None:
+        then.wait(first.record())
+
+    def capture(self, step: Callable[[], None]) -> CudaGraph:
+        self._check_open()
+        with torch.cuda.device(self.torch_device):
+            return CudaGraph(self.name, step)
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
         self._check_open()

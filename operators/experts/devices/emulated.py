@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from moegraft.operators.experts.devices.emulation import (
@@ -21,6 +23,8 @@ from moegraft.operators.experts.devices.profiles import INT4_BITS, MachineProfil
 
 if TYPE_CHECKING:
     import torch
+
+    from moegraft.operators.experts.devices.graphs import EmulatedGraph, StepRecorder
 
 Step = Callable[[], None]
 
@@ -62,6 +66,7 @@ class EmulatedDevice(ABC):
         self._prices = Prices(profile, bits_per_weight)
         self._faults = FaultCounter(faults or Faults())
         self._memory = HostMemory(self.name, memory_bytes, self._faults)
+        self._recorder: StepRecorder | None = None  # while a step is captured
 
     @property
     def torch_device(self) -> torch.device:
@@ -77,6 +82,10 @@ class EmulatedDevice(ABC):
     @abstractmethod
     def check_open(self) -> None:
         """Raises DeviceError once the device is closed."""
+
+    @abstractmethod
+    def stream(self, name: str) -> EmulatedStream:
+        """See `Device`."""
 
     def allocate(self, nbytes: int) -> HostBuffer:
         self.check_open()
@@ -108,6 +117,8 @@ class EmulatedDevice(ABC):
         self._own(stream).put_copy(self._prices.copy_ms(nbytes), lambda: move(0, half), second_half)
 
     def launch(self, stream: Stream, function: Step | None, work: Work) -> None:
+        if self._captures(partial(self.launch, stream, function, work)):
+            return
         if self._faults.fails("launches"):
 
             def function() -> None:
@@ -117,6 +128,29 @@ class EmulatedDevice(ABC):
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         self.launch(stream, host_function(function, data), work)
+
+    def order(self, first: Stream, then: Stream) -> None:
+        if not self._captures(partial(self.order, first, then)):
+            then.wait(first.record())
+
+    def capture(self, step: Step) -> EmulatedGraph:
+        from moegraft.operators.experts.devices.graphs import EmulatedGraph, StepRecorder  # an emulation of copies needs no torch
+
+        assert self._recorder is None, "one step is captured at a time"
+        self._recorder = recorder = StepRecorder(self.name)
+        try:
+            with recorder:
+                step()
+        finally:
+            self._recorder = None
+        return EmulatedGraph(self, recorder.items)
+
+    def _captures(self, hand_over: Step) -> bool:
+        """Whether this call belongs to a step that is captured, which keeps it for its replays."""
+        if self._recorder is None or self._recorder.thread != threading.get_ident():
+            return False
+        self._recorder.keep(hand_over)
+        return True
 
     @abstractmethod
     def _own(self, stream: Stream) -> EmulatedStream:

@@ -110,6 +110,18 @@ class PinnedRange(Protocol):
     def release(self) -> None: ...
 
 
+class Graph(Protocol):
+    """A step that was captured once, to be handed over again and again as one piece."""
+
+    def replay(self) -> None:
+        """Hands the step over: it works on what its tensors hold when the compute stream gets there."""
+        ...
+
+    def release(self) -> None:
+        """Gives its memory back; the last replay is done."""
+        ...
+
+
 class CpuTicket(Protocol):
     """A job of the CPU engine."""
 
@@ -174,6 +186,19 @@ class Device(Protocol):
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         """Runs the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
+        ...
+
+    def order(self, first: Stream, then: Stream) -> None:
+        """What is handed to `then` from now on starts after what `first` has so far. Inside of `capture`, as part of the step."""
+        ...
+
+    def capture(self, step: Callable[[], None]) -> Graph:
+        """Notes what `step` hands over, by `launch`, `launch_host`, `order` and PyTorch's own calls on the current stream; nothing of it
+        is done. Its tensors stay where they are, and streams that it forked off have been joined when it returns.
+
+        Raises:
+            DeviceError: the step waits for the device, or does what cannot be captured.
+        """
         ...
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> CpuTicket:

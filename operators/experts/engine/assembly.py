@@ -72,6 +72,17 @@ class EngineParts:
         self._slots = loading.arena.tensor.view(-1, first.expert_bytes)
         self._kernels = SlotExperts(first.shape, first.gate_spec, first.weight_type)
 
+    @property
+    def slot_memory(self) -> torch.Tensor:
+        """(S, expert_bytes) uint8 on a CUDA device."""
+        assert self._slots is not None, "a CUDA device has its slots in its own memory"
+        return self._slots
+
+    def kernels_for(self, layer: int) -> Callable[..., None]:
+        """`SlotExperts.forward` for a layer."""
+        assert self._kernels is not None, "a CUDA device has kernels of its own"
+        return self._kernels.forward
+
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in host memory."""
         if self.arena is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -150,10 +150,19 @@ class Engine:
             max_transfers=UNBOUNDED if not (step.draft and step.draft.resident) and self._can_stream(step.layer) else 0,
         )
 
-    def _settle(self, cpu: CpuTicket | None) -> None:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No layer is computed meanwhile, and Ctrl-C waits."""
+        with self._lock, Uninterrupted():
+            yield
+
+    def settle(self) -> None:
         """Lets what was handed over end, however it ends: nothing of it may touch the results of what comes next."""
         with suppress(DeviceError):
             self.device.synchronize()
+
+    def _settle(self, cpu: CpuTicket | None) -> None:
+        self.settle()
         if cpu is not None:
             with suppress(RuntimeError, ValueError):  # if it fails for a reason of its own, it will again
                 cpu.wait()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from moegraft.operators.experts.cache.policies import CacheOptions
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.scheduling.scheduler import ScheduleName
 from moegraft.operators.experts.transfer.arena import SlotPlan, even_plan
 
+DecodeName = Literal["auto", "eager", "graph"]
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 STAGING = 4  # slots to load into beside those in use: two chunks are on the way, and a demand may join them
 GPU = re.compile(r"auto|none|(cuda|emulated)(:\d+)?")
@@ -86,6 +88,12 @@ class GpuOptions:
     cache: ExpertCacheOptions
     schedule: ScheduleName
     prefetch: PrefetchOptions
+    decode: DecodeName = "eager"
+
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps may be captured; `auto` leaves those alone that divide the work otherwise than by what has a slot."""
+        return self.decode == "graph" or (self.decode == "auto" and self.schedule not in ("all_cpu", "on_demand"))
 
     @property
     def loading_ahead(self) -> PrefetchOptions:
@@ -102,6 +110,18 @@ class GpuOptions:
     @property
     def emulated(self) -> bool:
         return self.gpu.startswith("emulated")
+
+
+def check_decode(decode: DecodeName, schedule: ScheduleName) -> None:
+    """
+    Raises:
+        ValueError: captured steps cannot do what the schedule says.
+    """
+    if decode == "graph" and schedule in ("all_cpu", "on_demand"):
+        raise ValueError(
+            f"decode: graph computes on the GPU what has a slot and the rest on the CPU, which schedule: {schedule} does not; "
+            "take another schedule, or decode: eager"
+        )
 
 
 def check_gpu(gpu: str) -> None:

@@ -21,6 +21,7 @@ class EngineStatistics:
         transferred: loaded because the plan asked for it.
         planned_ms: what the plans promised, summed.
         recoveries: layers that had to be computed anew on the CPU.
+        replayed: decode steps that were captured ones.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class EngineStatistics:
     transferred: int = 0
     planned_ms: float = 0.0
     recoveries: int = 0
+    replayed: int = 0
     found_by_layer: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     used_by_layer: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -55,6 +57,15 @@ class EngineStatistics:
         self.transferred += int((absent & ~on_cpu).sum())
         self.planned_ms += makespan_ms
 
+    def count_split(self, layer: int, used: int, on_cpu: int) -> None:
+        """Of a layer in a captured step, where the CPU computes what has no slot."""
+        self.steps += 1
+        self.used += used
+        self.found += used - on_cpu
+        self.used_by_layer[layer] += used
+        self.found_by_layer[layer] += used - on_cpu
+        self.on_cpu += on_cpu
+
     @property
     def hit_rate(self) -> float:
         """Share of the active experts that had a slot when their layer began; 0 before the first."""
@@ -64,6 +75,7 @@ class EngineStatistics:
         used = max(self.used, 1)
         return {
             "layers computed": self.steps,
+            "decode steps replayed": self.replayed,
             "experts found on the GPU": f"{self.hit_rate:.1%}",
             "experts computed by the CPU": f"{self.on_cpu / used:.1%}",
             "experts transferred on demand": self.transferred,

@@ -167,6 +167,8 @@ class SlotTable:
             room = False
             for layer in self._residents.crowded():
                 room |= self._shrink(layer)
+            for layer in range(self.layers):
+                self._residents.settle(layer)
             if room:
                 self._tell_room()
 

@@ -10,7 +10,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,48 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
     yield device
     FakeEvent.broken = FakeEvent.pending = False
     device.close()
+
+
+def test_a_step_is_captured_by_pytorch_and_failures_are_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class FakeGraph:
+        def replay(self) -> None:
+            if FakeEvent.broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            calls.append("replay")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    @contextmanager
+    def capture(graph: FakeGraph, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "transfers of other threads go on"
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    compute, side = device.stream("compute"), device.stream("side")
+
+    def step() -> None:
+        device.order(compute, side)
+        device.launch(side, lambda: calls.append("side"), WORK)
+        device.order(side, compute)
+
+    graph = device.capture(step)
+    graph.replay()
+    assert calls == ["side", "replay"] and len(side.raw.waited) == len(compute.raw.waited) == 1
+    FakeEvent.broken = True
+    with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
+        graph.replay()
+    graph.release()
+
+    def waiting() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(DeviceError, match="cuda:0: the step cannot be captured: CUDA error: operation not permitted"):
+        device.capture(waiting)
+    assert calls[-1] == "reset"
 
 
 def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:

@@ -1,0 +1,235 @@
+"""Decode steps captured whole: the same answers as layer by layer, where they can be captured, and a reason where they cannot."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+from transformers import PreTrainedModel, StaticCache
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import RuleFileError
+from moegraft.operators.experts.devices.interface import DeviceError
+from moegraft.operators.experts.engine.captured_layer import CapturedLayer
+from moegraft.operators.experts.engine.decode_steps import DecodeSteps
+from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.trial import STEPS
+
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{gpu: "{gpu}", {more}}}}}
+{rules}
+"""
+NEW = 20
+GRAPH = "cache: {ratio: 0.5}, decode: graph"
+# Of full attention; each a router or a shared expert of its own.
+FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe")
+
+
+@pytest.fixture
+def load(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def load(model_type: str, more: str = GRAPH, *, gpu: str = "emulated", rules: str = "") -> PreTrainedModel:
+        path = tmp_path / "rules.yaml"
+        path.write_text(RULES.format(gpu=gpu, more=more, rules=rules))
+        case = next(case for case in served_cases() if case.model_type == model_type)
+        model: PreTrainedModel = optimize_and_load(build_model(case), path, progress=False, threads=1)
+        return model
+
+    return load
+
+
+def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.Tensor]:
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made = model.generate(arguments.pop("ids", prompt(5)), **{**settings, **arguments})
+    return made.sequences[0].tolist(), torch.stack(made.logits)
+
+
+def engine_of(model: PreTrainedModel) -> Engine:
+    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    return group.engines[0]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_captured_steps_answer_as_those_layer_by_layer(model_type: str, load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"))
+    model = load(model_type)
+    with caplog.at_level(logging.INFO, "moegraft"):
+        found, found_logits = answer(model)
+    assert not caplog.records, caplog.text
+    assert found == tokens and difference(found_logits, logits) < 1e-5
+    statistics = engine_of(model).statistics
+    assert statistics.replayed >= NEW - 3  # of the last nothing is learnt yet, and one was compared
+    assert 0 < statistics.on_cpu < statistics.used
+
+
+@pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, scope: global, policy: lru}"])
+def test_any_number_of_slots_answers_the_same(cache: str, load) -> None:  # type: ignore[no-untyped-def]
+    tokens, logits = answer(load("qwen3_moe", f"cache: {cache}, decode: eager"))
+    model = load("qwen3_moe", f"cache: {cache}, decode: graph")
+    found, found_logits = answer(model)
+    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert cache == "{slots: 0}" or engine_of(model).statistics.replayed > 0  # with no slot there is no engine
+
+
+def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # type: ignore[no-untyped-def]
+    """A new cache has other addresses: the step is captured anew."""
+    model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
+    for length in (3, 9):
+        assert answer(model, ids=prompt(length))[0] == answer(stock, ids=prompt(length))[0]
+    held = StaticCache(config=model.config, max_cache_len=64)
+    first = answer(model, past_key_values=held, disable_compile=True)[0]
+    assert first == answer(stock)[0]
+    longer = torch.tensor([[*first, 7]])
+    assert answer(model, ids=longer, past_key_values=held, disable_compile=True)[0] == answer(stock, ids=longer)[0]
+
+
+def test_several_sequences_are_captured_too(load) -> None:  # type: ignore[no-untyped-def]
+    model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
+    ids = prompt(5, batch=3)
+    assert difference(answer(model, ids=ids)[1], answer(stock, ids=ids)[1]) < 1e-5
+    assert engine_of(model).statistics.replayed > 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "arguments", "says"),
+    [
+        ("qwen3_moe", {"cache_implementation": "dynamic"}, "the key-value cache (DynamicCache of DynamicLayer) is not of fixed size"),
+        ("qwen3_moe", {"use_cache": False}, None),  # no step has one token
+        ("qwen3_moe", {"ids": prompt(5, batch=5)}, "a step of 5 sequences is decided layer by layer; up to 4 are captured"),
+        ("mixtral", {}, "DynamicSlidingWindowLayer) is not of fixed size and full attention"),
+    ],
+)
+def test_what_cannot_be_captured_runs_and_is_said_once(  # type: ignore[no-untyped-def]
+    model_type: str, arguments: dict[str, Any], says: str | None, load, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, _ = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), **arguments)
+    model = load(model_type)
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        assert answer(model, **arguments)[0] == tokens
+        assert answer(model, **arguments)[0] == tokens
+    assert [says is not None and says in record.message for record in caplog.records] == [True] * (says is not None)
+    assert engine_of(model).statistics.replayed == 0
+
+
+LINEAR = "- match: {kind: linear, name: '(q|k|v|o)_proj$'}\n  replace: {class: quantized_linear, kwargs: {weights: int8}}"
+DRAFT = "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpu": "emulated:0,emulated:1"}, "the layers are on several GPUs"),
+        ({"rules": LINEAR}, "other operators compute on the CPU"),
+        ({"rules": DRAFT}, "tokens are drafted"),
+    ],
+)
+def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-def]
+    options: dict[str, str], says: str, load, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load("qwen3_moe", **options)
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        for _ in range(2):
+            model.generate(prompt(5), max_new_tokens=NEW, do_sample=False)
+    said = [record.message for record in caplog.records if record.message.startswith("decode steps run layer by layer: ")]
+    assert len([each for each in said if says in each]) == 1, caplog.text
+    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.shared(GpuGroups, GpuGroups) for engine in group.engines)
+
+
+def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, logits = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"))
+    forward = CapturedLayer.forward
+    monkeypatch.setattr(CapturedLayer, "forward", lambda *given: -2 * forward(*given))
+    model = load("qwen3_moe")
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        found, found_logits = answer(model)
+    assert found == tokens and difference(found_logits, logits) < 1e-5
+    (record,) = caplog.records
+    assert "a captured step gave logits that are" in record.message
+
+
+def test_what_fails_on_the_cpu_is_raised_and_the_model_answers_on(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    model = load("qwen3_moe")
+    expected = answer(model)
+    check, left = CapturedLayer.check, [7]
+
+    def failing(self: CapturedLayer) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("the CPU's part failed")
+        check(self)
+
+    monkeypatch.setattr(CapturedLayer, "check", failing)
+    with pytest.raises(RuntimeError, match="the CPU's part failed"):
+        answer(model)
+    replayed = engine_of(model).statistics.replayed
+    assert answer(model)[0] == expected[0]
+    assert engine_of(model).statistics.replayed > replayed, "still captured"
+
+
+def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load("qwen3_moe")
+    expected = answer(model)
+    device = engine_of(model).device
+    launch, left = device.launch, [40]
+
+    def failing(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise DeviceError("injected")
+        launch(*given)
+
+    monkeypatch.setattr(device, "launch", failing)
+    with pytest.raises(DeviceError, match="injected"):
+        answer(model)
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        assert answer(model)[0] == expected[0]
+    assert "the device failed in a captured step: injected" in caplog.text
+
+
+def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """On an emulated device nothing can be measured, so its own clock stands in."""
+    tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * STEPS)
+    monkeypatch.setattr(DecodeSteps, "_obstacle", lambda self, model: None)
+    model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
+    assert answer(model, max_new_tokens=4 * STEPS)[0] == tokens
+    assert model.moegraft.decode_steps._trial.winner in ("eager", "graph")
+
+
+def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model = load("qwen3_moe", "cache: {ratio: 0.5}")
+    with caplog.at_level(logging.INFO, "moegraft"):
+        made = model.generate(prompt(5), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+    assert type(made.past_key_values).__name__ == "DynamicCache"
+    assert engine_of(model).statistics.replayed == 0 and not caplog.records
+
+
+def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RuleFileError, match=r"decode: graph computes on the GPU what has a slot.*which schedule: all_cpu does not"):
+        load("qwen3_moe", "schedule: all_cpu, decode: graph")
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.decode_steps is None
+
+
+def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
+    model = load("qwen3_moe")
+    answer(model)
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.decode_steps)]
+    del model
+    gc.collect()
+    assert [each() for each in watched] == [None] * 3
