@@ -5,7 +5,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-WeightType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+WeightType = Literal["float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"]
 PartName = Literal["gate", "up", "down"]
 Array = NDArray[Any]  # float32, float16, or bfloat16 as its bits in uint16
 
@@ -68,16 +68,18 @@ class ExpertsShape:
 class PackedExperts:
     """All experts of one layer in the order in which the kernel reads them, one contiguous block of `expert_bytes` an expert.
 
-    int8 and int4 hold what GGUF's Q8_0 and Q4_0 blocks hold: groups of 32 along the input, one float16 scale.
+    int8 and int4 hold what GGUF's Q8_0 and Q4_0 blocks hold: groups of 32 along the input, one float16 scale. q4_k and q6_k hold
+    GGUF's Q4_K and Q6_K, super-blocks of 256 along the input, exactly as a file has them: nothing is quantised to them here.
 
     Args:
+        weight_type: of all parts, or two with a plus between: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
         buffer: (E * expert_bytes,) uint8 that starts at a multiple of 64 bytes, such as a mapped cache file; kept alive, not copied.
             When it is read-only everything counts as packed.
         sparse: the layout whose `forward` takes a `threshold`: of neurons below it, the rows of up and of (transposed) down are not read.
-            int8 and int4 quantise its down along H, one scale for 32 outputs.
+            int8 and int4 quantise its down along H, one scale for 32 outputs; it has one weight type, which is not q4_k or q6_k.
 
     Raises:
-        ValueError: an unknown weight type, a buffer of the wrong size or alignment.
+        ValueError: an unknown weight type, q4_k or q6_k for an input that is no multiple of 256, a buffer of the wrong size or alignment.
         MemoryError: no memory of that size.
     """
 
@@ -94,6 +96,7 @@ class PackedExperts:
     def gate_spec(self) -> GateSpec: ...
     @property
     def weight_type(self) -> str: ...
+    def weight_type_of(self, part: str) -> str: ...
     @property
     def expert_bytes(self) -> int: ...
     @property
@@ -119,6 +122,8 @@ class PackedExperts:
 
         Down of a sparse layout alone is dequantised and quantised again, along H.
         """
+    def pack_super_blocks(self, expert: int, part: str, blocks: NDArray[np.uint8]) -> None:
+        """Packs q4_k or q6_k rows exactly as they are: the bytes of a GGUF file, (rows, cols / 256 * 144 or 210)."""
     def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
         """The matrix as the kernel sees it, (rows, cols), dequantised without another rounding."""
@@ -142,6 +147,7 @@ class PackedLinear:
         """The packed bytes of the matrix without the bias, without a copy; read-only."""
     def pack(self, array: Array) -> None: ...
     def pack_quantized(self, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None: ...
+    def pack_super_blocks(self, blocks: NDArray[np.uint8]) -> None: ...
     def pack_bias(self, array: NDArray[np.float32]) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...
 

@@ -145,6 +145,7 @@ void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) 
       for (int lane = 0; lane < kLanes; ++lane)
         words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
       break;
+    default: break;  // super_blocks.cpp
   }
 }
 
@@ -179,6 +180,7 @@ void load(GroupTile& tile, WeightType type, Place place) {
             values[i + 4] = static_cast<float>((bytes[4 * lane + i] >> 4) - 8) * scale;
           }
           break;
+        default: break;
       }
     }
   }

@@ -10,6 +10,12 @@
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high the rest}
 // Scales stand beside their weights so that one stream is read in order. Every line is 64 bytes.
 //
+// GGUF's Q4_K and Q6_K have super-blocks of 256 columns, which columns must be whole numbers of. `words` are 32 rows of 32 bits, [row]:
+//   q4_k      [super-block]{d f16 [32 rows]; dmin f16 [32 rows]; words of the 12 bytes that hold 8 scales and 8 minima of 6 bits, as the
+//             file has them, [3]; [group] nibbles as int4's, without its offset}       value = d * scale * code - dmin * minimum
+//   q6_k      [super-block]{d f16 [32 rows]; words of 4 int8 scales, one for 16 columns, [4]; [group]{low nibbles as int4's; words of the
+//             upper bits, [2]: of columns kk = 16 * word + 4 * j + byte, bits 2j and 2j + 1 of the byte}}  value = d * scale * (code - 32)
+//
 // A neuron's row of the sparse layout is read alone, so there lanes are groups of columns: 16 groups of 32 columns (a chunk) are stored as
 // 16 rows of one group are above. Quantised rows begin with the float16 scales of all their chunks, filled up to a line.
 #pragma once
@@ -26,7 +32,17 @@ constexpr int kBlockRows = 2 * kLanes;        // two lines a step: two accumulat
 constexpr int kGroup = 32;                    // columns that share a scale: GGUF's Q8_0 and Q4_0
 constexpr int kScaleBytes = kBlockRows * 2;   // one line of float16 scales a group
 constexpr int kInt8GroupBytes = kScaleBytes + kBlockRows * kGroup;
-constexpr int kInt4GroupBytes = kScaleBytes + kBlockRows * kGroup / 2;
+constexpr int kNibbleBytes = kBlockRows * kGroup / 2;
+constexpr int kInt4GroupBytes = kScaleBytes + kNibbleBytes;
+constexpr int kSuperBlock = 256;              // columns of a super-block
+constexpr int kSuperGroups = kSuperBlock / kGroup;
+constexpr int kWordsBytes = kBlockRows * 4;   // one 32-bit word of every row
+constexpr int kQ4KScaleWords = 3;
+constexpr int kQ4KGroupBytes = kNibbleBytes;
+constexpr int kQ4KBytes = 2 * kScaleBytes + kQ4KScaleWords * kWordsBytes + kSuperGroups * kQ4KGroupBytes;
+constexpr int kQ6KScaleWords = 4;
+constexpr int kQ6KGroupBytes = kNibbleBytes + 2 * kWordsBytes;
+constexpr int kQ6KBytes = kScaleBytes + kQ6KScaleWords * kWordsBytes + kSuperGroups * kQ6KGroupBytes;
 constexpr int kLayoutVersion = 1;             // raised whenever packed bytes change meaning: caches on disk are keyed by it
 
 constexpr std::size_t block_bytes(WeightType type, int cols) {
@@ -37,6 +53,8 @@ constexpr std::size_t block_bytes(WeightType type, int cols) {
     case WeightType::kBFloat16: return groups * kGroup * kBlockRows * 2;
     case WeightType::kInt8: return groups * kInt8GroupBytes;
     case WeightType::kInt4: return groups * kInt4GroupBytes;
+    case WeightType::kQ4K: return static_cast<std::size_t>(round_up(cols, kSuperBlock) / kSuperBlock) * kQ4KBytes;
+    case WeightType::kQ6K: return static_cast<std::size_t>(round_up(cols, kSuperBlock) / kSuperBlock) * kQ6KBytes;
   }
   return 0;
 }
@@ -77,6 +95,18 @@ struct QuantizedRowsView {
   int rows;
   int cols;
 };
+
+// Rows as GGUF stores them in Q4_K or Q6_K: (rows, cols / 256) blocks, one after the other.
+struct SuperBlockRowsView {
+  const std::uint8_t* blocks;
+  int rows;
+  int cols;
+};
+
+// Bytes of a row in a GGUF file.
+constexpr std::size_t file_row_bytes(WeightType type, int cols) {
+  return static_cast<std::size_t>(cols / kSuperBlock) * (type == WeightType::kQ4K ? kQ4KBytes : kQ6KBytes) / kBlockRows;
+}
 
 // Packs rows [first_row, first_row + 16) of the source into half a block of `type`; rows past the end become zeros.
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row);

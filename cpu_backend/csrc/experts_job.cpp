@@ -33,14 +33,15 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       experts_(experts),
       layout_(experts.layout()),
       activations_(activations),
-      format_(format_of(experts.type(), activations)),
+      format_(format_of(experts.types().gate_up, activations)),
+      down_format_(format_of(experts.types().down, activations)),
       workers_(workers),
       phases_(phases),
-      max_tokens_(kernels.max_tokens[static_cast<int>(format_)]),
+      max_tokens_(std::min(kernels.max_tokens[static_cast<int>(format_)], kernels.max_tokens[static_cast<int>(down_format_)])),
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      neuron_words_(static_cast<std::size_t>(neuron_groups_) * words_per_group(format_)) {}
+      neuron_words_(static_cast<std::size_t>(neuron_groups_) * words_per_group(down_format_)) {}
 
 int ExpertsJob::segment_pairs() const {
   const int fitting = static_cast<int>(kSegmentBytes / (hidden_words_ * 4));
@@ -109,7 +110,7 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
     const Tile tile = tiling[index];
     for (int b = 0; b < blocks; ++b) {
       const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group * blocks + b);
-      TileArgs args = tile_args(block, experts_.type(), hidden_groups_, tile, index, tiling.count());
+      TileArgs args = tile_args(block, experts_.types().gate_up, hidden_groups_, tile, index, tiling.count());
       args.records = tile_records(hidden, pairs, tile, mine.gathered);
       args.out = mine.rows;
       kernels_.tile[static_cast<int>(format_)](args);
@@ -117,12 +118,12 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
                      tile.tokens, shape.gated, mine.neurons + b * width});
     }
     std::uint32_t* words = records + static_cast<std::size_t>(tile.first) * neuron_words_ +
-                           static_cast<std::size_t>(group) * words_per_group(format_) * tile.tokens;
+                           static_cast<std::size_t>(group) * words_per_group(down_format_) * tile.tokens;
     for (int token = 0; token < tile.tokens; ++token) {
       float* neurons = mine.neurons + token * kBlockRows;
       // Padded neurons are computed from padded rows: an infinite activation would leave a NaN in them.
       if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
-      kernels_.encode[static_cast<int>(format_)](neurons, 1, words + token * words_per_group(format_), 0);
+      kernels_.encode[static_cast<int>(down_format_)](neurons, 1, words + token * words_per_group(down_format_), 0);
     }
   }
 }
@@ -144,10 +145,10 @@ void ExpertsJob::compute_rows(int unit, Worker& mine) {
       const float* block_bias = bias ? bias + (first_block + b) * kBlockRows : nullptr;
       for (int index = 0; index < tiling.count(); ++index) {
         const Tile tile = tiling[index];
-        TileArgs args = tile_args(block, experts_.type(), neuron_groups_, tile, index, tiling.count());
+        TileArgs args = tile_args(block, experts_.types().down, neuron_groups_, tile, index, tiling.count());
         args.records = records + static_cast<std::size_t>(tile.first) * neuron_words_;
         args.out = mine.rows;
-        kernels_.tile[static_cast<int>(format_)](args);
+        kernels_.tile[static_cast<int>(down_format_)](args);
         for (int i = 0; i < tile.tokens; ++i) {
           const Pair& pair = pairs[tile.first + i];
           kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, mine.rows + i * kBlockRows, block_bias, pair.weight);

@@ -51,7 +51,8 @@ class ExpertsJob final : public Job {
   const PackedExperts& experts_;
   const ExpertLayout& layout_;
   const ActivationType activations_;
-  const Format format_;
+  const Format format_;       // of gate and up
+  const Format down_format_;  // of down, whose records the neurons are
   const int workers_;
   const ExpertsPhases phases_;
   const int max_tokens_;

@@ -1,4 +1,5 @@
 // AMX: tiles of more than a few tokens through the matrix unit of Sapphire Rapids, everything else as with AVX-512 and BF16.
+// Q4_K and Q6_K have no tiles here: they are computed with VNNI.
 // Untested on hardware: the arithmetic is tested with emulated tiles, and the set is used only where it is asked for by name.
 #include <math.h>
 

@@ -68,6 +68,17 @@ struct Avx2 {
   static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 
+  static I low_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(255)); }
+  static I signed_low_bytes(I x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24), 24); }
+  static I next_bytes(I x) { return _mm256_srli_epi32(x, 8); }
+  static I six_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
+  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  template <int Index>
+  static I with_bits(I nibbles, I upper) {
+    const I moved = Index == 0 ? _mm256_slli_epi32(upper, 4) : Index == 1 ? _mm256_slli_epi32(upper, 2) : Index == 2 ? upper : _mm256_srli_epi32(upper, 2);
+    return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
+  }
+
   static F broadcast_float(const std::uint32_t* p) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*p))); }
   static I broadcast_int(const std::uint32_t* p) { return _mm256_set1_epi32(static_cast<int>(*p)); }
 
@@ -96,7 +107,7 @@ struct Avx2 {
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
-  // 2 * 15 * 127 does fit.
+  // 2 * 63 * 127, the most that codes of 4 and 6 bits can give, does fit.
   static I dot_int4(I sum, I weights, I codes) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
   }

@@ -6,6 +6,10 @@
 //   kBFloat16Dot      16 words a group, two bfloat16 each
 //   kInt8, kInt4      10 words a group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which undoes the
 //                     unsigned offset of the weights), then 32 int8 codes
+//   kQ4K              10 words a group: scale, scale times the sum of the codes (float, what the weights' minimum is to be multiplied
+//                     with), then 32 int8 codes
+//   kQ6K              11 words a group: scale, correction of the first and of the last 16 columns (int32: -32 times the sum of their codes),
+//                     then 32 int8 codes
 #pragma once
 
 #include <cstddef>
@@ -17,12 +21,20 @@
 namespace moegraft {
 
 // A weight type together with the arithmetic that is used on it.
-enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4 };
-constexpr int kFormats = 6;
+enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4, kQ4K, kQ6K };
+constexpr int kFormats = 8;
 
 constexpr int words_per_group(Format format) {
-  return format == Format::kBFloat16Dot ? 16 : format == Format::kInt8 || format == Format::kInt4 ? 10 : 32;
+  switch (format) {
+    case Format::kBFloat16Dot: return 16;
+    case Format::kInt8:
+    case Format::kInt4:
+    case Format::kQ4K: return 10;
+    case Format::kQ6K: return 11;
+    default: return 32;
+  }
 }
+constexpr int first_code_word(Format format) { return format == Format::kQ6K ? 3 : 2; }
 
 // bfloat16 weights meet bfloat16 activations in bfloat16 products, all else in the weights' widened or integer form.
 constexpr Format format_of(WeightType weights, ActivationType activations) {
@@ -31,6 +43,8 @@ constexpr Format format_of(WeightType weights, ActivationType activations) {
     case WeightType::kFloat16: return Format::kFloat16;
     case WeightType::kBFloat16: return activations == ActivationType::kBFloat16 ? Format::kBFloat16Dot : Format::kBFloat16;
     case WeightType::kInt8: return Format::kInt8;
+    case WeightType::kQ4K: return Format::kQ4K;
+    case WeightType::kQ6K: return Format::kQ6K;
     default: return Format::kInt4;
   }
 }
@@ -43,10 +57,8 @@ struct TileArgs {
   float* out;                    // (tokens, 32)
   const std::byte* ahead;        // what will be read next: `ahead_lines` lines of it are prefetched with each group
   int ahead_lines;
+  std::size_t ahead_stride;      // bytes from one group's burst to the next one's
 };
-
-// 64-byte lines that one group of 32 columns takes in a block.
-constexpr int lines_per_group(WeightType type) { return static_cast<int>(block_bytes(type, kGroup) / 64); }
 
 struct GateArgs {
   const GateSpec* spec;
@@ -88,6 +100,7 @@ struct Kernels {
   void (*gate)(const GateArgs& args);
   // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
   void (*act)(const GateArgs& args);
+  // Null for formats that have no sparse layout.
   float (*dot_row[kFormats])(const RowDotArgs& args);
   void (*add_row[kFormats])(const RowAddArgs& args);
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.

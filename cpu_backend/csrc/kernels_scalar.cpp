@@ -5,6 +5,8 @@
 
 #include "kernels.h"
 #include "numbers.h"
+#include "scalar_rows.h"
+#include "super_blocks.h"
 
 namespace moegraft {
 namespace {
@@ -72,6 +74,55 @@ void tile_integer(const TileArgs& args) {
   }
 }
 
+void tile_q4_k(const TileArgs& args) {
+  for (int token = 0; token < args.tokens; ++token) {
+    float sums[kBlockRows] = {};
+    for (int group = 0; group < args.groups; ++group) {
+      const std::byte* block = args.block + static_cast<std::size_t>(group / kSuperGroups) * kQ4KBytes;
+      const auto* halves = reinterpret_cast<const std::uint16_t*>(block);
+      const std::byte* scales = block + 2 * kScaleBytes;
+      const std::byte* lines = scales + kQ4KScaleWords * kWordsBytes + group % kSuperGroups * kQ4KGroupBytes;
+      const std::uint32_t* words = group_words(args, Format::kQ4K, group, token);
+      std::int8_t codes[kGroup];
+      std::memcpy(codes, words + first_code_word(Format::kQ4K), kGroup);
+      for (int row = 0; row < kBlockRows; ++row) {
+        const ScaleAndMinimum found = scale_of_q4_k(scales, row, group % kSuperGroups);
+        int dot = 0;
+        for (int k = 0; k < kGroup; ++k) dot += nibble_at(lines, row, k) * codes[k];
+        const float scale = float_from_f16(halves[row]) * static_cast<float>(found.scale);
+        const float minimum = float_from_f16(halves[kBlockRows + row]) * static_cast<float>(found.minimum);
+        sums[row] -= minimum * float_from_bits(words[1]);
+        sums[row] += static_cast<float>(dot) * (scale * float_from_bits(words[0]));
+      }
+    }
+    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
+  }
+}
+
+void tile_q6_k(const TileArgs& args) {
+  for (int token = 0; token < args.tokens; ++token) {
+    float sums[kBlockRows] = {};
+    for (int group = 0; group < args.groups; ++group) {
+      const std::byte* block = args.block + static_cast<std::size_t>(group / kSuperGroups) * kQ6KBytes;
+      const std::byte* scales = block + kScaleBytes;
+      const std::byte* lines = scales + kQ6KScaleWords * kWordsBytes + group % kSuperGroups * kQ6KGroupBytes;
+      const std::uint32_t* words = group_words(args, Format::kQ6K, group, token);
+      std::int8_t codes[kGroup];
+      std::memcpy(codes, words + first_code_word(Format::kQ6K), kGroup);
+      for (int row = 0; row < kBlockRows; ++row) {
+        for (int part = 0; part < 2; ++part) {
+          int dot = 0;
+          for (int k = 16 * part; k < 16 * part + 16; ++k) dot += (code_of_q6_k(lines, row, k) - 32) * codes[k];
+          const float scale = float_from_f16(reinterpret_cast<const std::uint16_t*>(block)[row]) *
+                              static_cast<float>(scale_of_q6_k(scales, row, group % kSuperGroups * 2 + part));
+          sums[row] += static_cast<float>(dot) * (scale * float_from_bits(words[0]));
+        }
+      }
+    }
+    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
+  }
+}
+
 void encode_float(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) std::memcpy(words, values, sizeof(float) * kGroup);
 }
@@ -85,7 +136,7 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
   }
 }
 
-template <int Offset>
+template <Format F>
 void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     float largest = 0.0f;
@@ -99,14 +150,20 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
     const float inverse = codable ? 127.0f / largest : 0.0f;
     const float scale = codable ? largest / 127.0f : finite ? 0.0f : NAN;
     std::int8_t codes[kGroup];
-    int sum = 0;
+    int sums[2] = {};  // of the first 16 codes and of the last
     for (int k = 0; k < kGroup; ++k) {
       codes[k] = codable ? static_cast<std::int8_t>(std::nearbyintf(values[k] * inverse)) : std::int8_t{0};
-      sum += codes[k];
+      sums[k / 16] += codes[k];
     }
     words[0] = bits_from_float(scale);
-    words[1] = static_cast<std::uint32_t>(-Offset * sum);
-    std::memcpy(words + 2, codes, kGroup);
+    if constexpr (F == Format::kQ6K) {
+      for (int part = 0; part < 2; ++part) words[1 + part] = static_cast<std::uint32_t>(-32 * sums[part]);
+    } else if constexpr (F == Format::kQ4K) {
+      words[1] = bits_from_float(scale * static_cast<float>(sums[0] + sums[1]));
+    } else {
+      words[1] = static_cast<std::uint32_t>(-(F == Format::kInt8 ? 128 : 8) * (sums[0] + sums[1]));
+    }
+    std::memcpy(words + first_code_word(F), codes, kGroup);
   }
 }
 
@@ -155,78 +212,6 @@ void act(const GateArgs& args) {
   }
 }
 
-// A code of a sparse row, its offset undone: line k / step of the chunk, as in a block of 16 lanes.
-template <Format F>
-float sparse_weight(const std::byte* lines, int k, int lane) {
-  if constexpr (F == Format::kFloat32) return reinterpret_cast<const float*>(lines)[k * kLanes + lane];
-  const auto* halves = reinterpret_cast<const std::uint16_t*>(lines);
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(lines);
-  if constexpr (F == Format::kFloat16) return float_from_f16(halves[k * kLanes + lane]);
-  if constexpr (F == Format::kBFloat16 || F == Format::kBFloat16Dot) return float_from_bf16(halves[(k / 2) * 32 + lane * 2 + k % 2]);
-  if constexpr (F == Format::kInt8) return static_cast<float>(bytes[(k / 4) * 64 + lane * 4 + k % 4]);
-  return static_cast<float>((bytes[(k / 8) * 64 + lane * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15);
-}
-
-constexpr WeightType weights_of(Format format) {
-  switch (format) {
-    case Format::kFloat32: return WeightType::kFloat32;
-    case Format::kFloat16: return WeightType::kFloat16;
-    case Format::kInt8: return WeightType::kInt8;
-    case Format::kInt4: return WeightType::kInt4;
-    default: return WeightType::kBFloat16;
-  }
-}
-
-template <Format F>
-float dot_row(const RowDotArgs& args) {
-  constexpr bool kInteger = F == Format::kInt8 || F == Format::kInt4;
-  constexpr int kWords = words_per_group(F);
-  float sum = 0.0f;
-  for (int chunk = 0; chunk < args.chunks; ++chunk) {
-    const std::byte* lines = args.lines + chunk * lines_per_chunk(weights_of(F)) * line_bytes(weights_of(F));
-    const std::uint32_t* lanes = args.lanes + static_cast<std::size_t>(chunk) * kWords * kLanes;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if constexpr (kInteger) {
-        int dot = static_cast<std::int32_t>(lanes[kLanes + lane]);
-        for (int k = 0; k < kGroup; ++k) {
-          const auto code = static_cast<std::int8_t>(lanes[(2 + k / 4) * kLanes + lane] >> (8 * (k % 4)));
-          dot += static_cast<int>(sparse_weight<F>(lines, k, lane)) * code;
-        }
-        const float scale = float_from_f16(reinterpret_cast<const std::uint16_t*>(args.scales)[chunk * kLanes + lane]);
-        sum += static_cast<float>(dot) * (scale * float_from_bits(lanes[lane]));
-      } else {
-        for (int k = 0; k < kGroup; ++k) {
-          float value;
-          if constexpr (F == Format::kBFloat16Dot) {
-            const std::uint32_t pair = lanes[(k / 2) * kLanes + lane];
-            value = float_from_bf16(static_cast<std::uint16_t>(k % 2 ? pair >> 16 : pair & 0xffffu));
-          } else {
-            value = float_from_bits(lanes[k * kLanes + lane]);
-          }
-          sum += sparse_weight<F>(lines, k, lane) * value;
-        }
-      }
-    }
-  }
-  return sum;
-}
-
-template <Format F>
-void add_row(const RowAddArgs& args) {
-  constexpr int kColumns = kGroup / lines_per_chunk(weights_of(F));
-  for (int row = 0; row < 2; ++row) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      float coefficient = args.coefficients[row];
-      if constexpr (F == Format::kInt8 || F == Format::kInt4) {
-        coefficient *= float_from_f16(reinterpret_cast<const std::uint16_t*>(args.scales[row])[lane]);
-        args.corrections[lane] += coefficient;
-      }
-      for (int k = 0; k < args.line_count * kColumns; ++k)
-        args.sums[k * kLanes + lane] += coefficient * sparse_weight<F>(args.lines[row], k, lane);
-    }
-  }
-}
-
 void accumulate(float* sum, const float* rows, const float* bias, float weight) {
   for (int r = 0; r < kBlockRows; ++r) sum[r] += weight * (bias ? rows[r] + bias[r] : rows[r]);
 }
@@ -262,16 +247,17 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
 const Kernels& scalar_kernels() {
   static const Kernels kernels = {
       "scalar",
-      {kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens},
+      {kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens},
       {tile_float<Format::kFloat32>, tile_float<Format::kFloat16>, tile_float<Format::kBFloat16>, tile_float<Format::kBFloat16Dot>,
-       tile_integer<Format::kInt8>, tile_integer<Format::kInt4>},
-      {encode_float, encode_float, encode_float, encode_bf16, encode_integer<128>, encode_integer<8>},
+       tile_integer<Format::kInt8>, tile_integer<Format::kInt4>, tile_q4_k, tile_q6_k},
+      {encode_float, encode_float, encode_float, encode_bf16, encode_integer<Format::kInt8>, encode_integer<Format::kInt4>,
+       encode_integer<Format::kQ4K>, encode_integer<Format::kQ6K>},
       gate,
       act,
       {dot_row<Format::kFloat32>, dot_row<Format::kFloat16>, dot_row<Format::kBFloat16>, dot_row<Format::kBFloat16Dot>,
-       dot_row<Format::kInt8>, dot_row<Format::kInt4>},
+       dot_row<Format::kInt8>, dot_row<Format::kInt4>, nullptr, nullptr},
       {add_row<Format::kFloat32>, add_row<Format::kFloat16>, add_row<Format::kBFloat16>, add_row<Format::kBFloat16Dot>,
-       add_row<Format::kInt8>, add_row<Format::kInt4>},
+       add_row<Format::kInt8>, add_row<Format::kInt4>, nullptr, nullptr},
       accumulate,
       widen,
       narrow,

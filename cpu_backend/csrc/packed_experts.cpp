@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "super_blocks.h"
+
 namespace moegraft {
 namespace {
 
@@ -22,8 +24,35 @@ std::uint8_t mask_of(const ExpertsShape& shape) {
   return static_cast<std::uint8_t>(matrices | (shape.bias ? matrices << 3 : 0));
 }
 
+void check_cols(WeightType type, int cols) {
+  if (has_super_blocks(type) && cols % kSuperBlock != 0)
+    refuse(std::string(name_of(type)) + " has blocks of 256 columns, and " + std::to_string(cols) + " are no multiple of it; use int8");
+}
+
+WeightTypes checked(const ExpertsShape& shape, WeightTypes types, LayoutKind kind) {
+  const bool one_plain = types.gate_up == types.down && !has_super_blocks(types.gate_up);
+  if (kind == LayoutKind::kSparse && !one_plain) refuse("the sparse layout has no " + name_of(types) + "; use int8");
+  check_cols(types.gate_up, shape.hidden);
+  check_cols(types.down, shape.intermediate);
+  return types;
+}
+
+const char* packer_of(WeightType type) { return has_super_blocks(type) ? "pack_super_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack"; }
+
+void check_floats(WeightType type) {
+  if (has_super_blocks(type)) refuse(std::string("pack: the weights are ") + name_of(type) + "; use pack_super_blocks");
+}
+
+void check_super_blocks(WeightType type) {
+  if (!has_super_blocks(type)) refuse(std::string("pack_super_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
+}
+
+void unpack_half(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
+  (has_super_blocks(type) ? unpack_super_half_block : unpack_half_block)(type, source, rows_out, rows, cols, first_row);
+}
+
 void check_quantizable(WeightType type, int cols) {
-  if (!is_quantized(type)) refuse(std::string("pack_quantized: the weights are ") + name_of(type) + "; use pack");
+  if (!is_quantized(type)) refuse(std::string("pack_quantized: the weights are ") + name_of(type) + "; use " + packer_of(type));
   if (cols % kGroup != 0) refuse("pack_quantized: the number of columns, " + std::to_string(cols) + ", is no multiple of 32; use pack");
 }
 
@@ -37,14 +66,15 @@ void check_codes(WeightType type, const QuantizedRowsView& rows) {
 
 }  // namespace
 
-ExpertLayout::ExpertLayout(const ExpertsShape& shape, WeightType type, LayoutKind kind) {
+ExpertLayout::ExpertLayout(const ExpertsShape& shape, WeightTypes types, LayoutKind kind) {
+  checked(shape, types, kind);
   const bool sparse = kind == LayoutKind::kSparse;
   neurons = round_up(shape.intermediate, kGroup);
   gate_up_blocks = neurons * (shape.gated && !sparse ? 2 : 1) / kBlockRows;
   down_blocks = round_up(shape.hidden, kBlockRows) / kBlockRows;
-  gate_up_block_bytes = block_bytes(type, shape.hidden);
-  down_block_bytes = sparse ? 0 : block_bytes(type, shape.intermediate);
-  neuron_bytes = sparse ? row_bytes(type, shape.hidden) : 0;
+  gate_up_block_bytes = block_bytes(types.gate_up, shape.hidden);
+  down_block_bytes = sparse ? 0 : block_bytes(types.down, shape.intermediate);
+  neuron_bytes = sparse ? row_bytes(types.gate_up, shape.hidden) : 0;
   up_offset = gate_up_block_bytes * static_cast<std::size_t>(gate_up_blocks);
   const std::size_t rows = neuron_bytes * static_cast<std::size_t>(neurons);
   down_offset = up_offset + (shape.gated ? rows : 0);
@@ -54,24 +84,24 @@ ExpertLayout::ExpertLayout(const ExpertsShape& shape, WeightType type, LayoutKin
   expert_bytes = down_bias_offset + (shape.bias ? sizeof(float) * static_cast<std::size_t>(down_blocks) * kBlockRows : 0);
 }
 
-PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind)
+PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind)
     : shape_(checked(shape)),
       gate_(gate),
-      type_(type),
+      types_(types),
       kind_(kind),
-      layout_(shape, type, kind),
+      layout_(shape, types, kind),
       complete_mask_(mask_of(shape)),
       packed_(static_cast<std::size_t>(shape.num_experts)) {
   memory_ = AlignedMemory(bytes());
   data_ = memory_.data();
 }
 
-PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind, const ExternalBuffer& buffer)
+PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind, const ExternalBuffer& buffer)
     : shape_(checked(shape)),
       gate_(gate),
-      type_(type),
+      types_(types),
       kind_(kind),
-      layout_(shape, type, kind),
+      layout_(shape, types, kind),
       data_(buffer.data),
       writable_(buffer.writable),
       complete_mask_(mask_of(shape)),
@@ -111,31 +141,42 @@ std::byte* PackedExperts::sparse_row(int index, Part part, int neuron) const {
 
 void PackedExperts::pack(int expert, Part part, const RowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
+  const WeightType type = type_of(part);
+  check_floats(type);
   if (in_rows(part)) {
     for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
-      pack_sparse_row(type_, sparse_row(expert, part, neuron), rows, neuron, part == Part::kDown);
+      pack_sparse_row(type, sparse_row(expert, part, neuron), rows, neuron, part == Part::kDown);
   } else {
     for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
-      pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+      pack_half_block(type, half_block(expert, part, first / kLanes), rows, first);
   }
   mark(expert, static_cast<int>(part));
 }
 
 void PackedExperts::pack_quantized(int expert, Part part, const QuantizedRowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
-  check_quantizable(type_, rows.cols);
-  check_codes(type_, rows);
+  const WeightType type = type_of(part);
+  check_quantizable(type, rows.cols);
+  check_codes(type, rows);
   if (in_rows(part) && part == Part::kDown) {
     std::vector<float> matrix(static_cast<std::size_t>(rows.rows) * rows.cols);
     dequantize(rows, matrix.data());
     return pack(expert, part, {matrix.data(), WeightType::kFloat32, rows.rows, rows.cols});
   }
   if (in_rows(part)) {
-    for (int neuron = 0; neuron < shape_.intermediate; ++neuron) pack_sparse_row(type_, sparse_row(expert, part, neuron), rows, neuron);
+    for (int neuron = 0; neuron < shape_.intermediate; ++neuron) pack_sparse_row(type, sparse_row(expert, part, neuron), rows, neuron);
   } else {
     for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
-      pack_half_block(type_, half_block(expert, part, first / kLanes), rows, first);
+      pack_half_block(type, half_block(expert, part, first / kLanes), rows, first);
   }
+  mark(expert, static_cast<int>(part));
+}
+
+void PackedExperts::pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows) {
+  check(expert, part, rows.rows, rows.cols);
+  check_super_blocks(type_of(part));
+  for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
+    pack_super_half_block(type_of(part), half_block(expert, part, first / kLanes), rows, first);
   mark(expert, static_cast<int>(part));
 }
 
@@ -159,13 +200,13 @@ void PackedExperts::unpack(int expert, Part part, float* rows_out) const {
   if (in_rows(part)) {
     const bool down = part == Part::kDown;
     for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
-      unpack_sparse_row(type_, sparse_row(expert, part, neuron), shape_.hidden,
+      unpack_sparse_row(type_of(part), sparse_row(expert, part, neuron), shape_.hidden,
                         rows_out + (down ? static_cast<std::size_t>(neuron) : static_cast<std::size_t>(neuron) * shape_.hidden),
                         down ? static_cast<std::size_t>(shape_.intermediate) : 1);
     return;
   }
   for (int first = 0; first < rows_of(part); first += kLanes)
-    unpack_half_block(type_, half_block(expert, part, first / kLanes), rows_out, rows_of(part), cols_of(part), first);
+    unpack_half(type_of(part), half_block(expert, part, first / kLanes), rows_out, rows_of(part), cols_of(part), first);
 }
 
 std::string PackedExperts::missing_parts(int expert) const {
@@ -179,7 +220,12 @@ std::string PackedExperts::missing_parts(int expert) const {
 
 PackedLinear::PackedLinear(int rows, int cols, WeightType type) : rows_(rows), cols_(cols), type_(type) {
   if (rows < 1 || cols < 1) refuse("PackedLinear: rows and cols must be at least 1");
-  memory_ = AlignedMemory(block_bytes(type, cols) * static_cast<std::size_t>(blocks()));
+  memory_ = AlignedMemory(bytes_for(rows, cols, type));
+}
+
+std::size_t PackedLinear::bytes_for(int rows, int cols, WeightType type) {
+  check_cols(type, cols);
+  return block_bytes(type, cols) * static_cast<std::size_t>(round_up(rows, kBlockRows) / kBlockRows);
 }
 
 HalfBlock PackedLinear::half_block(int chunk) const { return {const_cast<std::byte*>(block(chunk / 2)), chunk % 2}; }
@@ -191,6 +237,7 @@ void PackedLinear::check(int rows, int cols) const {
 
 void PackedLinear::pack(const RowsView& rows) {
   check(rows.rows, rows.cols);
+  check_floats(type_);
   for (int chunk = 0; chunk < 2 * blocks(); ++chunk) pack_half_block(type_, half_block(chunk), rows, chunk * kLanes);
   packed_ = true;
 }
@@ -203,6 +250,13 @@ void PackedLinear::pack_quantized(const QuantizedRowsView& rows) {
   packed_ = true;
 }
 
+void PackedLinear::pack_super_blocks(const SuperBlockRowsView& rows) {
+  check(rows.rows, rows.cols);
+  check_super_blocks(type_);
+  for (int chunk = 0; chunk < 2 * blocks(); ++chunk) pack_super_half_block(type_, half_block(chunk), rows, chunk * kLanes);
+  packed_ = true;
+}
+
 void PackedLinear::pack_bias(const float* values, int count) {
   if (count != rows_) refuse("PackedLinear: bias has " + std::to_string(count) + " values where " + std::to_string(rows_) + " are expected");
   bias_.assign(values, values + count);
@@ -211,7 +265,7 @@ void PackedLinear::pack_bias(const float* values, int count) {
 
 void PackedLinear::unpack(float* rows_out) const {
   if (!packed_) refuse("PackedLinear: nothing was packed yet");
-  for (int first = 0; first < rows_; first += kLanes) unpack_half_block(type_, half_block(first / kLanes), rows_out, rows_, cols_, first);
+  for (int first = 0; first < rows_; first += kLanes) unpack_half(type_, half_block(first / kLanes), rows_out, rows_, cols_, first);
 }
 
 }  // namespace moegraft

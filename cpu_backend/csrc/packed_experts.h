@@ -21,7 +21,8 @@ enum class LayoutKind : int { kDense, kSparse };
 // Sparse: gate in blocks (up, where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
 struct ExpertLayout {
   ExpertLayout() = default;
-  ExpertLayout(const ExpertsShape& shape, WeightType type, LayoutKind kind);
+  // Throws std::invalid_argument where the types do not go with the shape or the kind.
+  ExpertLayout(const ExpertsShape& shape, WeightTypes types, LayoutKind kind);
 
   int neurons = 0;         // intermediate size, padded to 32
   int gate_up_blocks = 0;
@@ -47,14 +48,15 @@ struct ExternalBuffer {
 class PackedExperts {
  public:
   // Throws std::invalid_argument on sizes below one, std::bad_alloc.
-  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind = LayoutKind::kDense);
+  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind = LayoutKind::kDense);
   // Over bytes that outlive this object; when they are read-only everything counts as packed. Throws std::invalid_argument on a wrong
   // size or alignment.
-  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightType type, LayoutKind kind, const ExternalBuffer& buffer);
+  PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind, const ExternalBuffer& buffer);
 
   const ExpertsShape& shape() const { return shape_; }
   const GateSpec& gate() const { return gate_; }
-  WeightType type() const { return type_; }
+  WeightTypes types() const { return types_; }
+  WeightType type_of(Part part) const { return part == Part::kDown ? types_.down : types_.gate_up; }
   LayoutKind kind() const { return kind_; }
   const ExpertLayout& layout() const { return layout_; }
   std::byte* data() const { return data_; }
@@ -65,6 +67,7 @@ class PackedExperts {
   void pack(int expert, Part part, const RowsView& rows);
   // Exact, but for a sparse layout's down: its groups run the other way, so it is requantised.
   void pack_quantized(int expert, Part part, const QuantizedRowsView& rows);
+  void pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows);  // exact
   void pack_bias(int expert, Part part, const float* values, int count);
   void unpack(int expert, Part part, float* rows_out) const;
   int rows_of(Part part) const { return part == Part::kDown ? shape_.hidden : shape_.intermediate; }
@@ -87,7 +90,7 @@ class PackedExperts {
 
   ExpertsShape shape_;
   GateSpec gate_;
-  WeightType type_;
+  WeightTypes types_;
   LayoutKind kind_;
   ExpertLayout layout_;
   AlignedMemory memory_;
@@ -101,6 +104,7 @@ class PackedExperts {
 class PackedLinear {
  public:
   PackedLinear(int rows, int cols, WeightType type);  // throws std::invalid_argument, std::bad_alloc
+  static std::size_t bytes_for(int rows, int cols, WeightType type);  // throws std::invalid_argument
 
   int rows() const { return rows_; }
   int cols() const { return cols_; }
@@ -113,6 +117,7 @@ class PackedLinear {
 
   void pack(const RowsView& rows);
   void pack_quantized(const QuantizedRowsView& rows);
+  void pack_super_blocks(const SuperBlockRowsView& rows);
   void pack_bias(const float* values, int count);
   void unpack(float* rows_out) const;
 

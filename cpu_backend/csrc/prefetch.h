@@ -12,18 +12,20 @@ namespace moegraft {
 // block, the later ones find it in cache and fetch the next block meanwhile, each a share of it.
 inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles) {
   constexpr int kAheadBytes = 4096;  // tuned on EPYC Zen 5
-  const int lines = lines_per_group(type);
+  const std::size_t bytes = block_bytes(type, groups * kGroup);
   TileArgs args{};
   args.block = block;
   args.groups = groups;
   args.tokens = tile.tokens;
   if (tiles == 1) {
     args.ahead = block + kAheadBytes;
-    args.ahead_lines = lines;
+    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // no whole lines with Q6_K: 105 for 8 groups
+    args.ahead_lines = static_cast<int>((args.ahead_stride + 63) / 64);
   } else {
-    args.ahead_lines = (lines + tiles - 1) / tiles;
-    const std::size_t share = static_cast<std::size_t>(args.ahead_lines) * static_cast<std::size_t>(groups) * 64;
-    args.ahead = block + static_cast<std::size_t>(lines) * static_cast<std::size_t>(groups) * 64 + share * static_cast<std::size_t>(tile_index);
+    const std::size_t bursts = static_cast<std::size_t>(groups) * static_cast<std::size_t>(tiles);
+    args.ahead_lines = static_cast<int>((bytes / 64 + bursts - 1) / bursts);
+    args.ahead_stride = static_cast<std::size_t>(args.ahead_lines) * 64;
+    args.ahead = block + bytes + args.ahead_stride * static_cast<std::size_t>(groups) * static_cast<std::size_t>(tile_index);
   }
   return args;
 }

@@ -57,7 +57,7 @@ SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, Activ
       experts_(experts),
       layout_(experts.layout()),
       activations_(activations),
-      format_(format_of(experts.type(), activations)),
+      format_(format_of(experts.types().gate_up, activations)),
       args_(args),
       workers_(workers),
       phases_(phases),
@@ -148,7 +148,7 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   for (int index = 0; index < tiling.count(); ++index) {
     const Tile tile = tiling[index];
     const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group);
-    TileArgs args = tile_args(block, experts_.type(), hidden_groups_, tile, index, tiling.count());
+    TileArgs args = tile_args(block, experts_.types().gate_up, hidden_groups_, tile, index, tiling.count());
     args.records = tile_records(hidden, pairs, tile, mine.gathered);
     args.out = mine.rows;
     kernels_.tile[static_cast<int>(format_)](args);
@@ -191,7 +191,7 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
   const std::byte* expert = experts_.expert(segment.expert);
   const std::byte* rows = expert + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
   const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.up_bias_offset) + group * kGroup : nullptr;
-  const std::size_t scales = row_scale_bytes(experts_.type(), shape.hidden);
+  const std::size_t scales = row_scale_bytes(experts_.types().gate_up, shape.hidden);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
   const auto* lanes = reinterpret_cast<const std::uint32_t*>(scratch_.lanes->data());
   if (shape.gated) {
@@ -224,7 +224,7 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
 }
 
 void SparseJob::compute_rows(int unit, Worker& mine) {
-  const int lines = lines_per_chunk(experts_.type());
+  const int lines = lines_per_chunk(experts_.types().gate_up);
   Columns columns{};
   columns.first_chunk = unit / parts_ * unit_chunks_;
   columns.chunks = std::min(unit_chunks_, chunks_ - columns.first_chunk);
@@ -245,10 +245,10 @@ void SparseJob::compute_rows(int unit, Worker& mine) {
 
 void SparseJob::add_segment(const Segment& segment, int segment_index, const Columns& columns, Worker& mine) const {
   const std::byte* down = experts_.expert(segment.expert) + layout_.down_offset;
-  const std::size_t width = static_cast<std::size_t>(line_bytes(experts_.type()));
-  const std::size_t chunk_bytes = width * static_cast<std::size_t>(lines_per_chunk(experts_.type()));
+  const std::size_t width = static_cast<std::size_t>(line_bytes(experts_.types().gate_up));
+  const std::size_t chunk_bytes = width * static_cast<std::size_t>(lines_per_chunk(experts_.types().gate_up));
   const std::size_t scales = static_cast<std::size_t>(columns.first_chunk) * kLanes * 2;
-  const std::size_t lines = row_scale_bytes(experts_.type(), experts_.shape().hidden) + chunk_bytes * static_cast<std::size_t>(columns.first_chunk) +
+  const std::size_t lines = row_scale_bytes(experts_.types().gate_up, experts_.shape().hidden) + chunk_bytes * static_cast<std::size_t>(columns.first_chunk) +
                             width * static_cast<std::size_t>(columns.first_line);
   const std::size_t span = chunk_bytes * static_cast<std::size_t>(columns.chunks - 1) + width * static_cast<std::size_t>(columns.lines);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
@@ -318,7 +318,7 @@ void SparseJob::add_bias(const Segment& segment, const Columns& columns, Worker&
 
 void SparseJob::write_columns(const Columns& columns, const Worker& mine) const {
   const int hidden = experts_.shape().hidden;
-  const float offset = experts_.type() == WeightType::kInt8 ? 128.0f : experts_.type() == WeightType::kInt4 ? 8.0f : 0.0f;
+  const float offset = experts_.types().gate_up == WeightType::kInt8 ? 128.0f : experts_.types().gate_up == WeightType::kInt4 ? 8.0f : 0.0f;
   const float* sums = mine.sums;
   for (int token = 0; token < batch_.tokens; ++token) {
     for (int chunk = 0; chunk < columns.chunks; ++chunk, sums += columns.chunk_floats) {

@@ -48,6 +48,17 @@ struct Avx512Base {
   static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
+  static I low_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
+  static I signed_low_bytes(I x) { return _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24); }
+  static I next_bytes(I x) { return _mm512_srli_epi32(x, 8); }
+  static I six_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
+  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  template <int Index>
+  static I with_bits(I nibbles, I upper) {
+    const I moved = Index == 0 ? _mm512_slli_epi32(upper, 4) : Index == 1 ? _mm512_slli_epi32(upper, 2) : Index == 2 ? upper : _mm512_srli_epi32(upper, 2);
+    return _mm512_or_si512(nibbles, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
+  }
+
   static F broadcast_float(const std::uint32_t* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p))); }
   static I broadcast_int(const std::uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
 

@@ -6,7 +6,7 @@
 namespace moegraft {
 namespace {
 
-constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = {"float32", "float16", "bfloat16", "int8", "int4"};
+constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = {"float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"};
 constexpr std::array<const char*, kActivations> kActivationNames = {"silu", "gelu",     "gelu_tanh", "relu",
                                                                     "relu2", "identity", "sigmoid",   "tanh"};
 constexpr std::array<const char*, 3> kPartNames = {"gate", "up", "down"};
@@ -27,6 +27,16 @@ WeightType parse_weight_type(const std::string& name) {
   return static_cast<WeightType>(index_of(kWeightTypeNames, name, "weight type"));
 }
 const char* name_of(WeightType type) { return kWeightTypeNames[static_cast<std::size_t>(type)]; }
+
+WeightTypes parse_weight_types(const std::string& name) {
+  const std::size_t plus = name.find('+');
+  if (plus == std::string::npos) return {parse_weight_type(name), parse_weight_type(name)};
+  return {parse_weight_type(name.substr(0, plus)), parse_weight_type(name.substr(plus + 1))};
+}
+
+std::string name_of(WeightTypes types) {
+  return types.gate_up == types.down ? name_of(types.gate_up) : std::string(name_of(types.gate_up)) + "+" + name_of(types.down);
+}
 
 Activation parse_activation(const std::string& name) {
   return static_cast<Activation>(index_of(kActivationNames, name, "activation"));

@@ -8,13 +8,24 @@
 
 namespace moegraft {
 
-enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
-constexpr int kWeightTypes = 5;
+enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kQ4K, kQ6K };
+constexpr int kWeightTypes = 7;
 enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden_states and out
 
 WeightType parse_weight_type(const std::string& name);  // throws std::invalid_argument
 const char* name_of(WeightType type);
-inline bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
+constexpr bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
+constexpr bool has_super_blocks(WeightType type) { return type == WeightType::kQ4K || type == WeightType::kQ6K; }
+
+// Of an expert's parts: gate and up rows share blocks, so they share a type.
+struct WeightTypes {
+  WeightType gate_up = WeightType::kFloat32;
+  WeightType down = WeightType::kFloat32;
+};
+
+// One name for both, or `gate_up+down`. Throws std::invalid_argument.
+WeightTypes parse_weight_types(const std::string& name);
+std::string name_of(WeightTypes types);
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kIdentity, kSigmoid, kTanh };
 Activation parse_activation(const std::string& name);  // throws std::invalid_argument

@@ -17,6 +17,8 @@ using namespace moegraft;
 
 namespace {
 
+constexpr WeightType kPlainTypes[] = {WeightType::kFloat32, WeightType::kFloat16, WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4};
+
 void expect(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "failed: %s\n", what);
@@ -33,14 +35,32 @@ std::vector<float> values(std::size_t count, unsigned seed) {
   return all;
 }
 
-std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightType type, LayoutKind kind = LayoutKind::kDense) {
-  auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, type, kind);
+// Rows of Q4_K or Q6_K as a file has them, with bytes of any value but in the float16 scales, which are small.
+std::vector<std::uint8_t> super_blocks(WeightType type, int rows, int cols, unsigned seed) {
+  const std::size_t bytes = file_row_bytes(type, kSuperBlock);
+  std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    const std::size_t at = i % bytes;
+    const bool is_scale = type == WeightType::kQ4K ? at < 4 : at >= bytes - 2;
+    all[i] = static_cast<std::uint8_t>(is_scale ? (at % 2 == 1 ? 0x04 : 0x11) : seed >> 24);
+  }
+  return all;
+}
+
+std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightTypes types, LayoutKind kind = LayoutKind::kDense) {
+  auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, types, kind);
   for (int expert = 0; expert < shape.num_experts; ++expert) {
     for (const Part part : {Part::kGate, Part::kUp, Part::kDown}) {
       if (part == Part::kGate && !shape.gated) continue;
       const int rows = experts->rows_of(part), cols = experts->cols_of(part);
       const auto matrix = values(static_cast<std::size_t>(rows) * cols, static_cast<unsigned>(expert * 3 + static_cast<int>(part)));
-      experts->pack(expert, part, {matrix.data(), WeightType::kFloat32, rows, cols});
+      if (has_super_blocks(experts->type_of(part))) {
+        const auto blocks = super_blocks(experts->type_of(part), rows, cols, static_cast<unsigned>(expert));
+        experts->pack_super_blocks(expert, part, {blocks.data(), rows, cols});
+      } else {
+        experts->pack(expert, part, {matrix.data(), WeightType::kFloat32, rows, cols});
+      }
       if (shape.bias) experts->pack_bias(expert, part, matrix.data(), rows);
       std::vector<float> seen(matrix.size());
       experts->unpack(expert, part, seen.data());
@@ -69,9 +89,9 @@ struct Call {
 
 void sparse_paths(const std::string& isa) {
   Runtime runtime(3, isa);
-  for (int type = 0; type < kWeightTypes; ++type) {
+  for (const WeightType type : kPlainTypes) {
     for (const bool gated : {true, false}) {
-      const auto experts = make_experts({3, 41, 37, gated, true}, static_cast<WeightType>(type), LayoutKind::kSparse);
+      const auto experts = make_experts({3, 41, 37, gated, true}, {type, type}, LayoutKind::kSparse);
       for (const int tokens : {0, 1, 13, 300}) {  // the last in two passes
         for (const float threshold : {0.0f, 0.4f, 1e9f}) {
           Call call(*experts, tokens, 2);
@@ -95,8 +115,11 @@ void sparse_paths(const std::string& isa) {
 void every_path(const std::string& isa) {
   Runtime runtime(3, isa);
   for (int type = 0; type < kWeightTypes; ++type) {
+    const auto weights = static_cast<WeightType>(type);
+    const bool plain = !has_super_blocks(weights);
     for (const bool gated : {true, false}) {
-      const auto experts = make_experts({3, 41, 37, gated, true}, static_cast<WeightType>(type));
+      const ExpertsShape shape = {3, plain ? 41 : 256, 37, gated, true};
+      const auto experts = make_experts(shape, {weights, plain ? weights : WeightType::kInt8});
       for (const int tokens : {0, 1, 2, 13, 70}) {
         Call call(*experts, tokens, 2);
         runtime.forward(call.args);
@@ -106,20 +129,38 @@ void every_path(const std::string& isa) {
         runtime.forward(call.args);
       }
     }
-    PackedLinear linear(45, 70, static_cast<WeightType>(type));
-    const auto matrix = values(45 * 70, 5);
-    linear.pack({matrix.data(), WeightType::kFloat32, 45, 70});
+    const int cols = plain ? 70 : 512;
+    PackedLinear linear(45, cols, weights);
+    const auto matrix = values(45 * static_cast<std::size_t>(cols), 5);
+    if (plain) {
+      linear.pack({matrix.data(), WeightType::kFloat32, 45, cols});
+    } else {
+      linear.pack_super_blocks({super_blocks(weights, 45, cols, 1).data(), 45, cols});
+    }
     linear.pack_bias(matrix.data(), 45);
     for (const int tokens : {1, 19}) {
-      const auto input = values(static_cast<std::size_t>(tokens) * 70, 3);
+      const auto input = values(static_cast<std::size_t>(tokens) * cols, 3);
       std::vector<float> out(static_cast<std::size_t>(tokens) * 45);
       runtime.linear({&linear, input.data(), out.data(), ActivationType::kFloat32, tokens});
     }
   }
 }
 
+// Q4_K and Q6_K down, whose input is the neurons.
+void super_blocks_of_both_parts(const std::string& isa) {
+  Runtime runtime(3, isa);
+  for (const WeightTypes types : {WeightTypes{WeightType::kQ4K, WeightType::kQ6K}, WeightTypes{WeightType::kInt4, WeightType::kQ4K}}) {
+    const auto experts = make_experts({3, 256, 256, true, false}, types);
+    for (const int tokens : {0, 1, 13, 70}) {
+      Call call(*experts, tokens, 2);
+      runtime.forward(call.args);
+      for (const float value : call.out) expect(std::isfinite(value), "finite output of super-blocks");
+    }
+  }
+}
+
 void tickets_and_errors() {
-  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kInt8);
+  const auto experts = make_experts({4, 64, 64, true, false}, {WeightType::kInt8, WeightType::kInt8});
   Runtime runtime(3, "scalar");
   std::vector<std::unique_ptr<Call>> calls;
   std::vector<std::uint64_t> tickets;
@@ -140,7 +181,7 @@ void tickets_and_errors() {
 }
 
 void callers_take_turns() {
-  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kInt4);
+  const auto experts = make_experts({4, 64, 64, true, false}, {WeightType::kInt4, WeightType::kInt4});
   Runtime runtime(4, "scalar");
   Call reference(*experts, 6, 2);
   runtime.forward(reference.args);
@@ -156,7 +197,7 @@ void callers_take_turns() {
 }
 
 void shutdown_with_work_pending() {
-  const auto experts = make_experts({4, 64, 64, true, false}, WeightType::kFloat32);
+  const auto experts = make_experts({4, 64, 64, true, false}, {WeightType::kFloat32, WeightType::kFloat32});
   std::vector<std::unique_ptr<Call>> calls;
   Runtime runtime(3, "scalar");
   for (int i = 0; i < 30; ++i) {
@@ -199,6 +240,7 @@ int main() {
   for (const std::string& isa : available_isas()) {
     every_path(isa);
     sparse_paths(isa);
+    super_blocks_of_both_parts(isa);
   }
   tickets_and_errors();
   callers_take_turns();

@@ -1,0 +1,238 @@
+"""Q4_K and Q6_K: values to the last bit, and the forward pass against float64 on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from k_quants import any_blocks, dequantised, quantise
+from kernel_cases import PARTS, ROUNDING, Layer, as_array, make_batch, relative_error, sqnr_db
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
+
+TYPES = ("q4_k", "q6_k")
+PAIRS = ("q4_k", "q6_k", "q4_k+q6_k")
+TOLERANCE = 2e-2  # activations are rounded to 8 bits, as for int8 and int4
+SHAPES = [
+    # tokens, top_k, experts, hidden, intermediate
+    (1, 2, 4, 256, 256),  # decode, one super-block
+    (0, 1, 1, 256, 256),  # no token
+    (5, 4, 4, 512, 256),  # K = E: every expert has every token
+    (16, 1, 2, 256, 512),  # about one widest tile an expert
+    (70, 3, 5, 512, 256),  # several tiles an expert, of unequal length
+    (40, 1, 16, 256, 256),  # some experts with no token
+]
+
+
+def make_layer(
+    weight_type: str, num_experts: int, hidden: int, intermediate: int, *, gated: bool = True, bias: bool = False, random: bool = False
+) -> Layer:
+    """Parts of other types than the two are packed from floats."""
+    rng = np.random.default_rng(0)
+    packed = PackedExperts(ExpertsShape(num_experts, hidden, intermediate, gated, bias), GateSpec(), weight_type)
+    sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    parts = PARTS if gated else PARTS[1:]
+    weights, biases = {}, {}
+    for part in parts:
+        kind, size = packed.weight_type_of(part), (num_experts, *sizes[part])
+        values = rng.standard_normal(size, dtype=np.float32) / np.float32(size[-1] ** 0.5)
+        if kind in TYPES:
+            blocks = any_blocks(size, kind, seed=len(weights)) if random else quantise(values, kind)
+            values = dequantised(blocks, kind)
+        for expert in range(num_experts):
+            if kind in TYPES:
+                packed.pack_super_blocks(expert, part, blocks[expert])
+            else:
+                packed.pack(expert, part, values[expert])
+        if bias:
+            biases[part] = torch.from_numpy(rng.standard_normal(size[:2], dtype=np.float32))
+            for expert in range(num_experts):
+                packed.pack_bias(expert, part, biases[part][expert].numpy())
+        weights[part] = torch.from_numpy(values)
+    layer = Layer(packed.shape, packed.gate_spec, weights, biases, packed)
+    layer.seen = {part: torch.stack([torch.from_numpy(packed.unpack(e, part)) for e in range(num_experts)]) for part in parts}
+    return layer
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("rows", [1, 32, 70])
+def test_values_are_those_of_the_file_to_the_last_bit(weight_type: str, rows: int) -> None:
+    for blocks in (any_blocks((rows, 768), weight_type, seed=rows), np.zeros_like(any_blocks((rows, 768), weight_type, seed=0))):
+        linear = PackedLinear(rows, 768, weight_type)
+        linear.pack_super_blocks(blocks)
+        np.testing.assert_array_equal(linear.unpack(), dequantised(blocks, weight_type))
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_every_bit_of_a_block_counts(weight_type: str) -> None:
+    """Scales of every kind, subnormal, infinite and not a number among them."""
+    cols = 256 * 64
+    blocks = np.random.default_rng(5).integers(0, 256, any_blocks((3, cols), weight_type, 0).shape, np.uint8)
+    linear = PackedLinear(3, cols, weight_type)
+    linear.pack_super_blocks(blocks)
+    with np.errstate(all="ignore"):
+        expected = dequantised(blocks, weight_type)
+    assert not np.isfinite(expected).all()
+    np.testing.assert_array_equal(linear.unpack(), expected)
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+def test_experts_hold_the_values_of_the_file(weight_type: str) -> None:
+    layer = make_layer(weight_type, 2, 256, 512, random=True)
+    for part in PARTS:
+        assert torch.equal(layer.seen[part], layer.weights[part]), part
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_reference(runtime: Runtime, weight_type: str, shape: tuple[int, ...]) -> None:
+    tokens, top_k, num_experts, hidden, intermediate = shape
+    layer = make_layer(weight_type, num_experts, hidden, intermediate)
+    batch = make_batch(tokens, top_k, layer)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("weight_type", "hidden", "intermediate"),
+    [
+        ("q4_k+int8", 256, 40),  # as where a file falls back, I being no multiple of 256; gate and up rows that fill no block
+        ("q6_k+int4", 512, 72),
+        ("int8+q6_k", 72, 256),  # rows of down that fill no block
+        ("bfloat16+q4_k", 33, 256),
+        ("q6_k+float32", 256, 17),
+        ("q6_k+q4_k", 256, 256),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_and_down_of_different_types(runtime: Runtime, weight_type: str, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    layer = make_layer(weight_type, 3, hidden, intermediate, bias=True)
+    batch = make_batch(19, 2, layer, dtype)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE + ROUNDING[dtype]
+
+
+def test_ungated_experts_with_biases(runtime: Runtime) -> None:
+    layer = make_layer("q4_k+q6_k", 2, 256, 256, gated=False, bias=True)
+    batch = make_batch(5, 2, layer)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 16, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linears_match_float64(runtime: Runtime, weight_type: str, tokens: int, dtype: torch.dtype) -> None:
+    blocks = any_blocks((45, 512), weight_type, seed=2)
+    linear = PackedLinear(45, 512, weight_type)
+    linear.pack_super_blocks(blocks)
+    bias = torch.randn(45, generator=torch.Generator().manual_seed(1))
+    linear.pack_bias(bias.numpy())
+    x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = torch.full((tokens, 45), float("nan"), dtype=dtype)
+    runtime.linear(linear, as_array(x), as_array(out))
+    expected = x.double() @ torch.from_numpy(dequantised(blocks, weight_type)).double().T + bias
+    assert relative_error(out, expected) <= TOLERANCE + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+@pytest.mark.parametrize("random", [False, True])
+def test_precision(runtime: Runtime, weight_type: str, random: bool) -> None:
+    """What the kernel rounds, the activations, is as little as with int8 and int4."""
+    layer = make_layer(weight_type, 8, 512, 256, random=random)
+    batch = make_batch(16, 4, layer)
+    assert sqnr_db(layer.forward(runtime, *batch), layer.reference(*batch)) >= 37.0
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+def test_padded_slots_are_skipped(runtime: Runtime, weight_type: str) -> None:
+    layer = make_layer(weight_type, 3, 256, 256)
+    x, index, weights = make_batch(5, 2, layer)
+    index[0, 1], index[2, 0], index[3] = -1, 3, -1
+    kept = (index >= 0) & (index < 3)
+    expected = layer.reference(x, index.clamp(0, 2), weights * kept)
+    out = layer.forward(runtime, x, index, weights)
+    assert relative_error(out, expected) <= TOLERANCE
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_token(runtime: Runtime, weight_type: str, value: float) -> None:
+    layer = make_layer(weight_type, 2, 256, 256)
+    x, index, weights = make_batch(3, 2, layer)
+    x[1, 7] = value
+    out = layer.forward(runtime, x, index, weights)
+    assert not torch.isfinite(out[1]).any()
+    assert relative_error(out[[0, 2]], layer.reference(x, index, weights)[[0, 2]]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+def test_thread_count_changes_no_bit(weight_type: str) -> None:
+    layer = make_layer(weight_type, 6, 256, 256)
+    for tokens in (1, 5, 80):
+        batch = make_batch(tokens, 3, layer, torch.bfloat16)
+        results = [layer.forward(Runtime(threads=threads), *batch) for threads in (1, 3)]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("weight_type", PAIRS)
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_instruction_sets_agree(runtimes: dict[str, Runtime], weight_type: str, tokens: int) -> None:
+    layer = make_layer(weight_type, 4, 512, 256, random=True)
+    batch = make_batch(tokens, 2, layer)
+    oracle = layer.forward(runtimes["scalar"], *batch).double()
+    for isa, runtime in runtimes.items():
+        # An activation on the edge between two codes may fall to either side.
+        assert relative_error(layer.forward(runtime, *batch), oracle) <= 5e-3, isa
+
+
+def test_bytes() -> None:
+    shape, matrix = ExpertsShape(128, 2048, 768), 2048 * 768
+    assert PackedExperts.expert_bytes_for(shape, "q4_k") == 3 * matrix * 144 // 256
+    assert PackedExperts.expert_bytes_for(shape, "q6_k") == 3 * matrix * 210 // 256
+    assert PackedExperts.expert_bytes_for(shape, "q4_k+q6_k") == matrix * (2 * 144 + 210) // 256
+    assert PackedLinear.nbytes_for(64, 512, "q6_k") == 64 * 420
+
+
+def test_a_buffer_serves_another_object_without_a_copy(runtimes: dict[str, Runtime]) -> None:
+    layer = make_layer("q4_k+q6_k", 2, 256, 256)
+    assert layer.packed.weight_type == "q4_k+q6_k"
+    assert [layer.packed.weight_type_of(part) for part in PARTS] == ["q4_k", "q4_k", "q6_k"]
+    view = layer.packed.buffer[:]
+    view.flags.writeable = False
+    batch = make_batch(3, 2, layer)
+    first = layer.forward(runtimes["scalar"], *batch)
+    layer.packed = PackedExperts(layer.shape, layer.spec, "q4_k+q6_k", view)
+    assert torch.equal(layer.forward(runtimes["scalar"], *batch), first)
+
+
+SHAPE = ExpertsShape(2, 256, 512)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: PackedExperts(ExpertsShape(1, 256, 96), GateSpec(), "q4_k"), ValueError, "q4_k has blocks of 256 columns, and 96"),
+        (lambda p: PackedExperts.expert_bytes_for(ExpertsShape(1, 64, 256), "q6_k"), ValueError, "q6_k has blocks of 256 columns, and 64"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k", sparse=True), ValueError, "the sparse layout has no q4_k; use int8"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "int8+int4", sparse=True), ValueError, r"the sparse layout has no int8\+int4"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k+q5_k"), ValueError, "unknown weight type 'q5_k'"),
+        (lambda p: PackedLinear(8, 128, "q6_k"), ValueError, "q6_k has blocks of 256 columns, and 128"),
+        (lambda p: p.pack(0, "gate", np.zeros((512, 256), np.float32)), ValueError, "pack: the weights are q4_k; use pack_super_blocks"),
+        (
+            lambda p: p.pack_quantized(0, "gate", np.zeros((512, 256), np.int8), np.zeros((512, 8), np.float16)),
+            ValueError,
+            "the weights are q4_k; use pack_super_blocks",
+        ),
+        (lambda p: p.pack_super_blocks(0, "down", np.zeros((256, 144), np.uint8)), ValueError, "the weights are int8; use pack or pack_q"),
+        (
+            lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 210), np.uint8)),
+            ValueError,
+            "blocks has 210 bytes a row where 256 columns of q4_k have 144",
+        ),
+        (lambda p: p.pack_super_blocks(0, "up", np.zeros((511, 144), np.uint8)), ValueError, r"shape \(511, 256\) where \(512, 256\)"),
+        (lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 144), np.int8)), TypeError, "int8 where uint8"),
+        (lambda p: p.weight_type_of("gates"), ValueError, "unknown part"),
+    ],
+)
+def test_refusals(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=message):
+        call(PackedExperts(SHAPE, GateSpec(), "q4_k+int8"))

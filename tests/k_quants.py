@@ -1,0 +1,87 @@
+"""Matrices in GGUF's Q4_K and Q6_K, which the package `gguf` reads but does not write: a plain quantiser, and blocks of any bits."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+BlockType = gguf.GGMLQuantizationType
+KINDS = {"q4_k": BlockType.Q4_K, "q6_k": BlockType.Q6_K}
+SUPER_BLOCK = 256
+BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+Blocks = NDArray[np.uint8]
+
+
+def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
+    """What the blocks (..., bytes) stand for, (..., cols)."""
+    values: NDArray[np.float32] = gguf.dequantize(blocks, KINDS[weight_type])
+    return values
+
+
+def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
+    """(..., cols) in blocks (..., bytes): each group's range from its extremes, and no search for a better one."""
+    rows = values.reshape(-1, SUPER_BLOCK)
+    packed = _q4_k(rows) if weight_type == "q4_k" else _q6_k(rows)
+    return packed.reshape(*values.shape[:-1], -1)
+
+
+def any_blocks(shape: tuple[int, ...], weight_type: str, seed: int) -> Blocks:
+    """Blocks for (..., cols) of random bits, whose values are about 1 / sqrt(cols) large, and of both signs."""
+    cols = shape[-1]
+    blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], cols // SUPER_BLOCK, BLOCK_BYTES[weight_type]), np.uint8)
+    if weight_type == "q4_k":  # about half of the 63 steps of scale times half of the 15 steps of a code, less minima as large
+        _put_half(blocks[..., :2], 1 / (200 * cols**0.5))
+        _put_half(blocks[..., 2:4], 7.5 / (200 * cols**0.5))
+    else:
+        _put_half(blocks[..., 208:], 1 / (1400 * cols**0.5))
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _put_half(target: Blocks, value: float) -> None:
+    target[...] = np.array([value], np.float16).view(np.uint8)
+
+
+def _half(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], Blocks]:
+    """Rounded to float16, as values and as bytes (n, 2)."""
+    halves = values.astype(np.float16)
+    return halves.astype(np.float32), halves[:, None].view(np.uint8)
+
+
+def _steps(values: NDArray[np.float32], step: NDArray[np.float32], low: int, high: int) -> NDArray[np.int64]:
+    """Of a size `step`, 0 where that is 0."""
+    whole = np.divide(values, step, out=np.zeros_like(values), where=step != 0)
+    return np.clip(np.rint(whole), low, high).astype(np.int64)
+
+
+def _q4_k(rows: NDArray[np.float32]) -> Blocks:
+    groups = rows.reshape(len(rows), 8, 32)
+    lowest = np.minimum(groups.min(-1), 0)
+    scale = (groups.max(-1) - lowest) / np.float32(15)
+    d, d_bytes = _half(scale.max(-1) / 63)
+    dmin, dmin_bytes = _half((-lowest).max(-1) / 63)
+    sc, m = _steps(scale, d[:, None], 0, 63), _steps(-lowest, dmin[:, None], 0, 63)
+    step = (d[:, None] * sc)[..., None].astype(np.float32)
+    codes = _steps(groups + (dmin[:, None] * m)[..., None].astype(np.float32), np.broadcast_to(step, groups.shape), 0, 15)
+    first, last = slice(0, 4), slice(4, 8)
+    bits = [sc[:, first] | sc[:, last] >> 4 << 6, m[:, first] | m[:, last] >> 4 << 6, sc[:, last] & 15 | (m[:, last] & 15) << 4]
+    nibbles = codes[:, 0::2] | codes[:, 1::2] << 4
+    return np.concatenate([d_bytes, dmin_bytes, *(part.astype(np.uint8) for part in (*bits, nibbles.reshape(len(rows), -1)))], axis=1)
+
+
+def _q6_k(rows: NDArray[np.float32]) -> Blocks:
+    groups = rows.reshape(len(rows), 16, 16)
+    scale = np.abs(groups).max(-1) / np.float32(31)
+    d, d_bytes = _half(scale.max(-1) / 127)
+    sc = _steps(scale, d[:, None], -128, 127)
+    step = (d[:, None] * sc)[..., None].astype(np.float32)
+    codes = (_steps(groups, np.broadcast_to(step, groups.shape), -32, 31) + 32).reshape(len(rows), 2, 4, 32)
+    low, high = codes & 15, codes >> 4
+    nibbles = low[:, :, :2] | low[:, :, 2:] << 4
+    upper = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    parts = [
+        nibbles.reshape(len(rows), -1).astype(np.uint8),
+        upper.reshape(len(rows), -1).astype(np.uint8),
+        sc.astype(np.int8).view(np.uint8),
+    ]
+    return np.concatenate([*parts, d_bytes], axis=1)
