@@ -88,7 +88,7 @@ def _sparse(module: nn.Module, path: str, threshold: float, seen: dict[str, list
                 rows = rows.clamp(max=spec.gate_limit)
                 seen.setdefault(path, []).append((rows * torch.sigmoid(spec.alpha * rows)).abs())
         biases = {name: parts.get(name) for name in ("gate_bias", "up_bias", "down_bias")}
-        weights = (parts["gate"], parts["up"], parts["down"])
+        weights = (parts.get("gate"), parts["up"], parts["down"])
         found = reference_experts(hidden_states, top_k_index, top_k_weights, *weights, layout.gate, **biases, threshold=threshold)
         return found.to(hidden_states.dtype)
 

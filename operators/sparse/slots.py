@@ -39,6 +39,7 @@ class SparseSlotExperts:
             Threshold(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device))
             for _ in range(2)
         )
+        self._taken = (0, 0)
 
     @property
     def expert_bytes(self) -> int:
@@ -50,8 +51,8 @@ class SparseSlotExperts:
     def take_counts(self) -> tuple[int, int]:
         """Neurons that reached the threshold, and all, since the last call; waits for the device."""
         active, neurons = self.threshold.counts.tolist()
-        self.threshold.counts.zero_()
-        return active, neurons
+        before, self._taken = self._taken, (active, neurons)  # not set to zero: what another stream counts meanwhile would be lost
+        return active - before[0], neurons - before[1]
 
     def forward(
         self,

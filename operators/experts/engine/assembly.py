@@ -6,20 +6,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.cache.policies import make_policy
 from moegraft.operators.experts.devices.cuda import CudaDevice
 from moegraft.operators.experts.devices.interface import Device, DeviceError, Waiter
 from moegraft.operators.experts.devices.profiles import PROFILES
 from moegraft.operators.experts.devices.virtual import VirtualDevice
-from moegraft.operators.experts.engine.cuda_execution import CudaExecution, HostMirror
+from moegraft.operators.experts.engine.cuda_execution import CudaExecution, HostMirror, SlotKernels
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens, SlotArena
 from moegraft.operators.experts.engine.observer import Observer
@@ -33,12 +33,11 @@ from moegraft.operators.experts.transfer.arena import SlotPlan
 from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
 from moegraft.operators.experts.transfer.store import ExpertStore
 from moegraft.operators.experts.transfer.transfers import Urgency
-
-if TYPE_CHECKING:
-    from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
 
 logger = logging.getLogger(__name__)
 EMULATED_PROFILE = "a6000_10core"
+QUANTILE_EXPERTS, QUANTILE_TOKENS = 8, 16  # whose activations say which threshold leaves out a share of made up tokens' neurons
 
 
 @dataclass(slots=True)
@@ -48,6 +47,7 @@ class EngineParts:
     Attributes:
         device: its name.
         packed, routers: of each layer, in the model's order.
+        sparsity: what each layer leaves out; None for layers that leave nothing out.
         arena: the slots where they lie in host memory, on emulated devices.
     """
 
@@ -55,9 +55,10 @@ class EngineParts:
     packed: Sequence[PackedExperts]
     routers: Sequence[Router]
     runtime: Runtime
+    sparsity: Sequence[LayerSparsity | None]
     arena: SlotArena | None = None
     _slots: torch.Tensor | None = None
-    _kernels: SlotExperts | None = None
+    _kernels: Sequence[SlotKernels] = ()
     _mirror: HostMirror = field(default_factory=HostMirror)
 
     def use(self, loading: Loading) -> None:
@@ -66,22 +67,21 @@ class EngineParts:
         if loading.arena.array is not None:
             self.arena = SlotArena(self.runtime, first, loading.arena.array)
             return
+        self._slots = loading.arena.tensor.view(-1, first.expert_bytes)
+        self._kernels = [self.kernels_of(sparsity) for sparsity in self.sparsity]
+
+    def kernels_of(self, sparsity: LayerSparsity | None) -> SlotKernels:
+        """What computes one layer from slots. A layer that leaves neurons out has its threshold and its counts on the device."""
         # Triton need not be installed where no GPU is
         from moegraft.operators.kernels.slots import SlotExperts
+        from moegraft.operators.sparse.slots import SparseSlotExperts
 
-        self._slots = loading.arena.tensor.view(-1, first.expert_bytes)
-        self._kernels = SlotExperts(first.shape, first.gate_spec, first.weight_type)
-
-    @property
-    def slot_memory(self) -> torch.Tensor:
-        """(S, expert_bytes) uint8 on a CUDA device."""
-        assert self._slots is not None, "a CUDA device has its slots in its own memory"
-        return self._slots
-
-    def kernels_for(self, layer: int) -> Callable[..., None]:
-        """`SlotExperts.forward` for a layer."""
-        assert self._kernels is not None, "a CUDA device has kernels of its own"
-        return self._kernels.forward
+        first = self.packed[0]
+        if sparsity is None:
+            return SlotExperts(first.shape, first.gate_spec, first.weight_type).forward
+        kernels = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, torch.device(self.device))
+        sparsity.attach(kernels)
+        return kernels.forward
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in host memory."""
@@ -95,25 +95,55 @@ class EngineParts:
             return torch.empty(shape, dtype=dtype)
         return self._mirror.buffer(name, shape, dtype)
 
-    def cuda_execution(self, cpu: CpuPart, tokens: HostTokens, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> CudaExecution:
-        assert self._kernels is not None and self._slots is not None, "a CUDA device has its slots in its own memory"
+    def cuda_execution(
+        self, cpu: CpuPart, tokens: HostTokens, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, kernels: SlotKernels
+    ) -> CudaExecution:
+        """`kernels`: of the layer, `kernels_for`."""
+        assert self._slots is not None, "a CUDA device has its slots in its own memory"
         num_experts = self.packed[0].shape.num_experts
-        return CudaExecution(cpu, tokens, self._kernels, self._slots, hidden_states, top_k_weights, num_experts)
+        return CudaExecution(cpu, tokens, kernels, self._slots, hidden_states, top_k_weights, num_experts)
+
+    def kernels_for(self, layer: int) -> SlotKernels:
+        """`SlotExperts.forward` for a layer, leaving out what the calling thread leaves out there."""
+        sparsity = self.sparsity[layer]
+        return partial(self._kernels[layer], drafting=True) if sparsity is not None and sparsity.drafting else self._kernels[layer]
 
 
-class _WarmUpJobs:
-    """Zeros as tokens: what an expert takes does not depend on them."""
+class WarmUpJobs:
+    """Zeros as tokens: what an expert takes does not depend on them. Where neurons are left out it does: then they are random.
+
+    Attributes:
+        sparsity: leaves out the share that the model is to leave out, of these tokens; None where the model leaves nothing out.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._packed = parts.packed[0]
+        self._random = np.random.default_rng(0)
+        of_model = parts.sparsity[0]
+        self.sparsity = None if of_model is None else SparseLayers().join(of_model.options)
+        self._kernels = None if parts.arena is not None else parts.kernels_of(self.sparsity)
+        if self.sparsity is not None and of_model is not None and of_model.routed_target:
+            self.sparsity.set_threshold(self._quantile(of_model.routed_target), of_model.routed_target)
+
+    def _quantile(self, share: float) -> float:
+        """The threshold that leaves out that share of the neurons of the tokens made up here."""
+        packed = self._packed
+        experts = np.arange(min(packed.shape.num_experts, QUANTILE_EXPERTS))
+        tokens, cpu = self._tokens(experts, QUANTILE_TOKENS)
+        acted = np.empty((*tokens.top_k_index.shape, packed.shape.intermediate), np.float32)
+        hidden, out = as_array(tokens.hidden_states), as_array(cpu.out)
+        self._parts.runtime.forward(packed, hidden, tokens.top_k_index, tokens.top_k_weights, out, acted=acted)
+        return float(np.quantile(np.abs(acted), share))
 
     def _tokens(self, experts: NDArray[np.int64], load: int) -> tuple[HostTokens, CpuPart]:
         packed, parts = self._packed, self._parts
         dtype = {"float32": torch.float32, "float16": torch.float16}.get(packed.weight_type, torch.bfloat16)
         hidden = torch.zeros(load, packed.shape.hidden, dtype=dtype)
+        if self.sparsity is not None:
+            hidden = torch.from_numpy(self._random.standard_normal(hidden.shape, np.float32)).to(dtype)
         tokens = HostTokens(hidden, np.tile(experts, (load, 1)), np.ones((load, len(experts)), np.float32))
-        return tokens, CpuPart(parts.runtime, packed, tokens, parts.host_buffer("out", hidden.shape, dtype))
+        return tokens, CpuPart(parts.runtime, packed, tokens, parts.host_buffer("out", hidden.shape, dtype), self.sparsity)
 
     def on_cpu(self, experts: list[int], load: int) -> Callable[[], Waiter]:
         _, cpu = self._tokens(np.asarray(experts), load)
@@ -127,9 +157,11 @@ class _WarmUpJobs:
     def _execution(self, cpu: CpuPart, tokens: HostTokens) -> HostExecution | CudaExecution:
         parts = self._parts
         if parts.arena is not None:
-            return HostExecution(cpu, parts.arena, tokens, self._packed.shape.num_experts)
+            return HostExecution(cpu, parts.arena, tokens, self._packed.shape.num_experts, self.sparsity)
         device = torch.device(parts.device)
-        return parts.cuda_execution(cpu, tokens, tokens.hidden_states.to(device), torch.from_numpy(tokens.top_k_weights).to(device))
+        shares = torch.from_numpy(tokens.top_k_weights).to(device)
+        assert self._kernels is not None, "a CUDA device computes by kernels"
+        return parts.cuda_execution(cpu, tokens, tokens.hidden_states.to(device), shares, self._kernels)
 
 
 def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engine | None:
@@ -160,7 +192,7 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
         device.close()
         return None
     parts.use(loading)
-    costs = CostModel(warm_up(device, loading, _WarmUpJobs(parts)))
+    costs = CostModel(warm_up(device, loading, WarmUpJobs(parts)))
     engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead, observer)
     fill(engine)
     return engine

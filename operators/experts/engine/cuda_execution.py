@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostTokens
 
-if TYPE_CHECKING:
-    from moegraft.operators.kernels.slots import SlotExperts
-
 Ids = NDArray[np.int64]
+SlotKernels = Callable[..., None]  # `SlotExperts.forward`, or that of `SparseSlotExperts`
 
 
 class HostMirror:
@@ -56,7 +53,7 @@ class CudaExecution:
         self,
         cpu: CpuPart,
         tokens: HostTokens,
-        kernels: SlotExperts,
+        kernels: SlotKernels,
         arena: torch.Tensor,
         hidden_states: torch.Tensor,
         top_k_weights: torch.Tensor,
@@ -82,7 +79,7 @@ class CudaExecution:
     def _launch(self, slots: torch.Tensor) -> None:
         part = torch.empty_like(self.result)
         on_device = slots.to(self.result.device, non_blocking=True)
-        self._kernels.forward(self._hidden_states, self._arena, on_device, self._top_k_weights, part)
+        self._kernels(self._hidden_states, self._arena, on_device, self._top_k_weights, part)
         self.result += part
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:

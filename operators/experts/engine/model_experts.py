@@ -60,7 +60,6 @@ class ModelExperts:
     expected: int = 0
     engines: list[Engine] = field(default_factory=list)
     _members: dict[int, Member] = field(default_factory=dict)
-    _layers: list[weakref.ref[GpuLayer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _close_all, self.engines)
@@ -85,27 +84,19 @@ class ModelExperts:
             return
         for device, together in self._by_device(members).items():
             for layers in _by_kind(together).values():
-                parts = EngineParts(device, [member.packed for member in layers], [member.router for member in layers], self.runtime)
+                packed, routers, sparsity = zip(*((member.packed, member.router, member.sparsity) for member in layers), strict=True)
+                parts = EngineParts(device, packed, routers, self.runtime, sparsity)
                 engine = open_engine(parts, self.options, kv_bytes * len(layers) // len(members))
                 if engine is None:
                     continue
                 self.engines.append(engine)
                 for index, member in enumerate(layers):
-                    layer = GpuLayer(engine, parts, index, member.sparsity)
-                    self._layers.append(weakref.ref(layer))  # its module keeps it
-                    member.attach(layer)
-
-    @property
-    def layers(self) -> Sequence[GpuLayer]:
-        """Those that engines compute, in the model's order where there is one engine."""
-        return [layer for layer in (each() for each in self._layers) if layer is not None]
+                    member.attach(GpuLayer(engine, parts, index, member.sparsity))
 
     def _why_on_cpu(self, members: Sequence[Member]) -> str | None:
         if self.options.emulated:
             return None
         reason = why_no_cuda()
-        if reason is None and any(member.sparsity is not None for member in members):
-            reason = "the kernels that leave out neurons of experts in slots are not part of the engine yet"
         if reason is None and any(member.device.type != "cuda" for member in members):
             reason = "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
         return reason

@@ -26,9 +26,10 @@ GATE_NEURONS = 8  # a program's, in one go
 def _compact(act_ptr, list_ptr, value_ptr, length_ptr, counts_ptr, threshold, R: tl.constexpr, GROUP: tl.constexpr, GUESS: tl.constexpr):
     """Lists the neurons of one pair, or their groups, that reach the threshold, in their order."""
     LANES: tl.constexpr = R.lanes
+    PADDED: tl.constexpr = R.padded_neurons
     active = 0
     length = 0
-    for first in tl.static_range(0, R.padded_neurons, LANES):
+    for first in tl.static_range(0, PADDED, LANES):
         lanes = first + tl.arange(0, LANES)
         # written by other programs a moment ago: not from this multiprocessor's own cache
         activations = tl.load(act_ptr + lanes, mask=lanes < R.neurons, other=0.0, cache_modifier=".cg")
@@ -46,7 +47,7 @@ def _compact(act_ptr, list_ptr, value_ptr, length_ptr, counts_ptr, threshold, R:
     tl.store(length_ptr, length)
     tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
     if not GUESS:  # else they are counted when their exact gates are known
-        tl.atomic_add(counts_ptr, active.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts_ptr, tl.cast(active, tl.int64), sem="relaxed")
 
 
 @triton.jit

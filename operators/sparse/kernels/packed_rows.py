@@ -173,6 +173,7 @@ def _up_kernel(
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     x_ptr += (pair // TOP_K).to(tl.int64) * WIDTH
     HELD: tl.constexpr = R.columns_a_unit
+    UNITS: tl.constexpr = R.units
     steps = tl.arange(0, BU)[None, :]
     while first < length:
         places = first + tl.arange(0, BN)
@@ -182,13 +183,13 @@ def _up_kernel(
         if R.gated:
             row = (slot * R.expert_stride + R.up_first + listed.to(tl.int64) * R.row_stride)[:, None]
             total = tl.zeros((BN, BU), tl.float32)
-            for begin in tl.static_range(0, R.units, BU):
+            for begin in tl.static_range(0, UNITS, BU):
                 at = begin + steps
-                inside = alive[:, None] & (at < R.units)
+                inside = alive[:, None] & (at < UNITS)
                 units = signed(tl.load(units_ptr + row + R.header + at, mask=inside, other=0), R)
                 part = tl.zeros((BN, BU), tl.float32)
                 for j in tl.static_range(HELD):
-                    x = tl.load(x_ptr + j * R.units + at, mask=at < R.units, other=0.0)
+                    x = tl.load(x_ptr + j * UNITS + at, mask=at < UNITS, other=0.0)
                     part += _columns(units, j, R) * x
                 if R.header > 0:
                     part *= tl.load(scales_ptr + 2 * row + _scale_at(at, R), mask=inside, other=0.0).to(tl.float32)

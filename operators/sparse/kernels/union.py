@@ -40,10 +40,11 @@ def _compact_union_kernel(
         return
     threshold = tl.load(threshold_ptr)
     LANES: tl.constexpr = R.lanes
+    PADDED: tl.constexpr = R.padded_neurons
     list_ptr += block.to(tl.int64) * R.neurons
     active = 0
     length = 0
-    for first in tl.static_range(0, R.padded_neurons, LANES):
+    for first in tl.static_range(0, PADDED, LANES):
         lanes = first + tl.arange(0, LANES)
         inside = lanes < R.neurons
         union = tl.zeros((LANES,), tl.int32)
@@ -66,7 +67,7 @@ def _compact_union_kernel(
         length += tl.sum(union)
     tl.store(length_ptr + block, length)
     present = tl.load(pairs_ptr + block * BM + tl.arange(0, BM)) < pair_count
-    tl.atomic_add(counts_ptr, active.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts_ptr, tl.cast(active, tl.int64), sem="relaxed")
     tl.atomic_add(counts_ptr + 1, (tl.sum(present.to(tl.int32)) * R.neurons).to(tl.int64), sem="relaxed")
 
 

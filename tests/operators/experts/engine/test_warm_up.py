@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_cases import make_layer
 
+from moegraft.cpu_backend import Runtime
 from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
 from moegraft.operators.experts.devices.virtual import VirtualDevice
+from moegraft.operators.experts.engine.assembly import EngineParts, WarmUpJobs
+from moegraft.operators.experts.engine.host_execution import SlotArena
 from moegraft.operators.experts.engine.warm_up import LOADS, warm_up
 from moegraft.operators.experts.scheduling.cost_model import CostModel
 from moegraft.operators.experts.transfer.arena import even_plan
 from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
 from moegraft.operators.experts.transfer.store import ExpertStore
+from moegraft.operators.sparse.layer import SparseLayers
+from moegraft.operators.sparse.options import SparsityOptions
 
 
 class NoJobs:
@@ -59,3 +65,18 @@ def test_with_no_slot_there_is_no_gpu() -> None:
     tables = warm_up(device, loading, NoJobs())
     assert (tables.gpu_ms == ()) == (tables.transfer_ms == ())
     assert tables.cpu_ms
+
+
+def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
+    layer = make_layer(num_experts=4, hidden=64, intermediate=96, sparse=True)
+    of_model = SparseLayers().join(SparsityOptions(0.7, "routed"))
+    of_model.set_threshold(1e9, 0.7)  # fits the model's tokens, not those that are made up here
+    parts = EngineParts("emulated:0", [layer.packed], [], Runtime(1), [of_model])
+    parts.arena = SlotArena(parts.runtime, layer.packed, layer.packed.buffer)
+    jobs = WarmUpJobs(parts)
+    jobs.on_cpu([0, 1, 2, 3], 16)()()
+    on_cpu = jobs.sparsity.counts.copy()
+    jobs.on_gpu([0, 1], 8)()
+    assert on_cpu[1] == 4 * 16 * 96 and jobs.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
+    assert jobs.sparsity.achieved == pytest.approx(0.7, abs=0.05)
+    assert not of_model.counts.any(), "the model has left nothing out yet"
