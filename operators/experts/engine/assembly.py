@@ -83,6 +83,12 @@ class EngineParts:
         sparsity.attach(kernels)
         return kernels.forward
 
+    @property
+    def slot_memory(self) -> torch.Tensor:
+        """(S, expert_bytes) uint8 on a CUDA device."""
+        assert self._slots is not None, "a CUDA device has its slots in its own memory"
+        return self._slots
+
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in host memory."""
         if self.arena is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from moegraft.operators.cpu import rounded
 from moegraft.operators.draft import DraftSettings
+from moegraft.operators.experts.engine.captured_layer import CallShape, CapturedLayer
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
 from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.experts.routing import Router
@@ -68,6 +70,10 @@ class GpuLayer:
 
     Args:
         index: of the layer within its engine.
+
+    Attributes:
+        captured: while a decode step is captured, by which thread and what the layer hands over there.
+        last_call: what the layer was last called with.
     """
 
     def __init__(self, engine: Engine, parts: EngineParts, index: int, sparsity: LayerSparsity | None) -> None:
@@ -77,11 +83,22 @@ class GpuLayer:
         self._sparsity = sparsity
         self._packed = parts.packed[index]
         self._watch = RouterWatch(parts.routers[index])
+        self.captured: tuple[int, CapturedLayer] | None = None
+        self.last_call: CallShape | None = None
 
     @property
     def resident(self) -> NDArray[np.bool_]:
         """(E,): experts with a slot now."""
         return np.asarray(self.engine.loading.slots.slot_of(self._index) >= 0)
+
+    @property
+    def parts(self) -> EngineParts:
+        return self._parts
+
+    @property
+    def sparse(self) -> bool:
+        """Whether neurons are left out."""
+        return self._sparsity is not None
 
     def describe(self) -> str:
         """For people: `24 of 128 in slots of cuda:0, two_threshold`."""
@@ -93,9 +110,14 @@ class GpuLayer:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, draft: DraftRouting | None = None
     ) -> torch.Tensor:
         """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
+        captured = self.captured
+        if captured is not None and captured[0] == threading.get_ident():
+            seen = self._watch.take()
+            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if seen is None else seen[1])
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
         tokens = rounded(hidden_states.detach()).contiguous()
+        self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype)
         seen = self._watch.take()
         device = {"index": top_k_index.detach().long(), "weights": top_k_weights.detach().float(), "tokens": tokens}
         ahead: list[tuple[int, torch.Tensor]] = []

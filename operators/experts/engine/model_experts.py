@@ -60,6 +60,7 @@ class ModelExperts:
     expected: int = 0
     engines: list[Engine] = field(default_factory=list)
     _members: dict[int, Member] = field(default_factory=dict)
+    _layers: list[weakref.ref[GpuLayer]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _close_all, self.engines)
@@ -91,7 +92,14 @@ class ModelExperts:
                     continue
                 self.engines.append(engine)
                 for index, member in enumerate(layers):
-                    member.attach(GpuLayer(engine, parts, index, member.sparsity))
+                    layer = GpuLayer(engine, parts, index, member.sparsity)
+                    self._layers.append(weakref.ref(layer))  # its module keeps it
+                    member.attach(layer)
+
+    @property
+    def layers(self) -> Sequence[GpuLayer]:
+        """Those that engines compute, in the model's order where there is one engine."""
+        return [layer for layer in (each() for each in self._layers) if layer is not None]
 
     def _why_on_cpu(self, members: Sequence[Member]) -> str | None:
         if self.options.emulated:
