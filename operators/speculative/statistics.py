@@ -92,6 +92,7 @@ class Statistics:
             "tokens_per_round": self.tokens_per_round,
             "acceptance_by_position": self.acceptance,
             "drafted_tokens": self.drafted,
+            "accepted_tokens": sum(self.accepted_at),
             "round_tokens": self.round_tokens,
             "plain_tokens": self.plain_tokens,
             "draft_ms": self.draft_ms,

@@ -47,6 +47,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("--api-key is empty; give a key, or leave it out")
+        if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
+            raise ValueError("--api-key has spaces or letters beyond ASCII, which not every client can send; give another")
 
 
 @user_errors(PROGRAM)

@@ -7,7 +7,6 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncIterator
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
+from moegraft.injection.cli.serve.page import chat_page
 from moegraft.injection.cli.serve.protocol import Kind, Reply, RequestError, error_body, read_request
 from moegraft.injection.cli.serve.service import Service
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # how often to look whether the client is still there
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
-OPEN = ("/", "/health")  # need no key
+OPEN = ("/", "/favicon.ico", "/health")  # need no key
 FAILED = "the model failed on this request; the server's log has the reason"
 
 
@@ -37,7 +36,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN:
-            given = Request(scope).headers.get("authorization", "").encode()
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._wanted):
                 refusal = _error(401, "give this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
                 await refusal(scope, receive, send)
@@ -51,11 +50,15 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     _add_errors(app)
     if api_key:
         app.add_middleware(KeyCheck, api_key=api_key)
-    page = files("moegraft.injection.cli.serve").joinpath("page.html").read_text(encoding="utf-8")
+    page = chat_page()
 
     @app.get("/")
-    async def chat_page() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+    async def root() -> Response:
+        return HTMLResponse(page.html, headers=page.headers)
+
+    @app.get("/favicon.ico")
+    async def icon() -> Response:
+        return Response(status_code=204)  # browsers ask for one, and there is none
 
     @app.get("/health")
     async def health() -> Response:
@@ -68,7 +71,13 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": service.model_id, "object": "model", "created": 0, "owned_by": "moegraft"}]})
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if model_id != service.model_id:
+            raise RequestError(404, f"no model {model_id[:80]!r} here; this server has {service.model_id!r}", code="model_not_found")
+        return JSONResponse(_model(service))
 
     @app.get("/v1/status")
     async def status() -> Response:
@@ -85,6 +94,10 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     return app
 
 
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.model_id, "object": "model", "created": 0, "owned_by": "moegraft"}
+
+
 def _status(service: Service) -> dict[str, Any]:
     engine = service.engine
     return {
@@ -94,6 +107,7 @@ def _status(service: Service) -> dict[str, Any]:
         "running": engine.running,
         "waiting": engine.waiting,
         "one_at_a_time_because": service.alone_because,
+        "work": engine.work,
     }
 
 

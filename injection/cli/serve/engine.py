@@ -6,11 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from moegraft.injection.cli.serve.job import Ending, Job
+from moegraft.injection.cli.serve.times import Times
+from moegraft.injection.cli.serve.work import Counts, difference
 
 logger = logging.getLogger(__name__)
 WINDOW_S = 10.0  # over which tokens/s are taken
@@ -36,16 +39,23 @@ class Engine:
     """Starts its thread when made; `close` ends it. `submit` may be called from any thread.
 
     A request that fails ends alone or with those decoded beside it; the engine goes on. Requests are taken in the order they came.
+
+    Args:
+        counts: what the model did so far; asked between steps.
     """
 
-    def __init__(self, decoder: Decoder, *, max_queue: int) -> None:
+    def __init__(self, decoder: Decoder, *, max_queue: int, counts: Callable[[], Counts] = dict) -> None:
         self._decoder = decoder
         self._max_queue = max_queue
+        self._counts = counts
+        self._before: dict[Job, Counts] = {}  # what the model had done when each job began
         self._waiting: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self.endings: dict[Ending, int] = {"stop": 0, "length": 0, "cancelled": 0, "failed": 0}
         self.rejected = self.prompt_tokens = self.kept_tokens = self.completion_tokens = 0
+        self.first_token_s = Times()
+        self.work: Counts = {}  # what the model had done when an answer last began or ended
         self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of each step in the window
         self._thread = threading.Thread(target=self._run, name="moegraft-serve", daemon=True)
         self._thread.start()
@@ -97,6 +107,7 @@ class Engine:
     def _run(self) -> None:
         while self._admit():
             jobs = self._decoder.jobs
+            self._begin(jobs)
             before = [job.completion_tokens for job in jobs]
             try:
                 with torch.inference_mode():
@@ -109,6 +120,22 @@ class Engine:
             self._account(jobs, before)
         for job in [*self._waiting, *self._decoder.jobs]:
             job.finish("cancelled")
+            job.tell_end()
+
+    def _begin(self, jobs: list[Job]) -> None:
+        """Notes what the model had done before the jobs that are new, and which jobs are not alone."""
+        new = [job for job in jobs if job not in self._before]
+        if new:
+            self._before |= dict.fromkeys(new, self._counts_now())
+        for job in jobs:
+            job.together = job.together or len(jobs) > 1
+
+    def _counts_now(self) -> Counts:
+        try:
+            self.work = self._counts()
+        except Exception:  # a figure for people is no reason to end answers
+            logger.exception("serve: what the model did cannot be counted")
+        return self.work
 
     def _admit(self) -> bool:
         """Waits for work and takes what there is room for; False when closing."""
@@ -126,6 +153,7 @@ class Engine:
             self._waiting.remove(job)
             job.finish("cancelled")
             self.endings["cancelled"] += 1
+            job.tell_end()
 
     def _account(self, jobs: list[Job], before: list[int]) -> None:
         now = time.perf_counter()
@@ -139,5 +167,11 @@ class Engine:
             if count == 0 and job.completion_tokens:
                 self.prompt_tokens += len(job.ask.token_ids)
                 self.kept_tokens += job.kept_tokens
-            if job.ending is not None:
-                self.endings[job.ending] += 1
+                self.first_token_s.add((job.first_token_ms or 0.0) / 1e3)
+        ended = [job for job in jobs if job.ending is not None]
+        after = self._counts_now() if ended else self.work
+        for job in ended:
+            assert job.ending is not None, "just looked at"
+            self.endings[job.ending] += 1
+            job.work = difference(after, self._before.pop(job))
+            job.tell_end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,7 +39,12 @@ class Piece:
 
 
 class Job:
-    """An `Ask` being answered. The engine's thread writes; whoever asked may call `cancel` from any other."""
+    """An `Ask` being answered. The engine's thread writes; whoever asked may call `cancel` from any other.
+
+    Attributes:
+        work: what the model did between the job's first step and its last, by name; None until its end.
+        together: others were answered meanwhile, so that `work` is theirs too.
+    """
 
     def __init__(
         self, ask: Ask, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], listener: Callable[[Piece], None] | None = None
@@ -52,7 +57,11 @@ class Job:
         self.completion_tokens = 0
         self.ending: Ending | None = None
         self.cancelled = False
-        self.asked_s = time.perf_counter()
+        self.work: Mapping[str, int] | None = None
+        self.together = False
+        self._asked_s = time.perf_counter()
+        self._first_s = self._last_s = 0.0
+        self._told = False
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
         self._streamer = AnswerStreamer(tokenizer, self._spell)
@@ -67,6 +76,8 @@ class Job:
         assert self.ending is None, "nothing follows the end of an answer"
         self.token_ids.append(token)
         self.completion_tokens += 1
+        self._last_s = time.perf_counter()
+        self._first_s = self._first_s or self._last_s
         if token in self._end_tokens:
             self.finish("stop")
         else:
@@ -80,12 +91,29 @@ class Job:
         return self.ending is not None
 
     def finish(self, ending: Ending) -> None:
-        """Ends the answer, once, with the text that was held back."""
+        """Ends the answer, once; `tell_end` says so."""
         if self.ending is not None:
             return
         self._streamer.end()
         self.ending = ending
-        self._tell(Piece(self._stop.rest(), ending))
+
+    def tell_end(self) -> None:
+        """Tells the listener of the end, once, with the text that was held back."""
+        assert self.ending is not None, "the answer has ended"
+        if not self._told:
+            self._told = True
+            self._tell(Piece(self._stop.rest(), self.ending))
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """From asking to the first token, the wait in the queue included."""
+        return 1e3 * (self._first_s - self._asked_s) if self._first_s else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """From the first token to the last; None of an answer of one token."""
+        taken_s = self._last_s - self._first_s
+        return (self.completion_tokens - 1) / taken_s if self.completion_tokens > 1 and taken_s > 0 else None
 
     def _spell(self, text: str) -> None:
         safe = self._stop.feed(text)

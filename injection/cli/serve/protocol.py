@@ -199,7 +199,8 @@ class Reply:
     def whole(self, text: str, job: Job) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": job.ending}
         choice |= {"text": text} if self.kind == "text" else {"message": {"role": "assistant", "content": text}}
-        return {**self._head("text_completion" if self.kind == "text" else "chat.completion"), "choices": [choice], "usage": usage(job)}
+        head = self._head("text_completion" if self.kind == "text" else "chat.completion")
+        return {**head, "choices": [choice], "usage": usage(job), "moegraft": made(job)}
 
     def chunk(self, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
         """A piece of the answer; text None opens a chat's."""
@@ -212,7 +213,7 @@ class Reply:
         return {**self._chunk_head(), "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]}
 
     def usage_chunk(self, job: Job) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": usage(job)}
+        return {**self._chunk_head(), "choices": [], "usage": usage(job), "moegraft": made(job)}
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("text_completion" if self.kind == "text" else "chat.completion.chunk")
@@ -229,6 +230,17 @@ def usage(job: Job) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": job.kept_tokens},
+    }
+
+
+def made(job: Job) -> dict[str, Any]:
+    """How an answer was made, beside what OpenAI's interface has: times on this side, and the model's work meanwhile."""
+    first_ms, rate = job.first_token_ms, job.tokens_per_s
+    return {
+        "first_token_ms": None if first_ms is None else round(first_ms, 2),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+        "together": job.together,
+        "work": job.work or {},
     }
 
 

@@ -12,10 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import Request as HttpRequest
@@ -24,8 +22,8 @@ from urllib.request import urlopen
 import openai
 import pytest
 import torch
-import uvicorn
 from rich.console import Console
+from serving import PATIENCE_S, Server, ask, messages, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -35,42 +33,12 @@ from moegraft.injection.cli.loading import LoadedModel, load_model
 from moegraft.injection.cli.model_options import ModelOptions
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.injection.cli.serve.app import make_app
-from moegraft.injection.cli.serve.service import Limits, Service
+from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.cli.serve.stop_text import StopText
 from moegraft.injection.cli.terminal import Terminal
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
-PATIENCE_S = 60  # a busy machine is no failure; a hang is
 ROOT = Path(__file__).parents[3]
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    service: Service
-    address: str
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
-
-    def get(self, path: str) -> str:
-        with urlopen(self.address + path, timeout=PATIENCE_S) as reply:
-            return str(reply.read().decode())
-
-
-@contextmanager
-def serving(loaded: LoadedModel, limits: Limits | None = None, key: str | None = None) -> Iterator[Server]:
-    service = Service(loaded, limits or Limits())
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(service, key), log_level="critical", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE_S)
-        service.close()
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +55,6 @@ def slowly(loaded: LoadedModel) -> Iterator[None]:
     hook.remove()
 
 
-def until(so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not so():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def wanted(loaded: LoadedModel, *said: str, tokens: int = 12) -> str:
     """The answer of a chat at the terminal to what is said, user and assistant in turn."""
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens)
@@ -101,15 +62,6 @@ def wanted(loaded: LoadedModel, *said: str, tokens: int = 12) -> str:
         (conversation.answered if index % 2 else conversation.ask)(text)
     answerer = Answerer(loaded, SamplingOptions(do_sample=False, max_new_tokens=tokens))
     return answerer.answer(conversation.prompt(tokens).token_ids, lambda text: None).text
-
-
-def messages(*said: str) -> Any:
-    return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
-
-
-def ask(server: Server, *said: str, **options: Any) -> Any:
-    model = server.service.model_id
-    return server.client().chat.completions.create(**{"model": model, "messages": messages(*said), "max_tokens": 12, **options})
 
 
 def test_an_answer_is_that_of_the_chat(server: Server, loaded: LoadedModel) -> None:
@@ -354,14 +306,6 @@ def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -
         assert server.service.alone_because is not None
         question = "a question that is longer than the window"
         assert ask(server, question).choices[0].message.content == wanted(sliding, question)
-
-
-def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
-    page = server.get("/")
-    assert "<textarea" in page and "v1/chat/completions" in page
-    assert not re.search(r"https?://|src=|@import", page)
-    status = json.loads(server.get("/v1/status"))
-    assert status["placement"] == ["2 x stock experts on the CPU"] and status["model"] == "tiny"
 
 
 def test_without_fastapi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,165 @@
+"""Clients of a server that vanish at any moment, and those that do not speak HTTP as they should; the others are answered meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+
+import openai
+import pytest
+from serving import PATIENCE_S, Server, ask, messages, serving, until
+
+from moegraft.injection.cli.commands.serve import ServeOptions
+from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.serve.service import Limits
+
+HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    """A token takes 5 ms, so that there is time to leave; four answers at a time."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    with serving(loaded, Limits(max_batch=4, max_queue=64, prefill_chunk=16)) as found:
+        yield found
+    hook.remove()
+
+
+def connect(server: Server) -> socket.socket:
+    host, port = server.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def request(tokens: int, *, stream: bool) -> bytes:
+    body = json.dumps({"messages": messages("hello there"), "max_tokens": tokens, "stream": stream}).encode()
+    return f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def quiet(server: Server) -> bool:
+    return server.service.engine.running == 0 and server.service.engine.waiting == 0
+
+
+def test_32_clients_of_which_half_vanish(server: Server) -> None:
+    """Those that stay get what each gets alone, and nothing is left behind."""
+    alone = ask(server, "hello there", max_tokens=30).choices[0].message.content
+    chance = random.Random(1)
+
+    def vanish(number: int) -> None:
+        with connect(server) as client:
+            client.sendall(request(2000, stream=number % 2 == 0))
+            time.sleep(chance.uniform(0, 0.3))
+
+    with ThreadPoolExecutor(32) as pool:
+        leaving = [pool.submit(vanish, number) for number in range(16)]
+        staying = [pool.submit(ask, server, "hello there", max_tokens=30) for _ in range(16)]
+        assert [one.result().choices[0].message.content for one in staying] == [alone] * 16
+        for one in leaving:
+            one.result()
+    until(lambda: quiet(server))
+    endings = server.service.engine.endings
+    assert endings["failed"] == 0 and 0 < endings["cancelled"] <= 16
+    assert ask(server, "hello there", max_tokens=30).choices[0].message.content == alone
+
+
+def test_who_leaves_the_queue_makes_room_in_it(loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
+    try:
+        with serving(loaded, Limits(max_batch=1, max_queue=1)) as server, connect(server) as first:
+            first.sendall(request(1000, stream=True))
+            until(lambda: server.service.engine.running == 1)
+            with connect(server) as second:
+                second.sendall(request(1000, stream=True))
+                until(lambda: server.service.engine.waiting == 1)
+                with pytest.raises(openai.RateLimitError) as refused:
+                    ask(server, "hello")
+                assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "queue_full"
+            first.close()
+            until(lambda: quiet(server))
+            assert ask(server, "hello").choices[0].message.content
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",  # nothing at all
+        b"POST /v1/chat",  # half a line
+        HEAD.encode(),  # half a head
+        HEAD.encode() + b'Content-Length: 1000\r\n\r\n{"messages"',  # half a body
+        HEAD.encode() + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"mes',  # half a chunk
+    ],
+)
+def test_who_vanishes_while_asking_leaves_nothing_behind(server: Server, sent: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(sent)
+    assert ask(server, "hello", max_tokens=2).choices[0].message.content
+    assert quiet(server)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # a client that speaks TLS
+        b"GET\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n",
+        HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused(server: Server, sent: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        reply = b""
+        while piece := client.recv(4096):
+            reply += piece
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply
+    assert b"Traceback" not in reply
+    assert ask(server, "hello", max_tokens=2).choices[0].message.content
+
+
+def test_a_body_without_an_announced_length_has_the_same_limit(server: Server) -> None:
+    piece = b"x" * (1 << 16)
+    with connect(server) as client:
+        client.sendall(HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(32):
+                client.sendall(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        except OSError:  # the server has hung up, as it may
+            pass
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+    assert ask(server, "hello", max_tokens=2).choices[0].message.content
+
+
+def test_a_model_is_found_by_its_id(server: Server) -> None:
+    client = server.client()
+    assert client.models.retrieve(server.service.model_id).id == server.service.model_id
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
+        client.models.retrieve("gpt-5")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/status", "/v1/models/tiny", "/nothing"])
+def test_everything_but_the_page_and_health_wants_the_key(loaded: LoadedModel, path: str) -> None:
+    with serving(loaded, key="secret") as server:
+        with pytest.raises(HTTPError) as refused:
+            server.get(path)
+        assert refused.value.code == 401
+        for open_path in ("/", "/health", "/favicon.ico"):
+            server.get(open_path)
+
+
+def test_no_thread_is_left_when_a_server_ends(loaded: LoadedModel) -> None:
+    with serving(loaded) as server:
+        ask(server, "hello", max_tokens=2)
+    assert not server.service.engine.alive
+
+
+@pytest.mark.parametrize("key", ["", " ", "sécret", "two\nlines", "with space"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="--api-key"):
+        ServeOptions(api_key=key)

@@ -1,0 +1,65 @@
+"""A server in this process, and OpenAI's client for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.request import urlopen
+
+import openai
+import uvicorn
+
+from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.serve.app import make_app
+from moegraft.injection.cli.serve.service import Limits, Service
+
+PATIENCE_S = 60  # a busy machine is no failure; a hang is
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    service: Service
+    address: str
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    def get(self, path: str) -> str:
+        with urlopen(self.address + path, timeout=PATIENCE_S) as reply:
+            return str(reply.read().decode())
+
+
+@contextmanager
+def serving(loaded: LoadedModel, limits: Limits | None = None, key: str | None = None) -> Iterator[Server]:
+    service = Service(loaded, limits or Limits())
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(service, key), log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        service.close()
+
+
+def until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def messages(*said: str) -> Any:
+    return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
+
+
+def ask(server: Server, *said: str, **options: Any) -> Any:
+    model = server.service.model_id
+    return server.client().chat.completions.create(**{"model": model, "messages": messages(*said), "max_tokens": 12, **options})
