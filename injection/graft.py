@@ -187,6 +187,12 @@ def _generate(base: type[GenerationMixin]) -> Callable[..., Any]:
     return generate
 
 
+def decode_steps_of(model: PreTrainedModel) -> DecodeSteps | None:
+    """What captures a model's decode steps; None for stock models, and where no rule lets it."""
+    injection = getattr(model, "moegraft", None)
+    return injection.decode_steps if isinstance(injection, Injection) else None
+
+
 def _forward(base: type[PreTrainedModel]) -> Callable[..., Any]:
     """`forward` of an injected class whose decode steps may be captured ones."""
 

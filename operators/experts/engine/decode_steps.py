@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from moegraft.operators.base import Operator
+from moegraft.operators.base import ModelOperator, Operator
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.static_cache import (
     Length,
     addresses,
+    fixed,
+    grown,
     has_static_form,
     is_filled,
     names_a_cache,
@@ -29,7 +31,7 @@ from moegraft.operators.experts.engine.step_graph import StepGraph
 from moegraft.operators.experts.engine.trial import Trial
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel, StaticCache
 
     from moegraft.operators.experts.engine.model_experts import ModelExperts
 
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 CACHE = "past_key_values"
 MOST_TOKENS = 4  # sequences of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
+DRAFTS = "tokens are drafted with fewer experts, and verified several at once"
 TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order
 
 
@@ -101,13 +104,29 @@ class DecodeSteps:
 
     def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """`generate`'s arguments, with a static cache where steps may be captured and the caller names no other."""
-        if self._why_never(model) is not None or self._trial.winner == "eager":
+        if not self._wants(model):
             return arguments
+        if arguments.get(CACHE) is not None and why_not_static(arguments[CACHE]) is None:
+            return {"disable_compile": True, **arguments}
         ids = args[0] if args else arguments.get("input_ids")
         many = not isinstance(ids, torch.Tensor) or len(ids) > MOST_TOKENS or arguments.get("num_beams", 1) > 1
         if many or names_a_cache(arguments, model.generation_config) or arguments.get("assistant_model") is not None:
             return arguments
         return {**arguments, "cache_implementation": "static", "disable_compile": True} if has_static_form(model.config) else arguments
+
+    def fixed_cache(self, model: PreTrainedModel, cache: DynamicCache | None, tokens: int) -> DynamicCache | StaticCache | None:
+        """What `cache` holds, with room for `tokens` in all, for one who passes caches to `generate`: a static one where steps may be
+        captured, else `cache` itself."""
+        if not self._wants(model) or not has_static_form(model.config):
+            return cache
+        return fixed(cache, model.config.get_text_config(decoder=True), tokens)
+
+    def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
+        """`cache` as one that can grow and be cut: undoes `fixed_cache`."""
+        return cache if why_not_static(cache) is not None else grown(cache, model.config.get_text_config(decoder=True))
+
+    def _wants(self, model: PreTrainedModel) -> bool:
+        return self._why_never(model) is None and self._trial.winner != "eager"
 
     def release(self) -> None:
         """Ends the captured step; the model computes no more."""
@@ -176,7 +195,7 @@ class DecodeSteps:
         if never is not None:
             return never
         if drafting:
-            return "tokens are drafted with fewer experts, and verified several at once"
+            return DRAFTS
         if len(arguments["input_ids"]) > MOST_TOKENS:
             return f"a step of {len(arguments['input_ids'])} sequences is decided layer by layer; up to {MOST_TOKENS} are captured"
         cache = arguments.get(CACHE)
@@ -195,6 +214,9 @@ class DecodeSteps:
             return ""  # that all runs on the CPU was said; and on an emulated device nothing can be measured
         if len(engines) > 1 or len(self._groups) > 1:
             return "the layers are on several GPUs, or their experts of several kinds"
+        own: Any = model  # torch types every attribute of a module as a tensor
+        if any(isinstance(operator, ModelOperator) for operator in own.moegraft.operators.values()):
+            return DRAFTS
         group = self._groups[0]
         if any(layer.sparse for layer in group.layers):
             return "neurons are left out of experts"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 if TYPE_CHECKING:
@@ -66,4 +66,23 @@ def names_a_cache(arguments: Mapping[str, Any], default: Any) -> bool:
     """Whether `generate` was told which cache to use, by its arguments or by its model's own configuration."""
     own = arguments.get("generation_config") or default
     named = arguments.get("cache_implementation") or getattr(own, "cache_implementation", None)
-    return named is not None or arguments.get("past_key_values") is not None or arguments.get("use_cache") is False
+    return named is not None or "past_key_values" in arguments or arguments.get("use_cache") is False
+
+
+def fixed(cache: DynamicCache | None, config: PretrainedConfig, tokens: int) -> StaticCache:
+    """A cache of room for `tokens` with what `cache` holds, which is of full attention."""
+    made = StaticCache(config=config, max_cache_len=tokens)
+    layers: list[Any] = [] if cache is None else cache.layers  # of several kinds without a common type
+    for number, layer in enumerate(layers):
+        made.update(layer.keys, layer.values, number)
+    return made
+
+
+def grown(cache: StaticCache, config: PretrainedConfig) -> DynamicCache:
+    """A cache that grows, with what `cache` holds."""
+    made = DynamicCache(config=config)
+    layers: list[Any] = cache.layers
+    for number, layer in enumerate(layers):
+        tokens = int(layer.cumulative_length)
+        made.update(layer.keys[:, :, :tokens].clone(), layer.values[:, :, :tokens].clone(), number)
+    return made
