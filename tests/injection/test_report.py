@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import browsing, find_chromium
 
 from moegraft.injection.bench.checkout import benchmarks_folder, find_benchmarks
 from moegraft.injection.bench.page import FOLD_FROM, SHOWN, page
@@ -137,10 +138,27 @@ def test_nothing_comes_from_elsewhere_and_links_lead_somewhere(built: str, parse
     assert {f"{path.stem}.csv" for path in results()} <= targets, "every result is in the contents"
 
 
+@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (Debian's package chromium brings one)")
+def test_a_browser_shows_it_alone(built: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(built, encoding="utf-8")
+    with browsing(find_chromium() or "") as tab:
+        tab.look(width=390, height=800, mobile=True)
+        tab.open(path.as_uri())
+        assert tab.errors == [] and [url for url in tab.requested if not url.startswith("data:")] == [path.as_uri()]
+        assert tab.value("[...document.images].every(image => image.complete && image.naturalWidth > 100)")
+        assert tab.value("document.documentElement.scrollWidth <= innerWidth"), "only tables are wider than a small screen"
+        light = tab.value("getComputedStyle(document.body).backgroundColor")
+        tab.look(dark=True)
+        assert light != tab.value("getComputedStyle(document.body).backgroundColor")
+
+
 def test_each_result_says_where_it_was_measured(parsed: Parsed) -> None:
     for path in results():
         head, rows = rows_of(path)
-        for name in PROVENANCE:
+        known = [name for name in PROVENANCE if name in head]
+        assert len(known) == len(PROVENANCE) or "not recorded" in parsed.text
+        for name in known:
             for value in {row[head.index(name)] for row in rows}:
                 assert value in parsed.text, (path.name, name)
 

@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moegraft.injection.cli.serve.engine import QueueFullError
+from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
 from moegraft.injection.cli.serve.page import chat_page
@@ -159,6 +159,8 @@ async def _complete(service: Service, kind: Kind, request: Request) -> Response:
         service.engine.submit(job)
     except QueueFullError:
         raise RequestError(429, "too many requests wait; try again in a moment", code="queue_full") from None
+    except StoppedError:
+        raise RequestError(503, "the server is going down, or has to be started again") from None
     reply, answer = Reply(kind, service.model_id), _pieces(request, job, pieces)
     if asked.stream:
         lines = _stream(reply, job, answer, include_usage=asked.include_usage)

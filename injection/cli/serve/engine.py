@@ -23,6 +23,10 @@ class QueueFullError(Exception):
     """As many requests wait as may."""
 
 
+class StoppedError(Exception):
+    """The server is going down, or the thread that owns the model has ended."""
+
+
 class Decoder(Protocol):
     """Answers the jobs it admitted, a step at a time."""
 
@@ -86,10 +90,13 @@ class Engine:
         """
         Raises:
             QueueFullError: too many wait already.
+            StoppedError: nobody would answer it.
         """
         with self._wake:
             self._drop_cancelled()
-            if self._closing or len(self._waiting) >= self._max_queue:
+            if self._closing or not self.alive:
+                raise StoppedError
+            if len(self._waiting) >= self._max_queue:
                 self.rejected += 1
                 raise QueueFullError
             self._waiting.append(job)
@@ -114,13 +121,16 @@ class Engine:
                     self._decoder.step()
             except Exception:  # whatever it was, the other requests are to be served
                 logger.exception("serve: a step failed; its requests are ended and the server goes on")
-                for job in jobs:
-                    job.finish("failed")
-                self._decoder.forget()
+                self._fail(jobs)
             self._account(jobs, before)
         for job in [*self._waiting, *self._decoder.jobs]:
             job.finish("cancelled")
             job.tell_end()
+
+    def _fail(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.finish("failed")
+        self._decoder.forget()
 
     def _begin(self, jobs: list[Job]) -> None:
         """Notes what the model had done before the jobs that are new, and which jobs are not alone."""
@@ -144,8 +154,22 @@ class Engine:
                 self._wake.wait()
             self._drop_cancelled()
             while self._waiting and self._decoder.has_room:
-                self._decoder.admit(self._waiting.popleft())
+                self._take(self._waiting.popleft())
             return not self._closing
+
+    def _take(self, job: Job) -> None:
+        """Admits a job; where that fails, caches may be half-cut, and it ends with those under way."""
+        running = self._decoder.jobs
+        try:
+            self._decoder.admit(job)
+        except Exception:  # as for a step
+            logger.exception("serve: a request could not be begun; the server goes on")
+            ended = list(dict.fromkeys([*running, job]))
+            self._fail(ended)
+            for one in ended:
+                self.endings["failed"] += 1
+                self._before.pop(one, None)
+                one.tell_end()
 
     def _drop_cancelled(self) -> None:
         """Makes room where clients left while they waited."""

@@ -40,6 +40,14 @@ def request(tokens: int, *, stream: bool) -> bytes:
     return f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+def said(server: Server, *, stream: bool) -> str:
+    """An answer through OpenAI's client."""
+    reply = ask(server, "hello there", max_tokens=30, stream=stream)
+    if stream:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+    return str(reply.choices[0].message.content)
+
+
 def quiet(server: Server) -> bool:
     return server.service.engine.running == 0 and server.service.engine.waiting == 0
 
@@ -56,8 +64,8 @@ def test_32_clients_of_which_half_vanish(server: Server) -> None:
 
     with ThreadPoolExecutor(32) as pool:
         leaving = [pool.submit(vanish, number) for number in range(16)]
-        staying = [pool.submit(ask, server, "hello there", max_tokens=30) for _ in range(16)]
-        assert [one.result().choices[0].message.content for one in staying] == [alone] * 16
+        staying = [pool.submit(said, server, stream=number % 2 == 0) for number in range(16)]
+        assert [one.result() for one in staying] == [alone] * 16
         for one in leaving:
             one.result()
     until(lambda: quiet(server))
@@ -151,6 +159,32 @@ def test_everything_but_the_page_and_health_wants_the_key(loaded: LoadedModel, p
         assert refused.value.code == 401
         for open_path in ("/", "/health", "/favicon.ico"):
             server.get(open_path)
+
+
+def test_a_request_that_cannot_be_begun_fails_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = server.service.engine._decoder
+    with monkeypatch.context() as patched:
+
+        def fail(job: object) -> None:
+            raise RuntimeError("inner secret")
+
+        patched.setattr(decoder, "admit", fail)
+        with pytest.raises(openai.InternalServerError) as error:
+            ask(server, "hello")
+        assert "secret" not in str(error.value)
+    assert ask(server, "hello").choices[0].message.content
+    assert server.service.engine.endings["failed"] == 1
+
+
+def test_a_server_that_is_going_down_says_so(loaded: LoadedModel) -> None:
+    with serving(loaded) as server:
+        server.service.engine.close()
+        with pytest.raises(openai.InternalServerError) as refused:
+            ask(server, "hello")
+        assert refused.value.status_code == 503
+        with pytest.raises(HTTPError) as health:
+            server.get("/health")
+        assert health.value.code == 503 and json.loads(health.value.read()) == {"status": "stopped"}
 
 
 def test_no_thread_is_left_when_a_server_ends(loaded: LoadedModel) -> None:

@@ -1,0 +1,49 @@
+"""Rows say where they were measured, and go on saying it when they are written again beside new ones."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The benchmarks' own module, with a folder for results that may be filled."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import record
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "commit", lambda: "new")
+    return record
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        head = next(csv.reader(file))
+        assert len(head) == len(set(head)), "a column is there once"
+        return [dict(zip(head, row, strict=True)) for row in csv.reader(file)]
+
+
+def test_a_row_says_where_it_was_measured(record: Any) -> None:
+    (row,) = rows(record.write_rows("made", [{"x": 1.5}], packages=("numpy", "no-such-package")))
+    assert row["x"] == "1.5" and row["commit"] == "new" and "cores" in row["hardware"]
+    assert row["versions"].startswith("numpy=") and "no-such" not in row["versions"]
+
+
+@pytest.mark.parametrize("kept_first", [False, True])
+def test_a_row_that_was_kept_has_the_commit_that_it_was_measured_at(record: Any, kept_first: bool) -> None:
+    kept = {"x": "1", "hardware": "another", "commit": "old", "versions": "numpy=1"}
+    new = {"x": 2}
+    written = rows(record.write_rows("made", [kept, new] if kept_first else [new, kept]))
+    assert {row["x"]: row["commit"] for row in written} == {"1": "old", "2": "new"}
+    assert {row["hardware"] for row in written} == {"another", record.hardware()}
+
+
+def test_nothing_measured_is_an_error(record: Any) -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        record.write_rows("made", [])
