@@ -253,6 +253,38 @@ class Runtime:
         """Blocks until the submitted work is done and raises what it raised. Each ticket is waited for once."""
     def linear(self, linear: PackedLinear, x: Array, out: Array) -> None:
         """`out (T, rows) = x (T, cols) @ weight.T + bias`, accumulated in float32, rounded once; dtypes as in `forward`."""
+    def attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        *,
+        scale: float,
+        mask: Array | NDArray[np.bool_] | None = None,
+        causal: bool = False,
+        softcap: float = 0.0,
+        sinks: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Attention over a KV cache: `softmax(scale * query @ key.T + mask) @ value`, accumulated in float32 by online softmax.
+
+        Few queries read the cache as it lies, once for all heads that share it; many are computed by register tiles over a packed copy.
+        bfloat16 multiplies in bfloat16 where the CPU does, and rounds the softmax's shares to it when there are many queries.
+
+        Args:
+            query: (B, heads, T, D); with key and value of one dtype and any strides, the last dimension contiguous.
+            key: (B, KV heads, S, D), of which `heads` is a multiple.
+            value: (B, KV heads, S, D of values).
+            out: (B, T, heads, D of values), C-contiguous, of that dtype.
+            mask: (1 or B, 1 or heads, T, S): bool, True where a query sees a key, or what is added to the scores, in the dtype of `query`.
+            causal: query t of T sees the keys up to S - T + t.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0: as they are.
+            sinks: (heads,), a logit a head that takes its share of the softmax and says nothing (GPT-OSS).
+
+        Raises:
+            ValueError: shapes or strides that do not fit.
+            TypeError: dtypes that do not fit.
+        """
     def host_function(self) -> tuple[int, _HostCallMaker]:
         """The address of a C function `void (*)(void*)` that runs a HostCall, and the maker of HostCalls (arguments of `forward`)."""
 

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "bindings_arrays.h"
+#include "bindings_attention.h"
 #include "bindings_scheduler.h"
 #include "bindings_weights.h"
 #include "isa.h"
@@ -19,14 +20,6 @@ using namespace py::literals;
 
 namespace moegraft {
 namespace {
-
-ActivationType activation_type_of(const py::array& array, const char* name) {
-  switch (float_type_of(array, name)) {
-    case WeightType::kFloat32: return ActivationType::kFloat32;
-    case WeightType::kFloat16: return ActivationType::kFloat16;
-    default: return ActivationType::kBFloat16;
-  }
-}
 
 void check_out(const py::array& out, const py::array& like, py::ssize_t cols) {
   require_layout(out, "out", 2);
@@ -171,6 +164,11 @@ void bind_runtime(py::module_& module) {
            "acted"_a = py::none())
       .def("wait", &PyRuntime::wait, "ticket"_a)
       .def("linear", &PyRuntime::linear, "linear"_a, py::arg("x").noconvert(), py::arg("out").noconvert())
+      .def("attention", [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
+                           const py::object& mask, bool causal, float softcap, const py::object& sinks) {
+             attention(self.get(), {query, key, value, out, mask, sinks, scale, softcap, causal});
+           }, py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), py::arg("out").noconvert(), py::kw_only(),
+           "scale"_a, "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none())
       .def("host_function", [](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
                                  const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {

@@ -48,4 +48,12 @@ std::string number_text(double value) {
   return text;
 }
 
+ActivationType activation_type_of(const py::array& array, const char* name) {
+  switch (float_type_of(array, name)) {
+    case WeightType::kFloat32: return ActivationType::kFloat32;
+    case WeightType::kFloat16: return ActivationType::kFloat16;
+    default: return ActivationType::kBFloat16;
+  }
+}
+
 }  // namespace moegraft

@@ -16,5 +16,6 @@ std::string number_text(double value);
 void require_layout(const pybind11::array& array, const char* name, pybind11::ssize_t dims);
 void require_dtype(const pybind11::array& array, const char* name, char kind, pybind11::ssize_t bytes, const char* expected);
 WeightType float_type_of(const pybind11::array& array, const char* name);  // bfloat16 crosses as uint16
+ActivationType activation_type_of(const pybind11::array& array, const char* name);
 
 }  // namespace moegraft

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "aligned_memory.h"
+#include "attention.h"
 #include "kernels.h"
 #include "packed_experts.h"
 #include "routing.h"
@@ -40,9 +41,10 @@ class Engine {
  public:
   Engine(const Kernels& kernels, ThreadPool& pool);
 
-  // `shared`: the OpenMP library whose threads the caller computes with, or null. Both throw std::invalid_argument, std::bad_alloc.
+  // `shared`: the OpenMP library whose threads the caller computes with, or null. All throw std::invalid_argument, std::bad_alloc.
   void forward(const ForwardArgs& args, const OpenMp* shared);
   void linear(const LinearArgs& args, const OpenMp* shared);
+  void attention(const AttentionArgs& args, const OpenMp* shared);
 
  private:
   template <class AnyJob>
@@ -51,6 +53,7 @@ class Engine {
   const Kernels& kernels_;
   ThreadPool& pool_;
   Routing routing_;
+  VisibleKeys visible_;
   Phase encode_phase_;
   Phase neurons_phase_;
   Phase rows_phase_;

@@ -13,7 +13,6 @@ constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // activations of
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough to even out, few enough to read in long runs
 constexpr int kMaxUnitBlocks = 8;
 
-std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
 
 }  // namespace
 

@@ -44,6 +44,11 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(most, _mm_shuffle_ps(most, most, 1)));
   }
 
+  static void store_four_sums(float* p, F a, F b, F c, F d) {
+    const F lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+  }
+
   static I zero_int() { return _mm256_setzero_si256(); }
   static I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention_kernels.h"
 #include "block_layout.h"
 #include "types.h"
 
@@ -107,6 +108,7 @@ struct Kernels {
   void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
   void (*widen)(ActivationType type, const void* source, float* target, int count);
   void (*narrow)(ActivationType type, const float* source, void* target, int count);
+  AttentionKernels attention;
 };
 
 // The oracle: plain loops, built everywhere.

@@ -261,6 +261,7 @@ const Kernels& scalar_kernels() {
       accumulate,
       widen,
       narrow,
+      scalar_attention(),
   };
   return kernels;
 }

@@ -13,8 +13,6 @@ namespace {
 constexpr int kUnitsPerWorker = 8;
 constexpr int kMaxUnitBlocks = 8;
 
-std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
-
 }  // namespace
 
 LinearJob::LinearJob(const Kernels& kernels, const PackedLinear& linear, ActivationType activations, int workers, const Phases& phases)

@@ -64,6 +64,12 @@ void Runtime::linear(const LinearArgs& args) {
   engine_->linear(args, openmp_);
 }
 
+void Runtime::attention(const AttentionArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->attention(args, openmp_);
+}
+
 std::uint64_t Runtime::submit(const ForwardArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(queue_->mutex);

@@ -40,6 +40,7 @@ class Runtime {
   void forward(const ForwardArgs& args) { forward(args, openmp_); }
   void forward_on_own_threads(const ForwardArgs& args) { forward(args, nullptr); }
   void linear(const LinearArgs& args);
+  void attention(const AttentionArgs& args);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
 

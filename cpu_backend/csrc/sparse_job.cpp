@@ -13,7 +13,6 @@ constexpr std::size_t kAheadBytes = 4096;  // of rows that are under way while o
 
 int rows_ahead(std::size_t row_bytes) { return std::clamp(static_cast<int>(kAheadBytes / row_bytes), 1, 32); }
 
-std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
 
 void prefetch_bytes(const std::byte* start, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(start + at, 0, 2);

@@ -12,6 +12,8 @@ enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kQ4K,
 constexpr int kWeightTypes = 7;
 enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden_states and out
 
+constexpr std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
+
 WeightType parse_weight_type(const std::string& name);  // throws std::invalid_argument
 const char* name_of(WeightType type);
 constexpr bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "vector_activations.h"
+#include "vector_attention.h"
 #include "vector_rows.h"
 #include "vector_super_blocks.h"
 #include "vector_tiles.h"
@@ -75,6 +76,7 @@ Kernels vector_kernels(const char* isa) {
       accumulate<T>,
       widen<T>,
       narrow<T>,
+      vector_attention<T>(),
   };
 }
 

@@ -3,12 +3,14 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "isa.h"
+#include "numbers.h"
 #include "runtime.h"
 #include "schedule_optimum.h"
 #include "scheduler.h"
@@ -234,6 +236,42 @@ void schedules() {
   }
 }
 
+// Values in the type, on the heap in exactly the right size.
+std::vector<std::byte> typed(ActivationType type, std::size_t count, unsigned seed) {
+  const std::vector<float> drawn = values(count, seed);
+  std::vector<std::byte> all(count * element_bytes(type));
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint16_t half = type == ActivationType::kFloat16 ? f16_from_float(drawn[i]) : bf16_from_float(drawn[i]);
+    if (type == ActivationType::kFloat32) std::memcpy(all.data() + 4 * i, &drawn[i], 4);
+    else std::memcpy(all.data() + 2 * i, &half, 2);
+  }
+  return all;
+}
+
+void attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind kind) {
+  const int heads = 6, kv_heads = 2, keys = 141, dim = 35, value_dim = 21;
+  const auto view = [](const std::vector<std::byte>& data, int of_heads, int rows, int columns) {
+    return HeadsView{data.data(), static_cast<std::int64_t>(of_heads) * rows * columns, static_cast<std::int64_t>(rows) * columns, columns};
+  };
+  const auto count = [](int a, int b, int c, int d) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b) * static_cast<std::size_t>(c) * static_cast<std::size_t>(d); };
+  const auto query = typed(type, count(2, heads, queries, dim), 1), key = typed(type, count(2, kv_heads, keys, dim), 2);
+  const auto value = typed(type, count(2, kv_heads, keys, value_dim), 3), added = typed(type, count(1, 1, queries, keys), 4);
+  std::vector<std::byte> shown(count(1, 1, queries, keys));
+  for (std::size_t i = 0; i < shown.size(); ++i) shown[i] = std::byte{i % 3 != 0};
+  std::vector<std::byte> out(count(2, queries, heads, value_dim) * element_bytes(type));
+  const std::vector<float> sinks = values(static_cast<std::size_t>(heads), 5);
+  const MaskView mask = {kind, kind == MaskKind::kBool ? shown.data() : added.data(), 0, 0, keys, 1};
+  runtime.attention({type, view(query, heads, queries, dim), view(key, kv_heads, keys, dim), view(value, kv_heads, keys, value_dim), out.data(), mask,
+                     sinks.data(), 2, heads, kv_heads, queries, keys, dim, value_dim, 0.2f, 0.0f});
+}
+
+void attention_paths(const std::string& isa) {
+  Runtime runtime(3, isa, false);
+  for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16})
+    for (const int queries : {1, 3, 50})
+      for (const MaskKind kind : {MaskKind::kNone, MaskKind::kCausal, MaskKind::kBool, MaskKind::kAdded}) attention_of(runtime, type, queries, kind);
+}
+
 }  // namespace
 
 int main() {
@@ -241,6 +279,7 @@ int main() {
     every_path(isa);
     sparse_paths(isa);
     super_blocks_of_both_parts(isa);
+    attention_paths(isa);
   }
   tickets_and_errors();
   callers_take_turns();

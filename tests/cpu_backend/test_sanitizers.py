@@ -53,7 +53,10 @@ def test_amx_kernels_over_emulated_tiles(tmp_path: Path) -> None:
         pytest.skip("no g++")
     program = tmp_path / "emulated"
     flags = ["-std=c++17", "-O1", "-DMOEGRAFT_EMULATED_AMX", *ISA_FLAGS["isa_amx.cpp"], f"-I{CSRC}"]
-    sources = [MAIN.with_name("emulated_amx.cpp"), *(CSRC / name for name in ("isa_amx.cpp", "kernels_scalar.cpp", "block_layout.cpp"))]
+    sources = [
+        MAIN.with_name("emulated_amx.cpp"),
+        *(CSRC / name for name in ("isa_amx.cpp", "kernels_scalar.cpp", "attention_scalar.cpp", "block_layout.cpp")),
+    ]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
