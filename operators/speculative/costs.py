@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import sqrt
 from statistics import median
 
 from moegraft.operators.speculative.statistics import Round
 
-WINDOW = 11  # samples a median is taken of: one disturbed step moves nothing
+WINDOW = 11  # samples of a draft step, and of each length of a verification
+PLAIN_WINDOW = 24  # of plain steps, which all is compared with
+MOST_TIMES_MEDIAN = 2.5  # what a step that took longer counts as: something else ran
+PLAIN_AGAIN = 3  # of them before a text after the first
+CHANGE_SAMPLES, CHANGE_SHARE = 4, 0.35  # plain steps in a row that are off by this share are of another time: what was before is forgotten
 FIRST_GUESS_DRAFT = 0.5  # a draft step and each verified token, in plain steps, before anything is measured
 FIRST_GUESS_VERIFY = 0.25
 FADE = 0.98  # weight of what is known at each new observation: about 50 of them count
@@ -16,24 +21,80 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is assumed, and how many observation
 BINS = 10
 
 
-class RoundCosts:
-    """Medians of measured times: of a draft step, and of verifying n tokens (0: a plain step)."""
+class PlainSteps:
+    """What a plain step takes.
+
+    Attributes:
+        mean_ms: a text pays the slow ones as well.
+        least_ms: what the mean may truly be: less its standard error.
+    """
 
     def __init__(self) -> None:
+        self.mean_ms = 0.0
+        self.least_ms = 0.0
+        self._taken: deque[float] = deque(maxlen=PLAIN_WINDOW)
+        self._doubted = 0  # steps until it shows whether a new text's are like those before
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def doubt(self, steps: int) -> None:
+        """A new text begins, which may be of another length: the next `steps` decide whether what is known still holds."""
+        self._doubted = steps
+
+    def add(self, ms: float) -> None:
+        self._taken.append(ms)
+        self._doubted -= 1
+        kept = PLAIN_AGAIN if self._doubted == 0 else CHANGE_SAMPLES
+        if self._doubted <= 0 and self._changed(kept):
+            self._taken = deque(list(self._taken)[-kept:], maxlen=PLAIN_WINDOW)
+        most = MOST_TIMES_MEDIAN * median(self._taken)
+        self.mean_ms, spread_ms = _mean_and_spread([min(ms, most) for ms in self._taken])
+        self.least_ms = self.mean_ms - spread_ms / sqrt(len(self._taken))
+
+    def _changed(self, latest: int) -> bool:
+        samples = list(self._taken)
+        before = samples[:-latest]
+        if len(before) < CHANGE_SAMPLES - 1:
+            return False
+        mean_ms, spread_ms = _mean_and_spread(before)
+        return abs(median(samples[-latest:]) - mean_ms) > max(CHANGE_SHARE * mean_ms, 3 * spread_ms / sqrt(latest))
+
+
+def _mean_and_spread(samples: Sequence[float]) -> tuple[float, float]:
+    """And the standard deviation."""
+    mean = sum(samples) / len(samples)
+    return mean, sqrt(sum((sample - mean) ** 2 for sample in samples) / max(len(samples) - 1, 1))
+
+
+def middle_mean(samples: Iterable[float]) -> float:
+    """The mean of the middle half: one disturbed step moves nothing, and of two usual times both count."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 4 if len(ordered) > 3 else (len(ordered) - 1) // 2
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
+
+
+class RoundCosts:
+    """Measured times of a draft step, and of verifying n tokens (0: a plain step)."""
+
+    def __init__(self) -> None:
+        self.plain = PlainSteps()
         self._verify: dict[int, deque[float]] = {}
-        self._verify_ms: dict[int, float] = {}  # the medians of those
+        self._verify_ms: dict[int, float] = {}  # the middles of those
         self._draft: deque[float] = deque(maxlen=WINDOW)
+        self._draft_ms = 0.0
 
     def add(self, length: int, draft_ms: float, verify_ms: float) -> None:
+        if not length:
+            self.plain.add(verify_ms)
+            self._verify_ms[0] = self.plain.mean_ms
+            return
         taken = self._verify.setdefault(length, deque(maxlen=WINDOW))
         taken.append(verify_ms)
-        self._verify_ms[length] = median(taken)
-        if length:
-            self._draft.append(draft_ms / length)
-
-    @property
-    def plain_samples(self) -> int:
-        return len(self._verify.get(0, ()))
+        self._verify_ms[length] = middle_mean(taken)
+        self._draft.append(draft_ms / length)
+        self._draft_ms = middle_mean(self._draft)
 
     @property
     def measured(self) -> bool:
@@ -43,7 +104,7 @@ class RoundCosts:
     @property
     def draft_ms(self) -> float:
         """One draft step."""
-        return median(self._draft) if self._draft else FIRST_GUESS_DRAFT * self.verify_ms(0)
+        return self._draft_ms if self._draft else FIRST_GUESS_DRAFT * self.verify_ms(0)
 
     def verify_ms(self, length: int) -> float:
         """Verifying `length` tokens; what was not measured lies on the line through the nearest lengths that were."""

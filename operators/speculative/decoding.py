@@ -59,6 +59,7 @@ class SpeculativeDecoding:
         answer.append(rule.pick(scores), scores, logits)
         answer.advance(1)
         longest = self._longest_draft(answer, logits_processor)
+        self.schedule.begin()
         while not answer.finished:
             done = self._round(answer, rule, min(longest, answer.room - 1))
             self.schedule.record(done)
