@@ -45,7 +45,14 @@ def server(rules: str, max_batch: int, threads: int) -> Iterator[int]:
     running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None, "stderr is a pipe"
-        yield next(int(found.group(1)) for line in running.stderr if (found := re.search(r" at http://[^/]*:(\d+)/v1 ", line)))
+        said = []
+        for line in running.stderr:
+            said.append(line)
+            if found := re.search(r" at http://[^/]*:(\d+)/v1 ", line):
+                yield int(found.group(1))
+                break
+        else:
+            raise SystemExit(f"the server did not start; it says:\n{''.join(said)}")
     finally:
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=60)

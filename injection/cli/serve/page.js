@@ -144,5 +144,6 @@ document.addEventListener("keydown", event => {
 });
 at("anew").addEventListener("click", anew);
 at("key").addEventListener("change", status);
+at("where").open = innerWidth >= 700 && innerHeight >= 600;  // what runs where, unless the screen is small
 status();
 setInterval(status, 5000);

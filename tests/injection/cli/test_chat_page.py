@@ -174,6 +174,7 @@ def test_a_person_asks_and_is_told_what_it_took(tab: Tab, server: Server) -> Non
     tab.until(f"{IDLE} && {ABOUT}.some(line => / known\\), 60 tokens made/.test(line))")
     assert len(tab.value(SAID)) == 4
     assert tab.value("document.documentElement.scrollWidth <= innerWidth"), "a small screen shows all of the width"
+    assert not tab.value("document.getElementById('where').open"), "and keeps its height for the talk"
     dark = tab.value("getComputedStyle(document.body).backgroundColor")
     tab.look(**PHONE, dark=False)
     assert dark != tab.value("getComputedStyle(document.body).backgroundColor")

@@ -7,6 +7,7 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,17 @@ if __name__ == "__main__":
         sys.exit(3)
 """
 PLAIN = '"""Draws what was measured."""\nif __name__ == "__main__":\n    raise SystemExit("not to be run for its help")\n'
+SLOW = """\
+import time
+
+if __name__ == "__main__":
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(0.5)  # longer than an impatient parent would wait
+        print("cleaned up", flush=True)
+"""
 
 
 @pytest.fixture
@@ -121,6 +133,19 @@ def test_a_benchmarks_help_is_its_own(run: Run, folder: Path, capfd: pytest.Capt
     assert (plain.exit_code, plain.stdout) == (0, "Draws what was measured.\n\nplain has no options.\n")
     own = run("bench", "--help")
     assert "[NAME] [ARGS]..." in own.stdout and "report" in own.stdout
+
+
+def test_ctrl_c_ends_a_benchmark_and_leaves_no_traceback_of_ours(folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-c", _program(folder), "slow"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent, start_new_session=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "begun\n"
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        output, errors = running.communicate(timeout=60)
+    assert (running.returncode, output, errors) == (130, "cleaned up\n", "")
 
 
 def test_an_unknown_name_is_told_the_nearest(run: Run) -> None:
