@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from moegraft.injection.outline import Outline
-from moegraft.injection.predict.forecast import Forecast, forecast
-from moegraft.injection.predict.measure import Measurements
+from moegraft.injection.predict.forecast import Forecast, Machinery, forecast
+from moegraft.injection.predict.kv_cache import kv_cache
 from moegraft.injection.predict.speed import Load
 from moegraft.injection.rulefile import RuleErrors, read_rules
-from moegraft.injection.verify.tolerances import BY_WEIGHTS
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
@@ -26,18 +24,31 @@ GENERIC = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One rule file with its figures; `linears` is None where linear layers stay as they are."""
+class Choice:
+    """What a rule file is made of.
+
+    Attributes:
+        linears: None where linear layers stay as they are.
+        gpu: whether the GPU has all but the experts, and slots for as many of these as it has room for.
+    """
 
     experts: str
     linears: str | None
-    rules: str
-    forecast: Forecast
+    gpu: bool
 
     @property
     def exactness(self) -> tuple[int, int]:
         """Less is more exact; experts hold most of the weights."""
         return EXPERT_TYPES.index(self.experts), LINEAR_TYPES.index(self.linears)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One rule file with its figures."""
+
+    choice: Choice
+    rules: str
+    forecast: Forecast
 
     def speed(self, goal: Goal) -> float:
         """Tokens a second for the goal; 0 where it is not predicted."""
@@ -47,33 +58,38 @@ class Candidate:
         return (predicted.prefill_tokens_s if goal == "prefill" else predicted.decode_tokens_s) or 0.0
 
 
-def candidates(
-    outline: Outline, load: Load, *, available_bytes: int, measured: Measurements | None, registry: OperatorRegistry
-) -> list[Candidate]:
-    """Every combination of weight types that this model can have, from the most exact on.
+def candidates(outline: Outline, load: Load, machinery: Machinery, registry: OperatorRegistry) -> list[Candidate]:
+    """Every combination that this model can have on this machine, those with a GPU first, each from the most exact on.
 
     Raises:
         UnsupportedModelError: no operator can take this model's experts; the reason is in the message.
     """
-    pattern = _linear_pattern(registry)
+    pattern, cache = _linear_pattern(registry), kv_cache(outline.skeleton)
     found: list[Candidate] = []
     refused: RuleErrors | None = None
     with TemporaryDirectory() as folder:
-        for experts in EXPERT_TYPES:
-            for linears in LINEAR_TYPES if pattern is not None else (None,):
-                path = Path(folder) / "rules.yaml"
-                path.write_text(_rules(experts, linears, pattern), encoding="utf-8")
-                try:
-                    plan = outline.plan(read_rules(path, registry=registry), registry)
-                except RuleErrors as error:
-                    refused = error
-                    continue
-                figures = forecast(outline, plan, load, available_bytes=available_bytes, measured=measured, registry=registry)
-                found.append(Candidate(experts, linears, _rules(experts, linears, pattern, figures), figures))
+        for choice in _choices(machinery, packs_linears=pattern is not None):
+            path = Path(folder) / "rules.yaml"
+            path.write_text(_rules(choice, pattern, load), encoding="utf-8")
+            try:
+                plan = outline.plan(read_rules(path, registry=registry), registry)
+            except RuleErrors as error:
+                refused = error
+                continue
+            figures = forecast(outline, plan, load, machinery, registry, cache=cache)
+            found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
     if not found:
         assert refused is not None, "every candidate was planned or refused"
         raise UnsupportedModelError(f"no rules can be written for {outline.model_class}: {refused.diagnostics[0].message}")
     return found
+
+
+def _choices(machinery: Machinery, *, packs_linears: bool) -> Iterator[Choice]:
+    for gpu in (True, False) if machinery.gpu is not None else (False,):
+        # Of several GPUs quantized_linear's auto is the first, and the layers of the others would wait for it.
+        linears = LINEAR_TYPES if packs_linears and not (gpu and machinery.gpu is not None and machinery.gpu.count > 1) else (None,)
+        for experts in EXPERT_TYPES:
+            yield from (Choice(experts, linear, gpu) for linear in linears)
 
 
 def choose(found: Sequence[Candidate], goal: Goal) -> Candidate | None:
@@ -82,9 +98,10 @@ def choose(found: Sequence[Candidate], goal: Goal) -> Candidate | None:
     if not fitting:
         return None
     if goal == "quality":
-        return min(fitting, key=lambda candidate: candidate.exactness)
+        return min(fitting, key=lambda candidate: (candidate.choice.exactness, -candidate.speed("decode")))
     fastest = max(candidate.speed(goal) for candidate in fitting)
-    return min((c for c in fitting if c.speed(goal) * SAME >= fastest), key=lambda candidate: candidate.exactness)
+    near = [candidate for candidate in fitting if candidate.speed(goal) * SAME >= fastest]
+    return min(near, key=lambda candidate: candidate.choice.exactness)
 
 
 def _linear_pattern(registry: OperatorRegistry) -> str | None:
@@ -93,21 +110,19 @@ def _linear_pattern(registry: OperatorRegistry) -> str | None:
     return next((rule.match.name for rule in rules if rule.operator == "quantized_linear"), None)
 
 
-def _rules(experts: str, linears: str | None, pattern: str | None, figures: Forecast | None = None) -> str:
-    """The rules as text, with `expect` once the plan is known."""
+def _rules(choice: Choice, pattern: str | None, load: Load, figures: Forecast | None = None) -> str:
+    """The rules as text, with `expect` and the number of slots once the plan is known."""
     counts: dict[str, int] = {}
     for swap in figures.plan.swaps if figures is not None else ():
         counts[swap.rule.id] = counts.get(swap.rule.id, 0) + 1
-    lines = [
-        "- id: experts",
-        "  match: {kind: experts}",
-        "  replace:",
-        "    class: hybrid_experts",
-        f"    kwargs: {{weights: {experts}}}  # {' | '.join(EXPERT_TYPES)}",
-        *_expect(counts.get("experts")),
-    ]
-    if linears is not None and pattern is not None:
+    lines = ["- id: experts", "  match: {kind: experts}", "  replace:", "    class: hybrid_experts"]
+    weights = f"weights: {choice.experts}"
+    types = " | ".join(EXPERT_TYPES)
+    lines += _shared(weights, types, load, figures) if choice.gpu else [f"    kwargs: {{{weights}}}  # {types}"]
+    lines += _expect(counts.get("experts"))
+    if choice.linears is not None and pattern is not None:
         quoted = pattern.replace("'", "''")
+        gpu = ", gpu: auto" if choice.gpu else ""
         lines += [
             "- id: linears",
             "  match:",
@@ -115,36 +130,25 @@ def _rules(experts: str, linears: str | None, pattern: str | None, figures: Fore
             f"    name: '{quoted}'",
             "  replace:",
             "    class: quantized_linear",
-            f"    kwargs: {{weights: {linears}}}  # without this rule they stay as they are",
+            f"    kwargs: {{weights: {choice.linears}{gpu}}}  # without this rule they stay as they are",
             *_expect(counts.get("linears")),
         ]
     return "\n".join(lines) + "\n"
 
 
+def _shared(weights: str, types: str, load: Load, figures: Forecast | None) -> list[str]:
+    """Experts in host memory and in slots, as the shipped file 'hybrid' has them."""
+    gpu = figures.gpu if figures is not None else None
+    slots = f"  # slots take what is left: about {gpu.experts_with_slot:,} of {gpu.experts:,} experts" if gpu is not None else ""
+    return [
+        "    kwargs:",
+        f"      {weights}  # {types}",
+        "      gpu: auto",
+        f"      cache: {{policy: score_frequency, context: {load.context * load.batch}}}{slots}",
+        "      schedule: two_threshold",
+        "      prefetch: {policy: impact, lookahead: 3}",
+    ]
+
+
 def _expect(count: int | None) -> list[str]:
     return [f"  expect: {count}  # another number is an error: the file is for this model"] if count else []
-
-
-def written(chosen: Candidate, found: Sequence[Candidate], outline: Outline, about: Sequence[str], goal: Goal) -> str:
-    """The file with its reasons; `about` are lines on the machine and the model."""
-    comments = [*about, f"Goal: {goal}. All that were tried, the one below marked with >:", *_table(chosen, found), *_cost(chosen)]
-    # A model's name may hold anything, and a comment must stay one.
-    head = [f"# {re.sub(r'[^ -~]', '?', line)}".rstrip() for line in comments]
-    return "\n".join([*head, "version: 1", f"requires: {{model_type: {outline.model_type}}}", "rules:"]) + "\n" + chosen.rules
-
-
-def _table(chosen: Candidate, found: Sequence[Candidate]) -> list[str]:
-    lines = [f"  {'experts':8} {'linear':8} {'memory':>12}  {'decode':>14}  {'prompts':>14}"]
-    for candidate in found:
-        memory = f"{candidate.forecast.memory.needed / (1 << 30):.2f} GiB"
-        speeds = [f"{speed:.3g} tokens/s" if (speed := candidate.speed(goal)) else "unknown" for goal in ("decode", "prefill")]
-        mark = ">" if candidate is chosen else " "
-        fits = "" if candidate.forecast.fits else "  does not fit"
-        lines.append(f"{mark} {candidate.experts:8} {candidate.linears or '-':8} {memory:>12}  {speeds[0]:>14}  {speeds[1]:>14}{fits}")
-    return lines
-
-
-def _cost(chosen: Candidate) -> list[str]:
-    lossy = [(name, weights) for name, weights in (("experts", chosen.experts), ("linear layers", chosen.linears)) if weights in BY_WEIGHTS]
-    lines = [f"{weights} {name}: an error of about {100 * BY_WEIGHTS[weights].typical:.2g} % a layer" for name, weights in lossy if weights]
-    return [*lines, "What that does to this model: moegraft verify --rules FILE"] if lines else ["Nothing is rounded."]

@@ -10,6 +10,7 @@ from torch import nn
 
 from moegraft.injection.outline import Outline
 from moegraft.injection.plan import Plan, Swap
+from moegraft.injection.predict.gpu import held_on_gpu, shares_experts
 from moegraft.injection.routing import experts_per_token
 from moegraft.injection.sparsity.targets import experts_layer, sparsity_options
 from moegraft.operators.structure import kinds
@@ -28,6 +29,7 @@ class Work:
         weight_count: of all weights.
         share: of them, that one token needs: K / E of experts.
         left_out: share of neurons whose up and down a token does not need.
+        device: `cpu`, `gpu`, or `shared` for experts in host memory and in slots.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Work:
     weight_count: int
     share: float
     left_out: float = 0.0
+    device: str = "cpu"
 
 
 def weight_type(swap: Swap, stored: torch.dtype) -> str | None:
@@ -44,8 +47,11 @@ def weight_type(swap: Swap, stored: torch.dtype) -> str | None:
     return NAMES.get(stored) if name == "stored" else name
 
 
-def work_of(outline: Outline, plan: Plan) -> list[Work]:
+def work_of(outline: Outline, plan: Plan, *, on_gpu: bool = False) -> list[Work]:
     """What is replaced by what its operators hold, the rest as PyTorch has it; embeddings are looked up and cost nothing.
+
+    Args:
+        on_gpu: whether there is a GPU for the rules that ask for one, and so for what is not replaced.
 
     Raises:
         UnsupportedModelError: how many experts a token has is not known.
@@ -58,11 +64,12 @@ def work_of(outline: Outline, plan: Plan) -> list[Work]:
             continue
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if path in swaps:
-            found.append(_replaced(swaps[path], module, outline))
+            found.append(_replaced(swaps[path], module, outline, on_gpu))
         elif own and not isinstance(module, nn.Embedding):
             experts = "experts" in kinds(path, module, skeleton)
             size = own * skeleton.dtype.itemsize
-            found.append(Work("linear", NAMES[skeleton.dtype], size, own, _share(module, outline) if experts else 1.0))
+            share = _share(module, outline) if experts else 1.0
+            found.append(Work("linear", NAMES[skeleton.dtype], size, own, share, device="gpu" if on_gpu else "cpu"))
     return list(_summed(found))
 
 
@@ -72,16 +79,17 @@ def _outer(path: str) -> Iterator[str]:
         yield path
 
 
-def _replaced(swap: Swap, module: nn.Module, outline: Outline) -> Work:
+def _replaced(swap: Swap, module: nn.Module, outline: Outline, on_gpu: bool) -> Work:
     count = sum(parameter.numel() for parameter in module.parameters())
     weights = weight_type(swap, outline.stored) or "unknown"
     is_experts = "experts" in kinds(swap.module, module, outline.skeleton)
     size = swap.footprint.total_bytes
+    device = "cpu" if not on_gpu else "shared" if shares_experts(swap) else "gpu" if held_on_gpu(swap) else "cpu"
     if not is_experts:
-        return Work("linear", weights, size, count, 1.0)
+        return Work("linear", weights, size, count, 1.0, device=device)
     sparsity = sparsity_options(swap.options)
     left_out = experts_layer(swap.module, outline.skeleton).routed_target(sparsity) if sparsity is not None else 0.0
-    return Work("experts", weights, size, count, _share(module, outline), left_out)
+    return Work("experts", weights, size, count, _share(module, outline), left_out, device)
 
 
 def _share(module: nn.Module, outline: Outline) -> float:
@@ -91,8 +99,8 @@ def _share(module: nn.Module, outline: Outline) -> float:
 
 
 def _summed(works: list[Work]) -> Iterator[Work]:
-    groups: dict[tuple[str, str, float, float], list[Work]] = {}
+    groups: dict[tuple[str, str, float, float, str], list[Work]] = {}
     for work in works:
-        groups.setdefault((work.kind, work.weights, work.share, work.left_out), []).append(work)
-    for (kind, weights, share, left_out), group in groups.items():
-        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share, left_out)
+        groups.setdefault((work.kind, work.weights, work.share, work.left_out, work.device), []).append(work)
+    for (kind, weights, share, left_out, device), group in groups.items():
+        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share, left_out, device)

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.live import live_source
 from moegraft.injection.load import optimize_and_load
+from moegraft.injection.predict.gpu import GpuRates
 from moegraft.operators.base import BuildContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear.quantized import QuantizedLinear, QuantizedLinearOptions
@@ -24,6 +25,8 @@ from moegraft.operators.machine import probe_machine
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
 READ_BYTES = 1 << 28
 PREFILL_TOKENS = 256
+MANY_TOKENS = 2048  # enough that a GPU computes rather than reads
+LINK_BYTES = 1 << 26
 EXPERT_TYPES = ("float32", "bfloat16", "int8", "int4")
 LINEAR_TYPES = ("float32", "bfloat16")
 QUANTIZED_TYPES = ("int8", "int4")
@@ -50,6 +53,7 @@ class Measurements:
         experts, linear: by weight type; linear has PyTorch's own layers and `quantized_linear`.
         layer_overhead_ms: of a decoder layer with next to no weights: what Python and PyTorch take for each layer and token.
         load: of each core by other programs when measuring began (the load average over cores); near 0 on a quiet machine.
+        gpu: of the first GPU and the link to it; None where there is none.
     """
 
     read_gbps: float
@@ -57,6 +61,7 @@ class Measurements:
     linear: Mapping[str, Rate]
     layer_overhead_ms: float
     load: float
+    gpu: GpuRates | None = None
 
     @property
     def busy(self) -> bool:
@@ -86,7 +91,34 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
             linear[weights] = _linear_rate(weights, context)
         progress("overhead")
         overhead_ms = _overhead_ms()
-    return Measurements(READ_BYTES / _best_fifth(reading) / 1e9, experts, linear, overhead_ms, load)
+        if machine.gpus:
+            progress("GPU")
+        gpu = measure_gpu(torch.device("cuda:0")) if machine.gpus else None
+    return Measurements(READ_BYTES / _best_fifth(reading) / 1e9, experts, linear, overhead_ms, load, gpu)
+
+
+def measure_gpu(device: torch.device) -> GpuRates:
+    """What the device reaches at products with one token and with many, and copies from page-locked host memory to it."""
+    side = 8192
+    weight = torch.empty(READ_BYTES // 2 // side, side, dtype=torch.bfloat16, device=device).normal_()
+    token, tokens = (torch.randn(side, count, device=device).to(torch.bfloat16) for count in (1, MANY_TOKENS))
+    host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
+
+    def finished(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return run
+
+    reading_s, computing_s, copying_s = (
+        _best_fifth(_seconds(finished(call)))
+        for call in (lambda: weight @ token, lambda: weight @ tokens, lambda: there.copy_(host, non_blocking=True))
+    )
+    flops = 2 * weight.numel() * MANY_TOKENS
+    return GpuRates(weight.nbytes / reading_s / 1e9, flops / computing_s / 1e12, LINK_BYTES / copying_s / 1e9, "measured here")
 
 
 def _seconds(call: Callable[[], object], *, budget_s: float = 0.6, most: int = 15) -> list[float]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from moegraft.injection.outline import Outline
 from moegraft.injection.plan import Plan
+from moegraft.injection.predict.gpu_memory import moved_bytes
 from moegraft.injection.predict.kv_cache import KvCache
 from moegraft.injection.predict.speed import Load
 from moegraft.operators.experts.layout import read_layout
@@ -55,19 +56,26 @@ class Memory:
         return max(self.peak_loading, self.running)
 
 
-def memory_of(outline: Outline, plan: Plan, cache: KvCache, load: Load) -> Memory:
-    """What loading and running a plan takes with everything on the CPU."""
+def memory_of(outline: Outline, plan: Plan, cache: KvCache, load: Load, *, on_gpu: bool) -> Memory:
+    """What loading and running a plan takes of the host, `on_gpu` with all but the experts on a GPU."""
+    hidden_size = getattr(outline.source.config.get_text_config(), "hidden_size", 0)
+    copied = 2 * load.batch * load.prompt * hidden_size * outline.dtype.itemsize  # tokens on their way to the experts and back
+    return Memory(
+        weights=plan.bytes_by_device.get("cpu", 0) - (moved_bytes(plan) if on_gpu else 0),
+        program=_program_bytes(),
+        loading=max(_transient_bytes(outline, plan), default=0),
+        kv_cache=0 if on_gpu else cache.nbytes(load.context, load.batch),
+        activations=copied if on_gpu else activation_bytes(outline, load),
+    )
+
+
+def activation_bytes(outline: Outline, load: Load) -> int:
+    """What is alive at once while a prompt is read, wherever that is."""
     config = outline.source.config.get_text_config()
     tokens = load.batch * max(load.prompt, 1)
     widest = max(getattr(config, "hidden_size", 0), getattr(config, "intermediate_size", 0) or 0)
     vocabulary = getattr(config, "vocab_size", 0) * load.batch * 4  # logits of the last position, in float32
-    return Memory(
-        weights=plan.bytes_by_device.get("cpu", 0),
-        program=_program_bytes(),
-        loading=max(_transient_bytes(outline, plan), default=0),
-        kv_cache=cache.nbytes(load.context, load.batch),
-        activations=tokens * widest * WIDTHS * outline.dtype.itemsize + vocabulary,
-    )
+    return tokens * widest * WIDTHS * outline.dtype.itemsize + vocabulary
 
 
 def _program_bytes() -> int:

@@ -37,23 +37,30 @@ def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_by
     Arithmetic of attention itself is left out: it counts in prompts of tens of thousands of tokens.
     """
     works = list(works)
-    missing = tuple(sorted({f"{work.kind}, {work.weights}" for work in works if _rate(work, measured) is None}))
+    missing = missing_rates(works, measured)
     if missing:
-        return Speed(None, None, missing)
+        return Speed(None, None, tuple(sorted(missing)))
     overhead_s = layers * measured.layer_overhead_ms / 1e3
-    step_s = overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(_seconds(work, measured, load.batch) for work in works)
-    prompt_s = overhead_s + sum(_seconds(work, measured, load.prompt) for work in works)
+    step_s = overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(seconds(work, measured, load.batch) for work in works)
+    prompt_s = overhead_s + sum(seconds(work, measured, load.prompt) for work in works)
     return Speed(load.batch / step_s, load.prompt / prompt_s)
 
 
-def _rate(work: Work, measured: Measurements) -> Rate | None:
-    rates = measured.experts if work.kind == "experts" else measured.linear
-    return rates.get("bfloat16" if work.weights == "float16" else work.weights)
+def missing_rates(works: Iterable[Work], measured: Measurements) -> set[str]:
+    """The kinds and weight types that nothing was measured of."""
+    return {f"{work.kind}, {work.weights}" for work in works if rate_of(work.kind, work.weights, measured) is None}
 
 
-def _seconds(work: Work, measured: Measurements, tokens: int) -> float:
-    rate = _rate(work, measured)
-    assert rate is not None, "predict looks for all rates first"
+def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
+    """That of this machine's CPU."""
+    rates = measured.experts if kind == "experts" else measured.linear
+    return rates.get("bfloat16" if weights == "float16" else weights)
+
+
+def seconds(work: Work, measured: Measurements, tokens: int) -> float:
+    """What the CPU takes for a module with so many tokens."""
+    rate = rate_of(work.kind, work.weights, measured)
+    assert rate is not None, "missing rates are looked for first"
     # Tokens choose experts independently: the expected part of them that at least one token needs.
     touched = 1 - (1 - work.share) ** tokens
     # Nor do tokens share their neurons: the expected part of a touched expert, whose gate is always read, that one of its tokens needs.
@@ -61,3 +68,8 @@ def _seconds(work: Work, measured: Measurements, tokens: int) -> float:
     reading_s = work.nbytes * touched * of_expert / (rate.decode_gbps * 1e9)
     arithmetic_s = 2 * work.weight_count * work.share * tokens / (rate.prefill_gflops * 1e9)
     return max(reading_s, arithmetic_s)
+
+
+def tokens_text(tokens_s: float) -> str:
+    """A rate for people, three figures of it."""
+    return f"{tokens_s:,.0f} tokens/s" if tokens_s >= 100 else f"{tokens_s:.3g} tokens/s"

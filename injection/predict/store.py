@@ -9,8 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moegraft.injection.predict.gpu import GpuRates
 from moegraft.injection.predict.measure import Measurements, Rate
 from moegraft.operators.experts.self_test import kernel_isa, kernel_threads
+from moegraft.operators.machine import probe_machine
 
 
 def measurements_path() -> Path:
@@ -43,13 +45,15 @@ def load() -> Measurements | None:
 
 def _measurements(data: dict[str, Any]) -> Measurements:
     rates = {kind: {name: Rate(**rate) for name, rate in data[kind].items()} for kind in ("experts", "linear")}
-    return Measurements(**{**data, **rates})
+    gpu = data.get("gpu")
+    return Measurements(**{**data, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
 
 
 def _made_with() -> dict[str, Any]:
     """What rates depend on."""
     names = ("moegraft", "torch", "transformers")
-    found: dict[str, Any] = {"cpu": _cpu(), "threads": kernel_threads(), "isa": kernel_isa()}
+    gpus = [gpu.name for gpu in probe_machine().gpus]
+    found: dict[str, Any] = {"cpu": _cpu(), "threads": kernel_threads(), "isa": kernel_isa(), "gpus": gpus}
     return {**found, **{name: version(name) for name in names}}
 
 

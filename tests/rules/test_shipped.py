@@ -60,12 +60,21 @@ def test_weights_can_be_chosen_in_every_file(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8")]), ("cpu-exact", [("hybrid_experts", "stored")])],
-    ids=["cpu", "cpu-exact"],
+    [
+        ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8")]),
+        ("cpu-exact", [("hybrid_experts", "stored")]),
+        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8")]),
+    ],
+    ids=["cpu", "cpu-exact", "hybrid"],
 )
 def test_the_generic_files(name: str, expected: list[tuple[str, str]]) -> None:
     rules = read_rules(name, registry=REGISTRY).rules
     assert [(rule.operator, getattr(rule.options, "weights", None)) for rule in rules] == expected
+
+
+def test_the_gpu_packs_the_same_linear_layers_as_the_cpu() -> None:
+    names = [[rule.match.name for rule in read_rules(name, registry=REGISTRY).rules if rule.id == "linears"] for name in ("cpu", "hybrid")]
+    assert names[0] == names[1] and names[0][0]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5_moe_text"])

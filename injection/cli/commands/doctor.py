@@ -118,7 +118,8 @@ def _measured_lines(measured: Measurements) -> list[str]:
     rows = [("measured", "one token, GB/s", "many tokens, GFLOP/s"), ("plain memory", f"{measured.read_gbps:.1f}", "")]
     for kind, rates in (("experts", measured.experts), ("linear", measured.linear)):
         rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
-    return [*columns(rows, right=(1, 2)), f"each decoder layer takes {measured.layer_overhead_ms:.2f} ms a token beside its weights"]
+    gpu = [measured.gpu.describe()] if measured.gpu is not None else []
+    return [*columns(rows, right=(1, 2)), *gpu, f"each decoder layer takes {measured.layer_overhead_ms:.2f} ms a token beside its weights"]
 
 
 def _as_json(facts: Facts, problems: list[Problem], measured: Measurements | None) -> Json:

@@ -9,9 +9,19 @@ import typer
 
 from moegraft.injection.cli.commands.doctor import measure_and_save
 from moegraft.injection.cli.commands.from_ktransformers import from_ktransformers
-from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, JsonOption, ModelOption, TrustOption, model_options
+from moegraft.injection.cli.commands.options import (
+    BUNDLED,
+    PROGRAM,
+    GpuBandwidthOption,
+    GpuMemoryOption,
+    JsonOption,
+    LinkBandwidthOption,
+    ModelOption,
+    TrustOption,
+    model_options,
+)
 from moegraft.injection.cli.commands.output import Json, write_json
-from moegraft.injection.cli.commands.plan import as_json, parse_size
+from moegraft.injection.cli.commands.plan import as_json, gap_text, parse_size, parse_sizes
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.cli.terminal import Terminal, open_terminal
@@ -19,9 +29,10 @@ from moegraft.injection.cli.terminal import Terminal, open_terminal
 if TYPE_CHECKING:
     from moegraft.injection.initial import Candidate
     from moegraft.injection.outline import Outline
-    from moegraft.operators.machine import Machine
+    from moegraft.injection.predict.forecast import Machinery
 
 STANDARD_OUTPUT = Path("-")
+CONTEXT = 4096
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -39,11 +50,11 @@ def init(
         typer.Option("--goal", help="Fast answers (decode, as without it), fast prompts, or the most exact that fits."),
     ] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="GPU memory; what a GPU brings is not predicted yet.")
-    ] = None,
+    gpu_memory: GpuMemoryOption = None,
+    gpu_bandwidth: GpuBandwidthOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
     context: Annotated[
-        int | None, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer; none: 4096.")
+        int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens a sequence holds, prompt and answer; none: {CONTEXT}.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     trust_remote_code: TrustOption = False,
@@ -51,31 +62,35 @@ def init(
 ) -> None:
     """Write a rule file for this machine and this model: every combination of weight types is predicted and the best one taken.
 
-    Measures this machine first where that has not been done (see doctor --measure). With --from-ktransformers nothing is
-    predicted: that file's rules are said in ours, each with its line, and what is left out is listed. Exit code 0: it is
-    written; 1: nothing fits, or no rule can be mapped; 2: a file or the model cannot be read, or the command is wrong.
+    Measures this machine first where that has not been done (see doctor --measure). With a GPU, here or stated, all but the
+    experts go there, and as many experts as there is room for. With --from-ktransformers nothing is predicted: that file's
+    rules are said in ours, each with its line, and what is left out is listed. Exit code 0: it is written; 1: nothing fits, or
+    no rule can be mapped; 2: a file or the model cannot be read, or the command is wrong.
     """
-    memory, gpu_bytes = parse_size(ram, "--ram"), parse_size(gpu_memory, "--gpu-memory")
+    memory, gpus = parse_size(ram, "--ram"), parse_sizes(gpu_memory, "--gpu-memory")
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
-    terminal, goal_or_default, tokens = open_terminal(), goal or "decode", context or 4096
+    terminal = open_terminal()
     if from_ktransformers_file is not None:
-        _refuse_with_ktransformers(goal=goal, ram=ram, gpu_memory=gpu_memory, context=context)
+        of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context}
+        _refuse_with_ktransformers({**of_prediction, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
         return
-    from moegraft.injection.cli.commands.planned import outlined
-    from moegraft.injection.initial import candidates, choose, written
+    from moegraft.injection.cli.commands.planned import machinery_of, outlined
+    from moegraft.injection.initial import candidates, choose
+    from moegraft.injection.initial_text import written
     from moegraft.injection.predict import store
     from moegraft.injection.predict.speed import Load
-    from moegraft.operators.machine import probe_machine
     from moegraft.operators.registry import load_registry
 
-    outline, machine, registry = outlined(model_options(model, trust_remote_code=trust_remote_code)), probe_machine(), load_registry()
+    wanted, tokens = goal or "decode", context or CONTEXT
+    machinery_of(None, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)  # measuring takes a minute: refuse first
+    outline = outlined(model_options(model, trust_remote_code=trust_remote_code))
     measured = store.load() or measure_and_save(terminal)
-    free = machine.available_bytes if memory is None else memory
-    tried = candidates(outline, Load(tokens, 1, min(512, tokens)), available_bytes=free, measured=measured, registry=registry)
-    chosen = choose(tried, goal_or_default)
-    text = written(chosen, tried, outline, _about(model, outline, machine, free, gpu_bytes, tokens), goal_or_default) if chosen else None
+    machinery = machinery_of(measured, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
+    tried = candidates(outline, Load(tokens, 1, min(512, tokens)), machinery, load_registry())
+    chosen = choose(tried, wanted)
+    text = written(chosen, tried, outline, _about(model, outline, machinery, tokens), wanted) if chosen else None
     if text is not None and output != STANDARD_OUTPUT:
         output.write_text(text, encoding="utf-8")
     if json:
@@ -83,12 +98,12 @@ def init(
     elif chosen is not None and text is not None:
         _write(chosen, text, output, terminal)
     else:
-        _refuse(tried, free, terminal)
+        _refuse(tried, terminal)
     if chosen is None:
         raise typer.Exit(FINDINGS)
 
 
-def _refuse_with_ktransformers(**given: object) -> None:
+def _refuse_with_ktransformers(given: dict[str, object]) -> None:
     """
     Raises:
         OptionsError: an option that a file to say again leaves nothing to do for.
@@ -98,14 +113,19 @@ def _refuse_with_ktransformers(**given: object) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
-def _about(model: str | None, outline: Outline, machine: Machine, free: int, gpu_bytes: int | None, context: int) -> list[str]:
+def _about(model: str | None, outline: Outline, machinery: Machinery, context: int) -> list[str]:
+    from moegraft.operators.machine import probe_machine
+
+    gpu = machinery.gpu
     lines = [
         f"Written by 'moegraft init' for {model or BUNDLED} ({outline.model_class}), context {context:,} tokens,",
-        f"on a machine with {machine.cores} cores and {free / (1 << 30):.1f} GiB of memory to plan for.",
+        f"on a machine with {probe_machine().cores} cores and {machinery.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
-    if gpu_bytes is not None or machine.gpus:
-        lines.append("What a GPU brings is not predicted yet: this file uses none; the shipped file 'hybrid' shares the experts with it.")
-    return lines
+    if gpu is None:
+        return [*lines[:-1], f"{lines[-1]}, without a GPU."]
+    each = f"{gpu.count} GPUs of {gpu.available_bytes / (1 << 30):.1f} GiB, each" if gpu.count > 1 else "a GPU of"
+    size = "" if gpu.count > 1 else f" {gpu.available_bytes / (1 << 30):.1f} GiB,"
+    return [*lines[:-1], f"{lines[-1]}, and {each}{size}", f"planned as {gpu.rates.describe()}."]
 
 
 def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> None:
@@ -114,17 +134,21 @@ def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> No
     if output == STANDARD_OUTPUT:
         terminal.write(text)
         return
-    linears = f", linear layers as {chosen.linears}" if chosen.linears else ""
-    needed = chosen.forecast.memory.needed / (1 << 30)
-    terminal.write(f"{output}: experts as {chosen.experts}{linears}; needs {needed:.2f} GiB\n")
+    choice, gpu = chosen.choice, chosen.forecast.gpu
+    linears = f", linear layers as {choice.linears}" if choice.linears else ""
+    needed = f"needs {chosen.forecast.memory.needed / (1 << 30):.2f} GiB"
+    if gpu is not None:
+        needed += (
+            f" and {gpu.needed / (1 << 30):.2f} GiB of the GPU, where {gpu.experts_with_slot:,} of {gpu.experts:,} experts have a slot"
+        )
+    terminal.write(f"{output}: experts as {choice.experts}{linears}; {needed}\n")
     terminal.write("\n".join(speed_lines(chosen.forecast)) + "\n")
     terminal.notice(f"next: moegraft explain {output}, moegraft verify --rules {output}, local_chat --rules {output}")
 
 
-def _refuse(tried: list[Candidate], free: int, terminal: Terminal) -> None:
+def _refuse(tried: list[Candidate], terminal: Terminal) -> None:
     least = min(tried, key=lambda candidate: candidate.forecast.memory.needed).forecast
-    needed, available = (f"{size / (1 << 30):.1f} GiB" for size in (least.memory.needed, free))
-    terminal.write(f"nothing fits: the smallest of {len(tried)} needs {needed} and {available} are free; ")
+    terminal.write(f"nothing fits: for the smallest of {len(tried)}, {gap_text(least)}; ")
     terminal.write(f"what would fit: {'; '.join(least.would_fit)}\n")
 
 
@@ -135,6 +159,12 @@ def _as_json(chosen: Candidate | None, tried: list[Candidate], outline: Outline,
         "rules": text,
         "chosen": tried.index(chosen) if chosen is not None else None,
         "candidates": [
-            {"experts": candidate.experts, "linears": candidate.linears, **as_json(candidate.forecast, outline)} for candidate in tried
+            {
+                "experts": candidate.choice.experts,
+                "linears": candidate.choice.linears,
+                "gpu": candidate.choice.gpu,
+                **as_json(candidate.forecast, outline),
+            }
+            for candidate in tried
         ],
     }

@@ -25,6 +25,20 @@ VarOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.")
 ]
 TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+GpuMemoryOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", metavar="SIZE", help="GPU to plan for, here or not, as 24GiB, or 24GiB,24GiB; 0: none; without it: those here."
+    ),
+]
+GpuBandwidthOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--gpu-bandwidth", metavar="GB/S", min=1, help="What that GPU's memory reaches; none: measured, else assumed."),
+]
+LinkBandwidthOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="What copies to that GPU reach; none: measured, else assumed."),
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 

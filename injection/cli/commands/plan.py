@@ -11,7 +11,10 @@ import typer
 from moegraft.injection.cli.commands.options import (
     PROGRAM,
     GgufOption,
+    GpuBandwidthOption,
+    GpuMemoryOption,
     JsonOption,
+    LinkBandwidthOption,
     ModelOption,
     RulesArgument,
     TrustOption,
@@ -26,6 +29,7 @@ from moegraft.injection.cli.terminal import Terminal, open_terminal
 if TYPE_CHECKING:
     from moegraft.injection.outline import Outline
     from moegraft.injection.predict.forecast import Forecast
+    from moegraft.injection.predict.gpu_memory import GpuMemory
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -39,6 +43,9 @@ def plan(
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of a prompt, computed at once.")] = 512,
     batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
+    gpu_memory: GpuMemoryOption = None,
+    gpu_bandwidth: GpuBandwidthOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
@@ -46,26 +53,21 @@ def plan(
 ) -> None:
     """Show the memory a model takes by these rules, at rest, while loading and running, and its predicted speed; no weight is read.
 
-    Speed is predicted from what `moegraft doctor --measure` measured. Exit code 0: it fits; 1: it does not, or the rules are
-    wrong; 2: a file or the model cannot be read, or the command is wrong.
+    Speed is predicted from what `moegraft doctor --measure` measured. Rules that ask for a GPU are planned for the GPUs that are
+    here, or for one that --gpu-memory states. Exit code 0: it fits; 1: it does not, or the rules are wrong; 2: a file or the
+    model cannot be read, or the command is wrong.
     """
     options, memory = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code), parse_size(ram, "--ram")
-    from moegraft.injection.cli.commands.planned import outlined_rules
+    from moegraft.injection.cli.commands.planned import machinery_of, outlined_rules
     from moegraft.injection.predict import store
     from moegraft.injection.predict.forecast import forecast
     from moegraft.injection.predict.speed import Load
-    from moegraft.operators.machine import probe_machine
 
+    gpus = parse_sizes(gpu_memory, "--gpu-memory")
+    machinery = machinery_of(store.load(), memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
     found = outlined_rules(options)
     planned = found.outline.plan(found.rules, found.registry)
-    figures = forecast(
-        found.outline,
-        planned,
-        Load(context, batch, min(prompt, context)),
-        available_bytes=probe_machine().available_bytes if memory is None else memory,
-        measured=store.load(),
-        registry=found.registry,
-    )
+    figures = forecast(found.outline, planned, Load(context, batch, min(prompt, context)), machinery, found.registry)
     terminal = open_terminal()
     if json:
         write_json(terminal, as_json(figures, found.outline))
@@ -89,6 +91,16 @@ def parse_size(text: str | None, option: str) -> int | None:
     return int(float(found["number"]) * 1024 ** _POWERS[found["unit"].upper()])
 
 
+def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
+    """Sizes with commas between: one for each device.
+
+    Raises:
+        OptionsError: one is no size.
+    """
+    sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
+    return None if sizes is None else tuple(size for size in sizes if size is not None)
+
+
 def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:
     from moegraft.injection.planning.table import human_bytes
 
@@ -98,29 +110,64 @@ def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:
         ("weights", human_bytes(memory.weights), ""),
         ("at rest", human_bytes(memory.at_rest), f"with {human_bytes(memory.program)} of Python and its libraries"),
         ("peak of loading", human_bytes(memory.peak_loading), ""),
-        ("KV cache", human_bytes(memory.kv_cache), f"{load.batch} x {load.context:,} tokens{exact}"),
+        ("KV cache", human_bytes(memory.kv_cache), "on the GPU" if figures.gpu else f"{load.batch} x {load.context:,} tokens{exact}"),
         ("running", human_bytes(memory.running), f"with about {human_bytes(memory.activations)} for a prompt of {load.prompt:,} tokens"),
         ("free", human_bytes(figures.available_bytes), ""),
     ]
-    lines = [f"{outlined.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *speed_lines(figures)]
+    lines = [f"{outlined.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
+    lines += speed_lines(figures)
     lines += [str(notice) for notice in figures.plan.notices]
     if outlined.unloadable is not None:
         lines.append(f"notice: {outlined.unloadable}")
     if not figures.fits:
-        needed, free = human_bytes(memory.needed), human_bytes(figures.available_bytes)
-        lines += [f"it does not fit: {needed} are needed and {free} are free; what would fit:"]
-        lines += [f"  - {sentence}" for sentence in figures.would_fit]
+        lines += [f"it does not fit: {gap_text(figures)}; what would fit:", *(f"  - {sentence}" for sentence in figures.would_fit)]
     terminal.write("\n".join(lines) + "\n")
+
+
+def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
+    """The same for each GPU."""
+    from moegraft.injection.planning.table import human_bytes
+
+    gpu, load = figures.gpu, figures.load
+    if gpu is None:
+        none = "no GPU is here and none is stated (--gpu-memory 24GiB): where a rule asks for one, the CPU computes, and so it is planned"
+        return [none] if figures.without_gpu else []
+    share = f" ({gpu.experts_with_slot / gpu.experts:.0%})" if gpu.experts else ""
+    rows = [
+        ("weights", human_bytes(gpu.weights), "all but the experts in host memory"),
+        ("KV cache", human_bytes(gpu.kv_cache), f"{load.batch} x {load.context:,} tokens{exact}"),
+        ("reserve", human_bytes(gpu.reserve), "activations, and what PyTorch and the display take"),
+        ("expert slots", human_bytes(gpu.slots), f"{gpu.experts_with_slot:,} of {gpu.experts:,} experts{share}"),
+        ("in all", human_bytes(gpu.needed), ""),
+        ("free", human_bytes(gpu.available), ""),
+    ]
+    return ["on the GPU:" if gpu.count == 1 else f"on each of {gpu.count} GPUs:", *columns(rows, right=(1,))]
+
+
+def gap_text(figures: Forecast) -> str:
+    """What is needed and what is free, where it does not fit."""
+    from moegraft.injection.planning.table import human_bytes
+
+    parts = [(figures.memory.needed, figures.available_bytes, "")] if not figures.fits_host else []
+    if figures.gpu is not None and not figures.gpu.fits:
+        parts.append((figures.gpu.needed, figures.gpu.available, " of the GPU" if figures.gpu.count == 1 else " of each GPU"))
+    return ", and ".join(f"{human_bytes(needed)}{where} are needed and {human_bytes(free)} are free" for needed, free, where in parts)
 
 
 def speed_lines(figures: Forecast) -> list[str]:
     """The prediction in words."""
+    from moegraft.injection.predict.speed import tokens_text
+
     speed = figures.speed
     if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
         return [f"speed: {figures.no_speed}"]
     each = f" in all {figures.load.batch} sequences" if figures.load.batch > 1 else ""
     rough = "; rough: other programs ran while the rates were measured" if figures.rough else ""
-    return [f"predicted: decode {speed.decode_tokens_s:.3g} tokens/s{each}, prefill {speed.prefill_tokens_s:.3g} tokens/s{rough}"]
+    decode, prefill = tokens_text(speed.decode_tokens_s), tokens_text(speed.prefill_tokens_s)
+    lines = [f"predicted: decode {decode}{each}, prefill {prefill}{rough}"]
+    if figures.gpu_rates is not None:
+        lines.append(f"  by {figures.gpu_rates.describe()}, and slots that hit as often as chance has it")
+    return lines
 
 
 def as_json(figures: Forecast, outlined: Outline) -> Json:
@@ -132,10 +179,18 @@ def as_json(figures: Forecast, outlined: Outline) -> Json:
         "model_class": outlined.model_class,
         "load": asdict(figures.load),
         "memory_bytes": {**asdict(memory), **sums, "available": figures.available_bytes},
-        "bytes_by_device": figures.plan.bytes_by_device,
+        "bytes_by_device": figures.bytes_by_device,
+        "gpu_bytes": _gpu_json(figures.gpu) if figures.gpu else None,
+        "gpu_rates": asdict(figures.gpu_rates) if figures.gpu_rates else None,
         "speed": asdict(figures.speed) if figures.speed else None,
         "no_speed": figures.no_speed,
         "rough": figures.rough,
         "would_fit": figures.would_fit,
         "unloadable": outlined.unloadable,
     }
+
+
+def _gpu_json(gpu: GpuMemory) -> Json:
+    parts = {"weights": gpu.weights, "kv_cache": gpu.kv_cache, "reserve": gpu.reserve, "slots": gpu.slots}
+    sums = {"needed": gpu.needed, "available": gpu.available}
+    return {"count": gpu.count, **parts, **sums, "experts_with_slot": gpu.experts_with_slot, "experts": gpu.experts}

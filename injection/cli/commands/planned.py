@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 from moegraft.injection.cli.loading import model_of, quiet_libraries
 from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.outline import Outline, outline
+from moegraft.injection.predict.forecast import Machinery
+from moegraft.injection.predict.gpu import budget_of
+from moegraft.injection.predict.measure import Measurements
 from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
+from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
 
 
@@ -42,3 +47,26 @@ def outlined_rules(options: ModelOptions) -> OutlinedRules:
     if rules is None:
         rules = read_rules(default_rules(found.model_type), vars=options.vars(), registry=registry)
     return OutlinedRules(found, rules, registry)
+
+
+def machinery_of(
+    measured: Measurements | None,
+    ram: int | None,
+    gpus: tuple[int, ...] | None,
+    *,
+    gpu_bandwidth: float | None,
+    link_bandwidth: float | None,
+) -> Machinery:
+    """This machine, with what the options state of another.
+
+    Raises:
+        OptionsError: a bandwidth is stated and there is no GPU that it would be of.
+    """
+    machine = probe_machine()
+    of_gpu = measured.gpu if measured is not None else None
+    budget = budget_of(machine, gpus, of_gpu, gbps=gpu_bandwidth, link_gbps=link_bandwidth)
+    if budget is None and not (gpu_bandwidth is None and link_bandwidth is None):
+        raise OptionsError(
+            "--gpu-bandwidth and --link-bandwidth are of a GPU, and none is here: state its memory, too, as --gpu-memory 24GiB"
+        )
+    return Machinery(machine.available_bytes if ram is None else ram, measured, budget)

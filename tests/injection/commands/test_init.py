@@ -66,9 +66,11 @@ def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     text = run("init", "--model", config_folder, "--output", "-", "--gpu-memory", "24GiB").stdout
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert sum(line.startswith("# >") for line in comments) == 1
-    assert sum(" GiB  " in line and " tokens/s" in line for line in comments) == 6, "three types of experts, linears packed or not"
-    assert any("the shipped file 'hybrid' shares the experts with it" in line for line in comments)
-    assert any("int4 experts: an error of about 15 %" in line for line in comments)
+    table = [line for line in comments if " GiB " in line and " tokens/s" in line]
+    assert len(table) == 12, "three types of experts, linears packed or not, with the GPU and without"
+    assert sum(" both " in line for line in table) == sum(" CPU " in line for line in table) == 6
+    assert any("a GPU of 540 GB/s" in line and "assumed" in line for line in comments)
+    assert "# int4 experts: an error of about 15 % a layer\n" in run("init", "--model", config_folder, "--output", "-").stdout
     data = yaml.safe_load(text)
     assert data["requires"] == {"model_type": "qwen3_moe"}
     assert data["rules"][0]["expect"] == 11
@@ -90,7 +92,7 @@ def test_nothing_fits(run: Run, run_json: RunJson, config_folder: Path, tmp_path
     file = tmp_path / "rules.yaml"
     result = run("init", "--model", config_folder, "--ram", "1MiB", "--output", file)
     assert result.exit_code == 1 and not file.exists()
-    assert result.stdout.startswith("nothing fits: the smallest of 6 needs ")
+    assert result.stdout.startswith("nothing fits: for the smallest of 6, ")
     assert run_json("init", "--model", config_folder, "--ram", "1MiB", "--output", file)["rules"] is None
 
 
@@ -117,3 +119,48 @@ def test_a_name_cannot_leave_its_comment(run: Run, config_folder: Path, tmp_path
     (folder / "config.json").write_text((config_folder / "config.json").read_text())
     data = yaml.safe_load(run("init", "--model", folder, "--output", "-").stdout)
     assert len(data["rules"]) == 2
+
+
+def test_a_gpu_budget_gives_a_hybrid_file(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    options = ("--model", config_folder, "--gpu-memory", "24GiB", "--ram", "64GiB", "--context", 1000)
+    found = run_json("init", *options, "--goal", "prefill", "--output", file, "--gpu-bandwidth", 900, "--link-bandwidth", 20)
+    best = chosen(found)
+    assert best["gpu"] and best["gpu_bytes"]["experts_with_slot"] == 11 * 4
+    assert (best["gpu_rates"]["gbps"], best["gpu_rates"]["link_gbps"]) == (900, 20)
+    assert "planned as a GPU of 900 GB/s" in file.read_text() and "stated by --gpu-bandwidth and --link-bandwidth" in file.read_text()
+    experts = yaml.safe_load(file.read_text())["rules"][0]["replace"]["kwargs"]
+    assert (experts["gpu"], experts["cache"], experts["schedule"]) == (
+        "auto",
+        {"policy": "score_frequency", "context": 1000},
+        "two_threshold",
+    )
+    assert run("check", file, "--model", config_folder, "--strict").exit_code == 0
+    rates = ("--gpu-memory", "24GiB", "--gpu-bandwidth", 900, "--link-bandwidth", 20, "--context", 1000, "--prompt", 512)
+    planned = run_json("plan", file, "--model", config_folder, *rates)
+    assert (planned["speed"], planned["gpu_bytes"]) == (best["speed"], best["gpu_bytes"]), "plan says of the file what init said"
+
+
+def test_quality_keeps_weights_exact_with_a_gpu(run_json: RunJson, config_folder: Path) -> None:
+    best = chosen(run_json("init", "--model", config_folder, "--goal", "quality", "--gpu-memory", "24GiB", "--output", "-"))
+    assert (best["experts"], best["linears"]) == ("stored", None)
+    assert "sparsity" not in run_json("init", "--model", config_folder, "--gpu-memory", "24GiB", "--output", "-")["rules"], (
+        "lossy: never unasked"
+    )
+
+
+def test_several_gpus_keep_linear_layers_where_they_are(run_json: RunJson, config_folder: Path) -> None:
+    found = run_json("init", "--model", config_folder, "--gpu-memory", "12GiB,12GiB", "--output", "-")
+    shared = [candidate for candidate in found["candidates"] if candidate["gpu"]]
+    assert [candidate["linears"] for candidate in shared] == [None] * 3
+    assert {candidate["gpu_bytes"]["count"] for candidate in shared} == {2}
+
+
+def test_no_gpu_is_wanted(run_json: RunJson, config_folder: Path) -> None:
+    found = run_json("init", "--model", config_folder, "--gpu-memory", "0", "--output", "-")
+    assert not any(candidate["gpu"] for candidate in found["candidates"])
+
+
+def test_a_bandwidth_of_no_gpu_is_refused(run: Run, config_folder: Path) -> None:
+    refused = run("init", "--model", config_folder, "--link-bandwidth", 20, "--output", "-")
+    assert refused.exit_code == 2 and "state its memory, too, as --gpu-memory 24GiB" in refused.stderr
