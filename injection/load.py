@@ -19,7 +19,7 @@ from moegraft.injection.plan import Plan, plan
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
 from moegraft.injection.sparsity.setup import prepare_sparsity
-from moegraft.injection.stored_types import settle_stored
+from moegraft.injection.stored_types import settle_stored, weight_types
 from moegraft.injection.stream import Stream, open_weights, stored_dtype
 from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
@@ -80,7 +80,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
         checkpoint: the folder with the weights of a model on meta.
         gguf: the weights instead: a GGUF file, any part of a split one, or a folder with those of one model. Experts in Q8_0 and Q4_0
-            are kept as they are by `weights: stored`; config and tokenizer are those of `model`.
+            are kept as they are by `weights: stored`, experts and linear layers in Q4_K and Q6_K by `stored` and `int8`; config and
+            tokenizer are those of `model`.
         registry: the operators that rules may name; by default all that are installed.
 
     Returns:
@@ -184,8 +185,7 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     the_plan = _plan_for(skeleton, rules, request, stored)
     weights = open_weights(source, skeleton)
     the_plan = settle_stored(the_plan, weights, skeleton, request.registry, stored)
-    if source.gguf is not None:
-        source.gguf.tell_conversions(dtype)
+    weights.tell_conversions(weight_types(the_plan), dtype)
     machine = probe_machine()
     device_map = request.device_map or home_of_the_rest(the_plan, machine)
     check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))

@@ -73,6 +73,15 @@ class Operator(nn.Module, ABC):
         """Bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
 
     @classmethod
+    def keeps(cls, options: Any, weight_type: str) -> bool:
+        """Whether it can compute with the super-blocks of a GGUF file as they are.
+
+        Args:
+            weight_type: of `options` instead of its own: `q4_k`, `q6_k`, or that of gate and up and that of down, as in `q4_k+q6_k`.
+        """
+        return False
+
+    @classmethod
     @abstractmethod
     def build(cls, module: nn.Module, options: Any, context: BuildContext) -> Self:
         """The operator for `module`, which may be on meta; holds no weights yet."""

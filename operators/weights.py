@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
+# What the kernel takes from a GGUF file as it is and does not quantise to, with the bytes of a block of 256 weights.
+SUPER_BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 
 
 class WeightSource(Protocol):
@@ -61,22 +63,45 @@ class Codes:
     scales: NDArray[np.float16]
     bits: Literal[4, 8]
 
+    @property
+    def elements(self) -> int:
+        return self.codes.size
+
+
+@dataclass(frozen=True, slots=True)
+class SuperBlocks:
+    """A matrix in blocks of 256 inputs, GGUF's Q4_K or Q6_K, byte by byte as the file has them.
+
+    Attributes:
+        blocks: (rows, bytes of a row) uint8, contiguous.
+        weight_type: the kernel's name of them, one of `SUPER_BLOCK_BYTES`.
+    """
+
+    blocks: NDArray[np.uint8]
+    weight_type: str
+
+    @property
+    def elements(self) -> int:
+        return self.blocks.size * 256 // SUPER_BLOCK_BYTES[self.weight_type]
+
 
 @runtime_checkable
 class CodedSource(Protocol):
     """A `WeightSource` whose pieces may be stored in codes that the kernel takes as they are."""
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | None:
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
         """The codes of a matrix, or None where it is stored otherwise."""
         ...
 
 
-def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | None:
+def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | SuperBlocks | None:
     """The codes of a piece where `weight_type` holds them without rounding: those of 4 bits are codes of 8 bits, too."""
-    if weight_type not in ("int8", "int4") or not isinstance(source, CodedSource):
+    if weight_type not in ("int8", "int4", *SUPER_BLOCK_BYTES) or not isinstance(source, CodedSource):
         return None
     codes = source.read_codes(part, expert)
-    return codes if codes is not None and (codes.bits == 4 or weight_type == "int8") else None
+    if isinstance(codes, SuperBlocks):
+        return codes if codes.weight_type == weight_type else None
+    return codes if codes is not None and (weight_type == "int8" or (weight_type == "int4" and codes.bits == 4)) else None
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

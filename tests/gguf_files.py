@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from k_quants import KINDS, quantise
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -147,6 +148,8 @@ def gate_and_up_together(tensors: Tensors) -> Tensors:
 
 
 def quantised(values: NDArray[np.float32], kind: BlockType) -> NDArray[np.generic]:
+    if kind.name.lower() in KINDS:
+        return quantise(np.ascontiguousarray(values), kind.name.lower())
     return gguf.quantize(np.ascontiguousarray(values), kind)
 
 

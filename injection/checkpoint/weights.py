@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.experts import CheckpointExperts
@@ -13,6 +15,20 @@ from moegraft.injection.checkpoint.keymap import KeyMap, map_keys
 from moegraft.injection.checkpoint.linear import CheckpointLinear
 from moegraft.operators.experts.layout import read_layout
 from moegraft.operators.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTypes:
+    """The kernel's weight types for the weights of a module as a file codes them.
+
+    Attributes:
+        whole: the narrowest that holds all of them, of those that the kernel quantises to: super-blocks count as int8.
+        gate_up, down: the narrowest of each; `q4_k` and `q6_k` are among them. A linear layer's type stands in both.
+    """
+
+    whole: str
+    gate_up: str
+    down: str
 
 
 class StoredWeights(Protocol):
@@ -30,8 +46,17 @@ class StoredWeights(Protocol):
         """The weights for an operator of `kind` that replaces the module at `path`."""
         ...
 
-    def weight_type(self, path: str) -> str | None:
-        """What the weight type `stored` means for the experts at `path`; None where the dtype says it."""
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+        """What codes the module at `path`, of kind `experts` or `linear`, is stored in; None where the dtype says it."""
+        ...
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        """Logs what is not computed with as it is stored.
+
+        Args:
+            weight_types: of the modules that are replaced, by path.
+            dtype: of what no rule replaces.
+        """
         ...
 
 
@@ -50,5 +75,8 @@ class CheckpointWeights:
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
 
-    def weight_type(self, path: str) -> str | None:
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
         return None
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        """Floats of one width become floats of another; who asked for it knows."""

@@ -17,7 +17,7 @@ from gguf import dequantize
 from numpy.typing import NDArray
 
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weights import Codes
+from moegraft.operators.weights import Codes, SuperBlocks
 
 Index = int | slice | tuple[int | slice, ...]
 WHOLE: Index = ()
@@ -37,6 +37,8 @@ WEIGHT_TYPES = {
     BlockType.Q8_0: "int8",
     BlockType.Q4_0: "int4",
 }
+# What the kernel computes with as it is, on the CPU, and its name for it; anywhere else it is converted.
+SUPER_BLOCKS = {BlockType.Q4_K: "q4_k", BlockType.Q6_K: "q6_k"}
 # What goes through float32; of these, int8 loses nothing that shows beside what the file has lost already.
 CONVERTED = frozenset(
     BlockType[name]
@@ -78,6 +80,11 @@ class BlockTensor:
         return WEIGHT_TYPES.get(self.block_type, "int8")
 
     @property
+    def kept_type(self) -> str:
+        """As `weight_type`, of all types that the CPU's kernel has: super-blocks are kept."""
+        return SUPER_BLOCKS.get(self.block_type, self.weight_type)
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -104,8 +111,10 @@ class BlockTensor:
             known = ", ".join(sorted({kind.name for kind in (*WEIGHT_TYPES, *CONVERTED)}))
             raise CheckpointError(f"{self.origin}: type {self.block_type.name} cannot be read; supported are {known}")
 
-    def codes(self, index: Index = WHOLE) -> Codes | None:
+    def codes(self, index: Index = WHOLE) -> Codes | SuperBlocks | None:
         """The matrix at `index` as the file codes it, where those are codes that the kernel has, else None."""
+        if self.block_type in SUPER_BLOCKS:
+            return SuperBlocks(np.ascontiguousarray(self.data[index]), SUPER_BLOCKS[self.block_type])
         if self.block_type is BlockType.Q8_0:
             blocks = _blocks(self.data[index], 2 + GROUP)
             return Codes(_matrix(blocks[..., 2:].view(np.int8)), _scales(blocks), bits=8)

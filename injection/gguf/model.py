@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
-from moegraft.injection.gguf.blocks import CONVERTED, BlockTensor
+from moegraft.injection.checkpoint.weights import StoredTypes
+from moegraft.injection.gguf.blocks import BlockTensor
 from moegraft.injection.gguf.files import find_parts, merge, open_file
 from moegraft.injection.gguf.names import Names, architecture_of, experts_name, layer_of
+from moegraft.injection.gguf.notices import tell_converted
 from moegraft.injection.gguf.parameters import ExpertPart, FusedExperts, Plain, SplitKeyValue, Stored, check_shape, lazy, rope_rows
 from moegraft.injection.gguf.sources import GgufExperts, GgufLinear
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import Part, WeightSource
+from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, WeightSource
 
-logger = logging.getLogger(__name__)
-# By what holds what without rounding: codes of 4 bits are codes of 8 bits.
-_INTEGERS = ("int4", "int8")
+EMBEDDINGS = "token_embd.weight"  # rows are looked up: no kernel computes with them
+# By what holds what without rounding that shows: codes of 4 bits are codes of 8 bits.
+_INTEGERS = ("int4", "int8", *SUPER_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,6 @@ class GgufModel:
         for tensor in self.tensors.values():
             stored[tensor.dtype] += tensor.elements
         return stored.most_common(1)[0][0]
-
-    def tell_conversions(self, dtype: torch.dtype) -> None:
-        """Logs, once, which block types no kernel computes with; `dtype` is that of what no rule replaces."""
-        kinds = sorted({tensor.block_type.name for tensor in self.tensors.values() if tensor.block_type in CONVERTED})
-        if kinds:
-            logger.warning(
-                "%s: no kernel computes with %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
-                "the rest to %s",
-                self.path,
-                ", ".join(kinds),
-                str(dtype).removeprefix("torch."),
-            )
 
 
 def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
@@ -88,6 +77,12 @@ def _check_layers(path: Path, fields: Mapping[str, Any], architecture: str, conf
     further = int(fields.get(f"{architecture}.nextn_predict_layers", 0))
     if blocks is not None and int(blocks) - further != config.num_hidden_layers:
         raise CheckpointError(f"{path}: {int(blocks) - further} layers where the config has {config.num_hidden_layers}")
+
+
+def _narrowest(weight_types: set[str]) -> str:
+    if len(weight_types) == 1:
+        return next(iter(weight_types))
+    return "int8" if weight_types <= set(_INTEGERS) else "float32"
 
 
 class GgufWeights:
@@ -124,18 +119,39 @@ class GgufWeights:
         if kind == "experts":
             return GgufExperts(*self._experts[path])
         assert kind == "linear", f"operators of kind {kind} take no weights"
+        return GgufLinear(self._held(path))
+
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+        gate_up, down = self._matrices(path)
+        if not down:
+            return None
+        whole = _narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        return StoredTypes(whole, _narrowest({tensor.kept_type for tensor in gate_up}), _narrowest({tensor.kept_type for tensor in down}))
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        kept = set()
+        for path, name in weight_types.items():
+            for tensors, weight_type in zip(self._matrices(path), (name.partition("+")[0], name.rpartition("+")[2]), strict=True):
+                kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
+        tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
+        tell_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
+
+    def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
+        """Those of gate and up and those of down, of experts or of a linear layer, which has the same one in both."""
+        if path in self._experts:
+            parts = self._experts[path][1]
+            gate_up = [tensor for name, part in parts.items() if name in ("gate", "up") for tensor in part.tensors]
+            return gate_up, parts["down"].tensors
+        weight = self._held(path).get("weight")
+        matrix = (weight.tensor,) if isinstance(weight, Plain) and weight.is_matrix else ()
+        return matrix, matrix
+
+    def _held(self, path: str) -> dict[Part, Stored]:
+        """The parameters of a linear layer."""
         tied = self._skeleton.all_tied_weights_keys
         names: dict[Part, str] = {"weight": f"{path}.weight", "bias": f"{path}.bias"}
         held = {part: self._stored.get(name) or self._stored.get(tied.get(name, "")) for part, name in names.items()}
-        return GgufLinear({part: stored for part, stored in held.items() if stored is not None})
-
-    def weight_type(self, path: str) -> str:
-        """The kernel's narrowest type that holds the experts at `path` as the file does."""
-        parts = self._experts[path][1]
-        kinds = {tensor.weight_type for name, part in parts.items() if not name.endswith("_bias") for tensor in part.tensors}
-        if len(kinds) == 1:
-            return kinds.pop()
-        return "int8" if kinds <= set(_INTEGERS) else "float32"
+        return {part: stored for part, stored in held.items() if stored is not None}
 
     def _take(self, name: str, expected: tuple[int, ...], feeds: str) -> BlockTensor:
         tensor = self._gguf.tensors.get(name)

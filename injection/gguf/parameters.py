@@ -18,7 +18,7 @@ from moegraft.injection.checkpoint.files import DTYPES, LazyTensor
 from moegraft.injection.gguf.blocks import WHOLE, BlockTensor, Index
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, widest
+from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -62,10 +62,16 @@ class Plain:
         values = self.tensor.read().reshape(self.shape)
         return values if self.rows is None else values[torch.from_numpy(self.rows)]
 
-    def codes(self) -> Codes | None:
-        codes = self.tensor.codes() if len(self.shape) == 2 and len(self.tensor.shape) == 2 else None
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and len(self.tensor.shape) == 2
+
+    def codes(self) -> Codes | SuperBlocks | None:
+        codes = self.tensor.codes() if self.is_matrix else None
         if codes is None or self.rows is None:
             return codes
+        if isinstance(codes, SuperBlocks):
+            return SuperBlocks(codes.blocks[self.rows], codes.weight_type)
         return Codes(codes.codes[self.rows], codes.scales[self.rows], codes.bits)
 
 

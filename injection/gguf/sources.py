@@ -9,7 +9,7 @@ import torch
 from moegraft.injection.checkpoint.files import fingerprint
 from moegraft.injection.gguf.parameters import ExpertPart, Plain, Stored, lazy
 from moegraft.operators.experts.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, widest
+from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
 
 
 class GgufExperts:
@@ -35,7 +35,7 @@ class GgufExperts:
         tensor, index = self._parts[part].at(expert)
         return tensor.read(index)
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | None:
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
         tensor, index = self._parts[part].at(expert)
         return tensor.codes(index)
 
@@ -64,7 +64,7 @@ class GgufLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._parts[part][...]
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | None:
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
         stored = self._parts[part]
         return stored.codes() if isinstance(stored, Plain) else None
 

@@ -27,10 +27,11 @@ from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.experts.routing import router_of
 from moegraft.operators.experts.scheduling.scheduler import ScheduleName
 from moegraft.operators.experts.sparse_path import forward_packed
+from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
 from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.traceable import experts, needs_gradient, register_experts
-from moegraft.operators.weights import Part, WeightSource, codes_for
+from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +52,9 @@ class HybridExpertsOptions:
 
     Attributes:
         weights: the type the experts are packed to; `stored` keeps what the checkpoint has. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight.
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight. What a GGUF file has in Q4_K or
+            Q6_K (4.5 and 6.6 bits) stays as it is with `stored`, and with int8 and int4 where that has no fewer bits, on the CPU
+            without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
@@ -131,6 +134,12 @@ class HybridExperts(Operator):
         return why_unsupported(module)
 
     @classmethod
+    def keeps(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
+        # The GPU's kernels and the sparse layout have no super-blocks; without a GPU the CPU computes everything.
+        on_cpu = options.gpu == "none" or (options.gpu != "emulated" and why_unavailable() is not None)
+        return on_cpu and options.sparsity is None
+
+    @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
         expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype), sparse=options.sparsity is not None)
@@ -200,10 +209,13 @@ class HybridExperts(Operator):
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
             for part in self.layout.parts():
-                codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type)
+                codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type_of(part))
                 if codes is not None:
-                    packed.pack_quantized(expert, part, codes.codes, codes.scales)
-                    advance(codes.codes.size * source.dtype.itemsize)
+                    if isinstance(codes, SuperBlocks):
+                        packed.pack_super_blocks(expert, part, codes.blocks)
+                    else:
+                        packed.pack_quantized(expert, part, codes.codes, codes.scales)
+                    advance(codes.elements * source.dtype.itemsize)
                     continue
                 piece = self._checked(source, part, expert)
                 if part.endswith("_bias"):

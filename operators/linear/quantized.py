@@ -16,7 +16,7 @@ from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.traceable import linear, needs_gradient, register_linear
-from moegraft.operators.weights import Part, WeightSource, codes_for
+from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -30,6 +30,7 @@ class QuantizedLinearOptions:
 
     Attributes:
         weights: the type the weight is packed to: int8 and int4 have groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
+            A GGUF file's Q4_K or Q6_K of no more bits stays as it is on the CPU.
             bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
             and Triton it is the CPU, and the log says so. The GPU kernels have not run on a GPU yet.
@@ -79,6 +80,10 @@ class QuantizedLinear(Operator):
         return None
 
     @classmethod
+    def keeps(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
+        return options.gpu == "none" or why_unavailable() is not None
+
+    @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
         held = PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)
@@ -101,9 +106,12 @@ class QuantizedLinear(Operator):
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         packed = PackedLinear(self.out_features, self.in_features, self.options.weights)
         codes = codes_for(source, "weight", 0, self.options.weights)
-        if codes is not None:
+        if isinstance(codes, SuperBlocks):
+            packed.pack_super_blocks(codes.blocks)
+        elif codes is not None:
             packed.pack_quantized(codes.codes, codes.scales)
-            advance(codes.codes.size * source.dtype.itemsize)
+        if codes is not None:
+            advance(codes.elements * source.dtype.itemsize)
         else:
             weight = self._checked(source, "weight", (self.out_features, self.in_features))
             packed.pack(as_array(weight))
