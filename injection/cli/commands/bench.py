@@ -130,7 +130,7 @@ def _list(found: Sequence[Benchmark], terminal: Terminal) -> None:
 
 def _show(results: Sequence[Result], written: Sequence[Path], terminal: Terminal) -> None:
     for result in results:
-        _print(_table(result), terminal)
+        _print(_table(result), terminal, narrow=_table(result, narrow=True))
         same = {name: value for name, value in result.constant.items() if value}
         if same:
             terminal.write("the same in every row: " + ", ".join(f"{name} {value}" for name, value in same.items()) + "\n")
@@ -140,29 +140,35 @@ def _show(results: Sequence[Result], written: Sequence[Path], terminal: Terminal
     terminal.write("".join(f"written: {path}\n" for path in written))
 
 
-def _table(result: Result) -> Any:
-    """The columns in which rows differ."""
+def _table(result: Result, *, narrow: bool = False) -> Any:
+    """The columns in which rows differ; narrow: no wider than what they hold, with heads of several lines."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     from moegraft.injection.bench.results import is_number
 
     shown = result.without(list(result.constant)) if len(result.rows) > 1 else result
-    table = Table(title=result.name, title_justify="left")
+    rows = shown.rows[:SHOWN]
+    table = Table(title=result.name, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(shown.columns):
         number = all(is_number(row[index]) for row in shown.rows)
-        table.add_column(Text(name), justify="right" if number else "left", overflow="fold")
-    for row in shown.rows[:SHOWN]:
+        head = name.replace("_", " ") if narrow else name
+        most = max(map(len, [*(row[index] for row in rows), *head.split()])) if narrow else None
+        table.add_column(Text(head), justify="right" if number else "left", overflow="fold", max_width=most)
+    for row in rows:
         table.add_row(*map(Text, row))
     return table
 
 
-def _print(table: Any, terminal: Terminal) -> None:
-    """In the terminal's width; in a pipe nothing is folded."""
+def _print(table: Any, terminal: Terminal, narrow: Any = None) -> None:
+    """In the terminal's width, for which `narrow` is taken where the other is too wide; in a pipe nothing is folded."""
     from rich.console import Console
 
     console = Console(file=terminal.out, highlight=False, markup=False, emoji=False, color_system=None)
     if not terminal.out.isatty():
         console.width = 100_000
         console.width = console.measure(table).maximum
+    elif narrow is not None and console.measure(table, options=console.options.update(width=100_000)).maximum > console.width:
+        table = narrow
     console.print(table)

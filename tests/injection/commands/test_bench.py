@@ -40,7 +40,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     print("said while it ran", flush=True)
     if arguments.rows:
-        write_rows("rows", [{"number": n, "name": f"[b]row {n}", "always": "same", "empty": ""} for n in range(arguments.rows)])
+        long = "a_figure_with_a_name_that_is_long"
+        one = {"always": "same", "empty": ""}
+        write_rows("rows", [{"number": n, "name": f"[b]row {n}", long: n, f"{long}er": n, **one} for n in range(arguments.rows)])
     if arguments.fail:
         sys.exit(3)
 """
@@ -86,7 +88,7 @@ def test_a_run_shows_its_tables_and_where_they_are(run: Run, folder: Path, capfd
     assert result.exit_code == 0, result.stderr
     assert capfd.readouterr().out == "said while it ran\n"
     for text in (
-        "number",
+        "a_figure_with_a_name_that_is_longer",
         "[b]row 0",
         "[b]row 2",
         "same in every row: always same, hardware ",
@@ -209,3 +211,6 @@ def test_a_terminal_gets_its_width(folder: Path) -> None:
         shown += piece
     os.close(master)
     assert running.wait() == 0 and b"[b]row 1" in shown and b"\x1b" not in shown
+    table = shown.decode().partition("the same in every row")[0].splitlines()
+    assert max(map(len, table)) <= 60
+    assert any("longer" in line.split() for line in table), "long heads stand in several lines, word by word"
