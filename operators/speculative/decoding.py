@@ -19,6 +19,7 @@ from moegraft.operators.speculative.drafting import Drafter
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, why_not_rewindable
 from moegraft.operators.speculative.schedule import Schedule
+from moegraft.operators.speculative.spans import Spans, unseen
 from moegraft.operators.speculative.statistics import Round, Statistics
 
 # They remember what they were called with, so calls for tokens that may be dropped again would change what they do.
@@ -41,6 +42,7 @@ class SpeculativeDecoding:
     say_once: Callable[[str], None]
     streamer: BaseStreamer | None = None
     clock: Callable[[], float] = time.perf_counter  # seconds
+    spans: Spans = unseen
 
     @torch.no_grad()
     def __call__(
@@ -87,16 +89,16 @@ class SpeculativeDecoding:
         planned = self.schedule.plan(limit)
         mark = CacheMark(answer.cache) if planned > 0 and answer.cache is not None else None
         try:
-            drafts = self.drafter.draft(answer, rule, planned, self.schedule.goes_on) if mark is not None else []
+            drafts = self._draft(answer, rule, planned) if mark is not None else []
             drafted = self.clock()
             if mark is not None:
-                mark.rewind()
-            logits = answer.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
-            before = answer.length
-            judged, accepted = self._judge(answer, rule, drafts, logits)
-            emitted = answer.length - before
+                with self.spans("rollback"):
+                    mark.rewind()
+            judged, accepted, emitted = self._verify(answer, rule, drafts)
             if mark is not None:
-                mark.rewind(keep=emitted)
+                with self.spans("rollback") as details:
+                    details["kept"] = emitted
+                    mark.rewind(keep=emitted)
         except BaseException:  # Ctrl-C too: whoever holds the cache finds it as it was before the round
             if mark is not None:
                 mark.rewind()
@@ -104,6 +106,22 @@ class SpeculativeDecoding:
         answer.advance(emitted)
         draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
         return Round([draft.confidence for draft in drafts], judged, accepted, emitted, draft_ms, verify_ms)
+
+    def _draft(self, answer: Answer, rule: AcceptanceRule, planned: int) -> list[DraftToken]:
+        with self.spans("draft") as details:
+            drafts = self.drafter.draft(answer, rule, planned, self.schedule.goes_on)
+            details["tokens"] = len(drafts)
+        return drafts
+
+    def _verify(self, answer: Answer, rule: AcceptanceRule, drafts: list[DraftToken]) -> tuple[int, int, int]:
+        """How many drafts were judged, how many stood, and by how many tokens the text grew."""
+        with self.spans("verify" if drafts else "plain step") as details:
+            logits = answer.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
+            before = answer.length
+            judged, accepted = self._judge(answer, rule, drafts, logits)
+            if drafts:
+                details |= {"drafted": len(drafts), "accepted": accepted}
+        return judged, accepted, answer.length - before
 
     def _judge(self, answer: Answer, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
         """Writes the tokens of a round from the full model's logits (drafts + 1, V); how many drafts were judged and accepted."""

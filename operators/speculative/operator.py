@@ -21,6 +21,7 @@ from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.requests import effective_config, why_plain, with_stop_strings
 from moegraft.operators.speculative.rollback import why_model_not_rewindable
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
+from moegraft.operators.speculative.spans import Spans, unseen
 from moegraft.operators.speculative.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class SpeculativeDraft(ModelOperator):
         self._switch = switch
         self._statistics = Statistics()
         self.clock: Callable[[], float] = time.perf_counter  # what rounds are timed by
+        self.spans: Spans = unseen
         self._said: set[str] = set()
         marginal = options.schedule == "marginal"
         self._schedule: Schedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
@@ -91,6 +93,7 @@ class SpeculativeDraft(ModelOperator):
             say_once=lambda why: self._say_once(f"decoding plainly: {why}"),
             streamer=arguments.get("streamer"),
             clock=self.clock,
+            spans=self.spans,
         )
         result = plain(**with_stop_strings(arguments, config), custom_generate=decoding)
         if self.options.mode == "adaptive":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.terminal import Terminal
 from moegraft.injection.graft import Injection
 from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.timeline import Timeline, write_trace
+from moegraft.operators.experts.engine.timeline import Timeline, round_spans, write_trace
+from moegraft.operators.speculative.operator import SpeculativeDraft
+from moegraft.operators.speculative.spans import unseen
 
 
 @contextmanager
@@ -27,7 +31,8 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
     assert isinstance(injection, Injection), "a model that was loaded by rules"
     groups = injection.context.shared(GpuGroups, GpuGroups)
     engines = [engine for group in groups for engine in group.engines]
-    if not engines:
+    drafts = injection.model_operator if isinstance(injection.model_operator, SpeculativeDraft) else None
+    if not engines and drafts is None:
         terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
         yield
         return
@@ -35,9 +40,17 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
     timelines = [Timeline(engine.device.name) for engine in engines]
     for engine, timeline in zip(engines, timelines, strict=True):
         engine.observer.timeline = timeline
+    clocks = [(timeline, engine.device.now_ms) for engine, timeline in zip(engines, timelines, strict=True)]
+    if not engines:
+        timelines = [Timeline("CPU")]
+        clocks = [(timelines[0], lambda: 1e3 * time.perf_counter())]
+    if drafts is not None:
+        drafts.spans = partial(round_spans, clocks)
     try:
         yield
     finally:
+        if drafts is not None:
+            drafts.spans = unseen
         for engine in engines:
             engine.device.synchronize()
             engine.observer.collect()

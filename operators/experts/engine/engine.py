@@ -269,6 +269,7 @@ class Engine:
             "loaded ahead and used": slots.prefetches_used,
             "loaded ahead for nothing": slots.prefetches_wasted,
             "loaded while drafting for the verification": self.verify_ahead.served,
+            "spared by verifying tokens together": self.verify_ahead.shared,
         }
 
     def close(self) -> None:

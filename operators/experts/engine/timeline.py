@@ -1,14 +1,15 @@
-"""Who worked when: spans of the GPU, the CPU and the link, and each layer's plan, as a trace that Perfetto and chrome://tracing open."""
+"""Who worked when: spans of the GPU, the CPU and the link, each layer's plan and the rounds of drafts, as a trace that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LANES = ("plan", "GPU", "CPU", "link")  # from top to bottom
+LANES = ("rounds", "plan", "GPU", "CPU", "link")  # from top to bottom
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,18 @@ class Timeline:
             covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
             end_ms = max(end_ms, span.end_ms)
         return covered
+
+
+@contextmanager
+def round_spans(timelines: Sequence[tuple[Timeline, Callable[[], float]]], name: str) -> Iterator[dict[str, object]]:
+    """A part of a round of drafting and verifying, on each timeline by its device's clock (ms); what fails has its span as well."""
+    start_ms = [now_ms() for _, now_ms in timelines]
+    details: dict[str, object] = {}
+    try:
+        yield details
+    finally:
+        for (timeline, now_ms), begun_ms in zip(timelines, start_ms, strict=True):
+            timeline.add("rounds", name, begun_ms, now_ms(), **details)
 
 
 def chrome_trace(timelines: list[Timeline]) -> dict[str, object]:

@@ -22,10 +22,12 @@ class VerifyAhead:
 
     Attributes:
         served: experts that a verification found in slots and that were loaded for it.
+        shared: tokens of verifications whose expert had no slot, but was brought or computed for another of them as well.
     """
 
     def __init__(self, slots: SlotTable, queue: TransferQueue) -> None:
         self.served = 0
+        self.shared = 0
         self._slots = slots
         self._queue = queue
         self._tokens: NDArray[np.int64] = np.zeros((slots.layers, slots.num_experts), np.int64)  # drafted, that will want each expert
@@ -49,6 +51,9 @@ class VerifyAhead:
             there = self._slots.slot_of(step.layer)[step.experts] >= 0
             self.served += int((asked[step.experts] & there).sum())
             asked[:] = False
+        if self._tokens[step.layer].any():
+            absent = self._slots.slot_of(step.layer)[step.experts] < 0
+            self.shared += int((step.loads[absent] - 1).sum())
         self._tokens[step.layer] = 0
 
     def _for_draft(self, step: LayerStep, draft: DraftStep) -> list[tuple[int, int]]:

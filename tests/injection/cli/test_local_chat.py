@@ -201,6 +201,26 @@ def test_a_trace_shows_who_worked_when(run: Run, tmp_path: Path) -> None:
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"plan", "CPU"}
 
 
+@pytest.mark.parametrize("gpu", ["emulated", "none"])
+def test_a_trace_shows_the_rounds_of_drafts(run: Run, tmp_path: Path, gpu: str) -> None:
+    rules = tmp_path / "drafting.yaml"
+    draft = "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft_top_k: 2, max_draft: 3, schedule: fixed}}\n"
+    experts = "hybrid\nvars: {gpu: emulated, cache: 0.5}" if gpu == "emulated" else "cpu-exact"
+    rules.write_text(f"version: 1\nextends: {experts}\nrules:\n{draft}")
+    path = tmp_path / "trace.json"
+    result = run("--prompt", "hello", "--rules", rules, "--trace", path, *ANSWER)
+    assert result.exit_code == 0, result.stderr
+    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X" and event["cat"] == "rounds"]
+    names = [span["name"] for span in sorted(spans, key=lambda span: span["ts"])]
+    first = names.index("draft")
+    assert names[first : first + 4] == ["draft", "rollback", "verify", "rollback"]
+    assert set(names) <= {"draft", "rollback", "verify", "plain step"}
+    verified = [span["args"] for span in spans if span["name"] == "verify"]
+    assert all(0 <= span["accepted"] <= span["drafted"] <= 3 for span in verified)
+    drafted = [span["args"]["tokens"] for span in spans if span["name"] == "draft"]
+    assert drafted == [span["drafted"] for span in verified]
+
+
 def test_with_the_cpu_alone_there_is_nothing_to_trace(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     result = run("--prompt", "hello", "--rules", "cpu-exact", "--trace", path, *ANSWER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import build_model, prompt, served_cases
@@ -15,7 +16,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.step import LayerStep
+from moegraft.operators.experts.engine.step import DraftStep, LayerStep
 from moegraft.operators.experts.transfer.transfers import Urgency
 
 RULES = """
@@ -70,9 +71,9 @@ class Requests:
                 asked.append((expert, urgency))
             return request(layer, expert, urgency)
 
-        def watched_run(step: LayerStep, executor: Any) -> None:
+        def watched_run(step: LayerStep, *given: Any) -> None:
             asked.clear()
-            run(step, executor)
+            run(step, *given)
             self.calls.append((step, list(asked)))
 
         engine.run = watched_run  # type: ignore[method-assign]
@@ -107,6 +108,23 @@ def test_a_verification_loads_each_expert_once(load: Any) -> None:
     assert not any(asked for step, asked in seen.calls if step.draft is not None)
 
 
+def test_what_verifying_together_spares_is_counted(load: Any) -> None:
+    model = load(more="schedule: on_demand")
+    engine = engine_of(model)
+    ahead, spared = engine.verify_ahead, 0
+    chosen = np.array([[0, 1], [1, 2], [1, 0]])  # three tokens: expert 1 for all, 0 for two
+    ahead.drafted(LayerStep.of(1, chosen[:1, :1]), DraftStep(chosen[:1], top_k=1))
+    for expert, tokens in enumerate((2, 3, 1)):
+        spared += 0 if engine.loading.slots.holds(1, expert) else tokens - 1
+    ahead.verified(LayerStep.of(1, chosen))
+    assert ahead.shared == spared
+    ahead.verified(LayerStep.of(1, chosen))  # a prompt: nothing was drafted
+    assert ahead.shared == spared
+    greedy(model)
+    assert ahead.shared > spared
+    assert engine.report()["spared by verifying tokens together"] == ahead.shared
+
+
 def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
     def demands(draft: str) -> int:
         model = load(draft=f"{RESIDENT}, {draft}", slots=3)
@@ -138,10 +156,10 @@ def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load:
     expected, engine = greedy(stock()), engine_of(model)
     run, calls = engine.run, iter(range(10_000))
 
-    def interrupted(step: LayerStep, executor: Any) -> None:
+    def interrupted(step: LayerStep, *given: Any) -> None:
         if step.draft is not None and next(calls) == 7:
             raise KeyboardInterrupt
-        run(step, executor)
+        run(step, *given)
 
     engine.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):

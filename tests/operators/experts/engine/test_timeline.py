@@ -9,7 +9,7 @@ import pytest
 from engine_rig import LAYERS, Setting, engine_rig
 
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
-from moegraft.operators.experts.engine.timeline import LANES, Timeline, chrome_trace, write_trace
+from moegraft.operators.experts.engine.timeline import LANES, Timeline, chrome_trace, round_spans, write_trace
 
 
 def test_every_lane_is_told(tmp_path: Path) -> None:
@@ -19,12 +19,17 @@ def test_every_lane_is_told(tmp_path: Path) -> None:
         for step in range(6):
             for number in range(LAYERS):
                 rig.call(number, 2, seed=10 * step + number)
+        with round_spans([(timeline, rig.engine.device.now_ms)], "verify") as details:
+            rig.call(0, 2, seed=99)
+            details["accepted"] = 2
         rig.engine.device.synchronize()
         rig.engine.observer.collect()
         took_ms = rig.engine.device.now_ms() - before_ms
         assert {span.lane for span in timeline.spans} == set(LANES)
         assert all(before_ms <= span.start_ms <= span.end_ms <= before_ms + took_ms + 1e-6 for span in timeline.spans)
         assert 0 < timeline.busy_ms("CPU") <= took_ms and 0 < timeline.busy_ms("link") <= took_ms
+        (verified,) = [span for span in timeline.spans if span.lane == "rounds"]
+        assert verified.end_ms > verified.start_ms and verified.details == {"accepted": 2}
         # The clock of the device knows better: the CPU lane is told whole.
         assert timeline.busy_ms("CPU") == pytest.approx(rig.engine.device.busy_ms("cpu"), rel=1e-6)  # type: ignore[attr-defined]
         path = tmp_path / "trace.json"
