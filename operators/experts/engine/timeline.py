@@ -1,4 +1,7 @@
-"""Who worked when: spans of the GPU, the CPU and the link, each layer's plan and the rounds of drafts, as a trace that Perfetto and chrome://tracing open."""
+"""Who worked when: spans of the GPU, the CPU and the link, each layer's plan and the rounds of drafts, as a trace.
+
+Perfetto and chrome://tracing open it.
+"""
 
 from __future__ import annotations
 
