@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
@@ -17,6 +18,7 @@ from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts.engine.beside import shared_experts_of
 from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer, keep_resident
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
@@ -92,6 +94,13 @@ class HybridExpertsOptions:
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
     return STORED_TYPES[dtype] if options.weights == "stored" else options.weights
+
+
+def _computed(
+    operator: weakref.ref[HybridExperts], hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor | None:
+    alive = operator()
+    return None if alive is None else alive.compute(hidden_states, top_k_index, top_k_weights)
 
 
 class HybridExperts(Operator):
@@ -196,12 +205,16 @@ class HybridExperts(Operator):
         if self._group is None:
             return
         assert self._packed is not None, "ready after load"
+        shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
         operator = weakref.ref(self)  # the group outlives no model, but must not keep its layers either
 
         def attach(layer: GpuLayer) -> None:
             alive = operator()
-            if alive is not None:
-                alive._on_gpu = layer
+            if alive is None:
+                return
+            alive._on_gpu = layer
+            if shared is not None:
+                layer.share(shared, partial(_computed, operator))
 
         member = Member(self._packed, self.sparsity, router_of(model, path), attach)
         self._group.ready(self._number_in_group, member, model.config, model.dtype)
@@ -249,6 +262,10 @@ class HybridExperts(Operator):
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """What `forward` does, outside of any graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        beside = None if self._on_gpu is None else self._on_gpu.beside
+        done = None if beside is None else beside.ready(hidden_states, top_k_index, top_k_weights)
+        if done is not None:
+            return done
         settings, whole = self._draft.settings, top_k_index
         top_k_index, top_k_weights = self._narrowed(top_k_index, top_k_weights)
         observed = self.sparsity is not None and self.sparsity.observer is not None  # only the CPU's kernel shows activations

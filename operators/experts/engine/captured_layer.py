@@ -6,6 +6,7 @@ experts. Shapes: L layers, T tokens (fixed), E experts, K experts a token, H hid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,9 +112,14 @@ class CapturedLayer:
         self._call.check()
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scores: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        scores: torch.Tensor | None,
+        between: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """(T, H), (T, K), (T, K), (T, E) or None -> (T, H); hands work over and waits for nothing."""
+        """(T, H), (T, K), (T, K), (T, E) or None -> (T, H); hands work over and waits for nothing. `between`: see `Engine.run`."""
         buffers, device = self._buffers, self._device
         compute, host = device.stream("compute"), device.stream(HOST_STREAM)
         tokens = rounded(hidden_states.detach()).contiguous()
@@ -128,6 +134,8 @@ class CapturedLayer:
         device.launch_host(host, self._function, self._call.address, Work("host"))
         device.launch(host, buffers.fetch_out, Work("host"))
         resident = self._resident(tokens, slots, weights)
+        if between is not None:
+            between()
         device.order(host, compute)
         return (resident + buffers.returned).to(hidden_states.dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
@@ -85,21 +85,23 @@ class Engine:
         self._expert_bytes = loading.queue.store.expert_bytes
         self._lock = Lock()
 
-    def run(self, step: LayerStep, executor: LayerExecutor) -> None:
+    def run(self, step: LayerStep, executor: LayerExecutor, between: Callable[[], None] | None = None) -> None:
         """Computes `step.experts` through `executor`, whose `join` has returned when this does.
+
+        `between` hands over other work of the GPU, behind the experts that are there: the CPU and the link are busy meanwhile.
 
         A device that fails costs a warning and the layer's time on the CPU; what fails there is raised.
         """
         with self._lock, Uninterrupted():
             try:
-                self._run(step, executor)
+                self._run(step, executor, between)
             except DeviceError as error:
                 self.statistics.recoveries += 1
                 logger.warning("%s: layer %d is computed anew on the CPU: %s", self.device.name, step.layer, error)
                 executor.restart()
                 executor.join(self._start_cpu(step, np.ones(len(step.experts), bool), executor), ())
 
-    def _run(self, step: LayerStep, executor: LayerExecutor) -> None:
+    def _run(self, step: LayerStep, executor: LayerExecutor, between: Callable[[], None] | None) -> None:
         hold = _Hold(self._slots.pin(step.layer, step.experts.tolist()))
         reads: list[Event] = []  # after each launch: what failed is told by the first event behind it
         cpu: CpuTicket | None = None
@@ -113,7 +115,10 @@ class Engine:
             hold.wanted.extend(plan.transfers.tolist())
             self._ask(step, hold)
             cpu = self._start_cpu(step, plan.on_cpu, executor)
-            self._start_gpu(step, plan.on_cpu, hold, executor, reads)
+            self._start_resident(step, plan.on_cpu, hold, executor, reads)
+            if between is not None:
+                between()
+            self._start_arriving(step, hold, executor, reads)
             self._meanwhile(step, plan.on_cpu)
             executor.join(cpu, reads)
             self._learn(step, problem, plan, cpu)
@@ -186,14 +191,17 @@ class Engine:
         work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes)
         return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
 
-    def _start_gpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor, reads: list[Event]) -> None:
-        """What is there first, in one launch; then what arrives, in its order."""
+    def _start_resident(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor, reads: list[Event]) -> None:
+        """What is there, in one launch."""
         slots = np.asarray(hold.pin.slots, np.int32)
         there = np.flatnonzero(~on_cpu & (slots >= 0))
         if len(there):
             reads.append(self._launch(step, there, slots[there], executor, waited=False))
         # Who is above the layer's capacity may leave for what arrives.
         self._slots.release(hold.pin, reads[-1] if reads else None)
+
+    def _start_arriving(self, step: LayerStep, hold: _Hold, executor: LayerExecutor, reads: list[Event]) -> None:
+        """What comes, in its order."""
         self._ask(step, hold)
         while hold.asked:
             at, transfer = hold.asked[0]

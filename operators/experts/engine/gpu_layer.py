@@ -15,6 +15,7 @@ from torch import nn
 
 from moegraft.operators.cpu import rounded
 from moegraft.operators.draft import DraftSettings
+from moegraft.operators.experts.engine.beside import Compute, Once, SharedBeside
 from moegraft.operators.experts.engine.captured_layer import CallShape, CapturedLayer
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
 from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
@@ -43,6 +44,10 @@ class RouterWatch:
                 alive._last = (args[0] if args else next(iter(kwargs.values()))), output
 
         router.module.register_forward_hook(routed, with_kwargs=True)
+
+    def note(self, hidden_states: torch.Tensor, output: Any) -> None:
+        """A call that hooks have not told yet."""
+        self._last = hidden_states, output
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The router's input (T, H) and its scores (T, E) of the call since the last `take`, if there was one."""
@@ -74,6 +79,7 @@ class GpuLayer:
     Attributes:
         captured: while a decode step is captured, by which thread and what the layer hands over there.
         last_call: what the layer was last called with.
+        beside: the shared experts of its block, where it has some.
     """
 
     def __init__(self, engine: Engine, parts: EngineParts, index: int, sparsity: LayerSparsity | None) -> None:
@@ -85,6 +91,7 @@ class GpuLayer:
         self._watch = RouterWatch(parts.routers[index])
         self.captured: tuple[int, CapturedLayer] | None = None
         self.last_call: CallShape | None = None
+        self.beside: SharedBeside | None = None
 
     @property
     def resident(self) -> NDArray[np.bool_]:
@@ -113,7 +120,8 @@ class GpuLayer:
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
             seen = self._watch.take()
-            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if seen is None else seen[1])
+            noted = None if seen is None else seen[1]
+            return captured[1].forward(hidden_states, top_k_index, top_k_weights, noted, self._between(hidden_states))
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
         tokens = rounded(hidden_states.detach()).contiguous()
@@ -134,9 +142,19 @@ class GpuLayer:
         drafted = None if draft is None else draft.step(_real(host["whole"].numpy(), self._packed))
         step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions, drafted)
         execution = self._execution(host, device)
-        self.engine.run(step, execution)
+        between = self._between(hidden_states)
+        self.engine.run(step, execution, between)
+        if between is not None:
+            between()  # a device that failed has not come to it
         result: torch.Tensor = execution.result
         return result.to(hidden_states.dtype)
+
+    def _between(self, hidden_states: torch.Tensor) -> Once | None:
+        return None if self.beside is None else self.beside.start(hidden_states)
+
+    def share(self, shared: nn.Module, compute: Compute) -> None:
+        """Takes the shared experts of the block along; `compute` is what the block calls for the routed ones."""
+        self.beside = SharedBeside(shared, self._parts.routers[self._index].module, compute, self._watch.note)
 
     def _predict(self, router_input: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """What the next layers would choose on the hidden states at hand: (layer, (T', K) int64)."""

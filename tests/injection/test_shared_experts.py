@@ -1,0 +1,115 @@
+"""Models with shared experts on an emulated GPU: they run beside the routed ones, once a pass, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from families import build_model, prompt, served_cases
+from torch import nn
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.experts.devices.interface import DeviceError
+from moegraft.operators.experts.engine.beside import SHARED_NAMES, SharedBeside
+from moegraft.operators.experts.engine.engine import Engine
+from moegraft.operators.experts.hybrid import HybridExperts
+
+RULES = """
+version: 1
+rules:
+- match: {kind: experts}
+  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}}}
+"""
+FAMILIES = {"deepseek_v2": "after", "glm4_moe": "after", "nemotron_h": "after", "qwen2_moe": "before", "hunyuan_v1_moe": "before"}
+
+
+@pytest.fixture
+def load(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def load(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+        path = tmp_path / "rules.yaml"
+        path.write_text(RULES)
+        case = next(case for case in served_cases() if case.model_type == model_type)
+        return build_model(case), optimize_and_load(build_model(case), path, progress=False, threads=1)
+
+    return load
+
+
+def layers_of(model: PreTrainedModel) -> list[SharedBeside]:
+    operators = [module for module in model.modules() if isinstance(module, HybridExperts)]
+    found = [operator._on_gpu.beside for operator in operators if operator._on_gpu is not None]
+    assert found and None not in found
+    return found  # type: ignore[return-value] # just asserted
+
+
+@contextmanager
+def told(model: PreTrainedModel, tell: Callable[[int], object]) -> Iterator[None]:
+    """`tell` gets a layer's number whenever its shared experts are computed, hooks of their own or not."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, HybridExperts)]
+    hooks = []
+    for number, path in enumerate(paths):
+        block = model.get_submodule(path.rpartition(".")[0])
+        shared = next(getattr(block, name) for name in SHARED_NAMES if hasattr(block, name))
+        first = next(module for module in shared.modules() if isinstance(module, nn.Linear))
+        hooks.append(first.register_forward_hook(lambda *given, number=number: tell(number) and None))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_shared_experts_run_beside_the_routed_ones(model_type: str, load) -> None:  # type: ignore[no-untyped-def]
+    stock, model = load(model_type)
+    for tokens in (9, 5, 1):
+        ids = prompt(tokens, batch=2)
+        expected = stock(input_ids=ids).logits
+        passes: list[int] = []
+        with told(model, passes.append):
+            found = model(input_ids=ids).logits
+        assert (found - expected).norm() / expected.norm() < 1e-5
+    layers = layers_of(model)
+    assert {layer.order for layer in layers} == {FAMILIES[model_type]}
+    assert passes == [*range(len(layers))], "once a pass"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen2_moe"])
+def test_the_cpu_is_at_work_when_they_run(model_type: str, load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    _, model = load(model_type)
+    model(input_ids=prompt(9))
+    order: list[str] = []
+    start, learn = Engine._start_cpu, Engine._learn
+    monkeypatch.setattr(Engine, "_start_cpu", lambda *given: (order.append("submitted"), start(*given))[1])
+    monkeypatch.setattr(Engine, "_learn", lambda *given: (order.append("waited"), learn(*given))[1])
+    with told(model, lambda number: order.append("shared")):
+        model(input_ids=prompt(1))
+    assert order == ["submitted", "shared", "waited"] * len(layers_of(model))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen2_moe"])
+def test_drafts_and_failing_devices_change_nothing(model_type: str, load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    stock, model = load(model_type)
+    ids = prompt(7)
+    expected = stock(input_ids=ids).logits
+    model(input_ids=ids)
+    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    with switch.drafting(DraftSettings(top_k=1)):
+        drafted = model(input_ids=ids).logits
+        assert not torch.allclose(drafted, expected)
+        assert torch.equal(model(input_ids=ids).logits.argmax(-1), drafted.argmax(-1))
+    run = Engine._start_resident
+
+    def failing(*given: object) -> None:
+        raise DeviceError("injected")
+
+    monkeypatch.setattr(Engine, "_start_resident", failing)
+    found = model(input_ids=ids).logits
+    monkeypatch.setattr(Engine, "_start_resident", run)
+    for logits in (found, model(input_ids=ids).logits):
+        assert (logits - expected).norm() / expected.norm() < 1e-5
