@@ -3,6 +3,7 @@
 Server and clients are processes of one machine and share its cores. The model is small enough that Python weighs as much as
 the experts: what is measured is the server. Each request is streamed; the first round of each setting warms up and is not counted,
 nor is a round in which the machine held this process up for half a second or more: such a round is done again, and the rows count them.
+`others_share` is what other processes took of all cores' time meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from _core_time import CoreTime
 from record import write_rows
 
 SETTINGS = {"together": 32, "one by one": 1}  # requests answered at once
@@ -38,9 +40,15 @@ class Answered:
     whole_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    pid: int
+    port: int
+
+
 @contextmanager
-def server(rules: str, max_batch: int, threads: int) -> Iterator[int]:
-    """The port of a server that runs while the body does."""
+def server(rules: str, max_batch: int, threads: int) -> Iterator[Served]:
+    """A server that runs while the body does."""
     arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch), "--threads", str(threads)]
     running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
     try:
@@ -49,7 +57,7 @@ def server(rules: str, max_batch: int, threads: int) -> Iterator[int]:
         for line in running.stderr:
             said.append(line)
             if found := re.search(r" at http://[^/]*:(\d+)/v1 ", line):
-                yield int(found.group(1))
+                yield Served(running.pid, int(found.group(1)))
                 break
         else:
             raise SystemExit(f"the server did not start; it says:\n{''.join(said)}")
@@ -104,21 +112,23 @@ def one_round(port: int, clients: int, first: int, tokens: int) -> tuple[float, 
         return time.perf_counter() - start, done
 
 
-def measure(ports: dict[str, int], clients: int, tokens: int, rounds: int, pulse: Pulse) -> list[dict[str, object]]:
+def measure(servers: dict[str, Served], clients: int, tokens: int, rounds: int, pulse: Pulse) -> list[dict[str, object]]:
     """A row for each server; their rounds alternate, so that what else the machine does falls on all of them."""
-    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in ports}
+    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in servers}
+    cores = CoreTime([os.getpid(), *(one.pid for one in servers.values())])
     turn = disturbed = 0
     while any(len(done) < rounds for done in taken.values()):
-        for name, port in ports.items():
+        for name, one in servers.items():
             pulse.longest_s = 0.0
-            found = one_round(port, clients, turn * clients, tokens)
+            found = one_round(one.port, clients, turn * clients, tokens)
             time.sleep(0.1)  # lets the pulse notice
             if pulse.longest_s >= HELD_UP_S:
                 disturbed += 1
             elif turn:
                 taken[name].append(found)
         turn += 1
-    return [{"provider": name, "clients": clients, "rounds_disturbed": disturbed, **figures(done)} for name, done in taken.items()]
+    shared = {"clients": clients, "others_share": round(cores.others_share(), 3), "rounds_disturbed": disturbed}
+    return [{"provider": name, **shared, **figures(done)} for name, done in taken.items()]
 
 
 def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
@@ -150,11 +160,10 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     pulse = Pulse()
     with ExitStack() as stack:
-        ports = {name: stack.enter_context(server(arguments.rules, most, arguments.threads)) for name, most in SETTINGS.items()}
+        servers = {name: stack.enter_context(server(arguments.rules, most, arguments.threads)) for name, most in SETTINGS.items()}
         for clients in arguments.clients:
-            busy = round(os.getloadavg()[0], 2)  # of everything on the machine
-            for row in measure(ports, clients, arguments.tokens, arguments.rounds, pulse):
-                rows.append({**row, "rules": arguments.rules, "threads": arguments.threads, "load_before": busy})
+            for row in measure(servers, clients, arguments.tokens, arguments.rounds, pulse):
+                rows.append({**row, "rules": arguments.rules, "threads": arguments.threads})
                 print(rows[-1], flush=True)
     print(write_rows("serve", rows, ("torch", "transformers", "fastapi", "uvicorn")))
 
