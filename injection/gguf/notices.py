@@ -35,8 +35,8 @@ def tell_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtyp
     if others:
         logger.warning(
             "%s: %d tensors in %s, the first of them %s, are converted through float32: what a rule replaces to its weight type "
-            "(int8 for 'stored'), the rest to %s; on the CPU, without sparsity, experts and linear layers keep them as they are, where "
-            "their weights are 'stored' or of no fewer bits, as int8 is",
+            "(int8 for 'stored'), the rest to %s; experts and linear layers without gpu and sparsity keep them as they are, where their "
+            "weights are 'stored' or of no fewer bits, as int8 is",
             path,
             len(others),
             _kinds(others),

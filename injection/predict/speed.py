@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from moegraft.injection.predict.layers import Work
 from moegraft.injection.predict.measure import Measurements, Rate
 
+# What has no rate of its own, and what is read as fast by kernels of about the same arithmetic.
+MEASURED_AS = {"float16": "bfloat16", "q4_k": "int4", "q6_k": "int8"}
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -54,7 +57,11 @@ def missing_rates(works: Iterable[Work], measured: Measurements) -> set[str]:
 def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
     """That of this machine's CPU."""
     rates = measured.experts if kind == "experts" else measured.linear
-    return rates.get("bfloat16" if weights == "float16" else weights)
+    found = [rates.get(MEASURED_AS.get(name, name)) for name in weights.split("+")]
+    known = [rate for rate in found if rate is not None]
+    if len(known) < len(found):
+        return None
+    return Rate(min(rate.decode_gbps for rate in known), min(rate.prefill_gflops for rate in known))
 
 
 def seconds(work: Work, measured: Measurements, tokens: int) -> float:

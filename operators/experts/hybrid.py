@@ -29,7 +29,6 @@ from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.experts.routing import router_of
 from moegraft.operators.experts.scheduling.scheduler import ScheduleName
 from moegraft.operators.experts.sparse_path import forward_packed
-from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
 from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.traceable import experts, needs_gradient, register_experts
@@ -144,9 +143,8 @@ class HybridExperts(Operator):
 
     @classmethod
     def keeps(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The GPU's kernels and the sparse layout have no super-blocks; without a GPU the CPU computes everything.
-        on_cpu = options.gpu == "none" or (options.gpu != "emulated" and why_unavailable() is not None)
-        return on_cpu and options.sparsity is None
+        # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
+        return options.gpu == "none" and options.sparsity is None
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:

@@ -81,7 +81,7 @@ class QuantizedLinear(Operator):
 
     @classmethod
     def keeps(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
-        return options.gpu == "none" or why_unavailable() is not None
+        return options.gpu == "none"
 
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:

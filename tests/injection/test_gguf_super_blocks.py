@@ -73,13 +73,10 @@ def errors(found: PreTrainedModel, exact: PreTrainedModel) -> torch.Tensor:
         ({"_down_exps": BlockType.Q8_0, "": BlockType.Q6_K}, "weights: stored", "q6_k+int8"),
         ({"_down_exps": BlockType.F16, "": BlockType.Q4_K}, "weights: stored", "q4_k+float16"),
         ({"_down_exps": BlockType.Q4_K, "": BlockType.Q8_0}, "weights: stored", "int8+q4_k"),
-        (MEDIUM, "weights: stored, gpu: auto", "q4_k+q6_k"),  # where there is no GPU
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_values_stay_to_the_last_bit(kinds: Mapping[str, BlockType], options: str, expected: str, tmp_path: Path) -> None:
-    if "gpu" in options and torch.cuda.is_available():
-        pytest.skip("a GPU's kernels have no super-blocks")
     folder = saved(tmp_path, kinds)
     kept, exact = load(folder, options), load(folder, "weights: float32")
     assert experts_of(kept).weight_type == expected

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, JsonOption, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
 from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.option_groups import OptionsError
@@ -55,6 +55,7 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.")] = 0,
     var: VarOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -70,7 +71,7 @@ def calibrate(
     for path in (out, *([report] if report is not None else [])):
         if not path.parent.is_dir():
             raise OptionsError(f"{path.parent}: no such folder to write {path.name} to")
-    options = model_options(model, rules, var, threads=threads, trust_remote_code=trust_remote_code)
+    options = model_options(model, rules, var, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.sparsity.calibrate import CalibrationOptions
     from moegraft.injection.sparsity.report import activation_report
@@ -107,7 +108,7 @@ def _run(
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
-    source = find_model(model_of(options), trust_remote_code=options.trust_remote_code)
+    source = find_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
     rules = read_rules(options.rules or default_rules(source.config.model_type), vars=options.vars(), registry=registry)
     loaded = load_model(options, terminal, sparse_rules(rules, registry))
     content = CALIBRATION_TEXT.encode() if content is None else content

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
 from moegraft.injection.cli.commands.output import Json, diagnostic_json, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, USER_ERROR, user_errors
+from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.cli.terminal import Terminal, open_terminal
 from moegraft.injection.rulefile import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
+    from moegraft.injection.cli.model_options import ModelOptions
     from moegraft.injection.outline import Outline
     from moegraft.operators.registry import OperatorRegistry
 
@@ -41,6 +43,7 @@ def check(
         str | None, typer.Option("--model", metavar="NAME", help="Match the rules too: hub id or folder; its config.json is enough.")
     ] = None,
     var: VarOption = None,
+    gguf: GgufOption = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -49,13 +52,15 @@ def check(
 
     Exit code 0: the rules are right; 1: they are not; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = model_options(model, None, var, trust_remote_code=trust_remote_code)
+    if gguf is not None and model is None:
+        raise OptionsError(f"--gguf {gguf}: give --model, the folder or hub id that has its config")
+    options = model_options(model, None, var, gguf=gguf, trust_remote_code=trust_remote_code)
     from moegraft.injection.cli.loading import quiet_libraries
     from moegraft.operators.registry import load_registry
 
     quiet_libraries()
     registry = load_registry()
-    outlined = _outline(model, trust_remote_code) if model is not None else None
+    outlined = _outline(model, options) if model is not None else None
     checked = [_checked(file, options.vars(), outlined, registry) for file in rules]
     terminal = open_terminal()
     if json:
@@ -67,10 +72,10 @@ def check(
         raise typer.Exit(code)
 
 
-def _outline(model: str, trust_remote_code: bool) -> Outline:
+def _outline(model: str, options: ModelOptions) -> Outline:
     from moegraft.injection.outline import outline
 
-    return outline(model, trust_remote_code=trust_remote_code)
+    return outline(model, trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
 def _checked(file: str, variables: Mapping[str, object], outlined: Outline | None, registry: OperatorRegistry) -> Checked:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, ModelOption, TrustOption, model_options
+from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, ModelOption, TrustOption, model_options
 from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.terminal import Terminal, open_terminal
@@ -26,6 +26,7 @@ def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="Rule file, or the name of a shipped one.")],
     after: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     model: ModelOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -40,7 +41,7 @@ def diff(
 
     registry = load_registry()
     rules = [read_rules(file, registry=registry) for file in (before, after)]
-    outline = outlined(model_options(model, trust_remote_code=trust_remote_code))
+    outline = outlined(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
     first, second = (outline.plan(one, registry) for one in rules)
     found = differences(first, second)
     terminal = open_terminal()

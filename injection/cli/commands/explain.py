@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption, ModelOption, RulesArgument, TrustOption, VarOption, model_options
+from moegraft.injection.cli.commands.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    ModelOption,
+    RulesArgument,
+    TrustOption,
+    VarOption,
+    model_options,
+)
 from moegraft.injection.cli.commands.output import Json, columns, diagnostic_json, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.terminal import Terminal, open_terminal
@@ -35,6 +44,7 @@ def explain(
     ] = None,
     each: Annotated[bool, typer.Option("--each", help="A line for each module instead of one for a run of layers.")] = False,
     var: VarOption = None,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -46,7 +56,7 @@ def explain(
     from moegraft.injection.explanation import explain as explain_rules
 
     terminal = open_terminal()
-    outlined = outlined_rules(model_options(model, rules, var, trust_remote_code=trust_remote_code))
+    outlined = outlined_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
     found = explain_rules(outlined.outline, outlined.rules, outlined.registry)
     tried = found.trials(module) if module is not None else None
     if json:

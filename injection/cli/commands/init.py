@@ -12,6 +12,7 @@ from moegraft.injection.cli.commands.from_ktransformers import from_ktransformer
 from moegraft.injection.cli.commands.options import (
     BUNDLED,
     PROGRAM,
+    GgufOption,
     GpuBandwidthOption,
     GpuMemoryOption,
     JsonOption,
@@ -57,6 +58,7 @@ def init(
         int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens a sequence holds, prompt and answer; none: {CONTEXT}.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -72,7 +74,7 @@ def init(
         raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context}
+        of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
         _refuse_with_ktransformers({**of_prediction, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
         return
@@ -85,12 +87,12 @@ def init(
 
     wanted, tokens = goal or "decode", context or CONTEXT
     machinery_of(None, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)  # measuring takes a minute: refuse first
-    outline = outlined(model_options(model, trust_remote_code=trust_remote_code))
+    outline = outlined(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
     measured = store.load() or measure_and_save(terminal)
     machinery = machinery_of(measured, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
     tried = candidates(outline, Load(tokens, 1, min(512, tokens)), machinery, load_registry())
     chosen = choose(tried, wanted)
-    text = written(chosen, tried, outline, _about(model, outline, machinery, tokens), wanted) if chosen else None
+    text = written(chosen, tried, outline, _about(_named(model, gguf), outline, machinery, tokens), wanted) if chosen else None
     if text is not None and output != STANDARD_OUTPUT:
         output.write_text(text, encoding="utf-8")
     if json:
@@ -113,12 +115,17 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
-def _about(model: str | None, outline: Outline, machinery: Machinery, context: int) -> list[str]:
+def _named(model: str | None, gguf: str | None) -> str:
+    name = model or BUNDLED
+    return name if gguf is None else f"{name} with the weights of {Path(gguf).name}"
+
+
+def _about(name: str, outline: Outline, machinery: Machinery, context: int) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = machinery.gpu
     lines = [
-        f"Written by 'moegraft init' for {model or BUNDLED} ({outline.model_class}), context {context:,} tokens,",
+        f"Written by 'moegraft init' for {name} ({outline.model_class}), context {context:,} tokens,",
         f"on a machine with {probe_machine().cores} cores and {machinery.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
     if gpu is None:
