@@ -135,11 +135,12 @@ def demo_speed() -> str:
 def serve() -> str:
     """Tokens a second of all clients together, and how long one waits for its first."""
     rows = read("serve")
-    head = ["", "clients", "tokens/s, median", "p20", "p80", "ms to the first token, median", "load before"]
-    keys = ("provider", "clients", "p50_tokens_per_s", "p20_tokens_per_s", "p80_tokens_per_s", "p50_first_ms", "load_before")
+    head = ["", "clients", "tokens/s, median", "p20", "p80", "ms to the first token, median"]
+    keys = ("provider", "clients", "p50_tokens_per_s", "p20_tokens_per_s", "p80_tokens_per_s", "p50_first_ms")
+    others = max(float(row["others_share"]) for row in rows)
     return (
-        f"The bundled model with `{rows[0]['rules']}`, {rows[0]['threads']} thread, clients on the same cores (load: processes that wanted "
-        "a core in the minute before). With 1 client both run the same code: what differs there is noise.\n\n"
+        f"The bundled model with `{rows[0]['rules']}`, {rows[0]['threads']} thread, clients on the same cores, of which other processes "
+        f"took {others:.1%} at most. With 1 client both run the same code: what differs there is noise.\n\n"
         f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
     )
 
