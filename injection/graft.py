@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -81,6 +82,18 @@ class InjectedModel:
             f"an injected model cannot be saved: {replaced} of its modules hold weights packed for their operator, not parameters; "
             "save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
         )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The stock module's, of what is left of it, with a warning once it lacks weights."""
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc] # of the stock class, which comes after this one
+        replaced = replacing(self.moegraft.operators) if hasattr(self, "moegraft") else {}
+        if replaced:
+            warnings.warn(
+                f"the state_dict of an injected model lacks what its {len(replaced)} operators hold packed ({next(iter(replaced))}, ...): "
+                "it restores no model; take the stock model's, or the checkpoint that this one was loaded from",
+                stacklevel=2,
+            )
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """

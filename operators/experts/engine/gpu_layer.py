@@ -154,7 +154,9 @@ class GpuLayer:
 
     def share(self, shared: nn.Module, compute: Compute) -> None:
         """Takes the shared experts of the block along; `compute` is what the block calls for the routed ones."""
-        self.beside = SharedBeside(shared, self._parts.routers[self._index].module, compute, self._watch.note)
+        router = self._parts.routers[self._index].module
+        if "forward" not in vars(router):  # else somebody has replaced it
+            self.beside = SharedBeside(shared, router, compute, self._watch.note)
 
     def _predict(self, router_input: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """What the next layers would choose on the hidden states at hand: (layer, (T', K) int64)."""
