@@ -57,7 +57,7 @@ def benchmarks_folder() -> Path:
     Raises:
         NoCheckoutError: the package was installed from a wheel.
     """
-    folder = Path(__file__).parents[2] / "benchmarks"
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"  # an editable install may be a tree of links
     if not (folder / "record.py").is_file():
         raise NoCheckoutError(
             f"the benchmarks are in the repository and not in an installed wheel, which this is ({folder.parent}); "
