@@ -93,7 +93,7 @@ setup(
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
         "moegraft.injection.bench": ["*.css"],
         "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
-        "moegraft.rules": ["*.yaml", "*.md", "*.json"],
+        "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],
         "moegraft.operators": ["py.typed"],
     },

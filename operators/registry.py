@@ -33,6 +33,8 @@ class OperatorRegistry:
 
     def _add(self, operator: type[Operator]) -> None:
         other = self._by_name.get(operator.name)
+        if other is operator:  # given twice is no clash
+            return
         if other is not None:
             raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
         if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]

@@ -40,6 +40,9 @@ def _on_host(found: Forecast, outline: Outline, registry: OperatorRegistry) -> I
         saved = sum(_host_bytes(old) - _host_bytes(new) for old, new in zip(found.plan.swaps, swaps, strict=True))
         if saved > 0 and memory.needed - saved <= free:
             yield f"'weights: {weights}' for the experts, which needs {(memory.needed - saved) / GIB:.1f} GiB"
+    mapped = sum(_host_bytes(swap) for swap in found.plan.swaps if getattr(swap.options, "cache_dir", "none") is None)
+    if mapped and memory.needed - mapped <= free:
+        yield "'cache_dir: FOLDER' for the experts: what does not fit is then read from disk as it is used, at the disk's speed"
     yield f"a machine with {(memory.needed - free) / GIB:.1f} GiB more free memory"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from documents import PAGES, Block, blocks, the_block
 from families import FamilyCase, build_config, family_cases
 from rule_support import findings_of, write
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moegraft.injection.plan import plan
 from moegraft.injection.rulefile import default_rules, read_rules
+from moegraft.injection.rulefile.migration import class_table
 from moegraft.operators.registry import load_registry
 from moegraft.rules import shipped_rules
 
@@ -93,17 +94,9 @@ def test_a_family_file_plans_its_model_and_refuses_another(name: str) -> None:
     assert "is for models of type" in finding.message
 
 
-def blocks(language: str) -> list[str]:
-    """The guide's blocks of a language, as they would be saved."""
-    # All blocks are found first: the end of one in another language would pass for the start of one without.
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(body) for name, body in found if name == language]
-
-
-@pytest.mark.parametrize("index", range(len(blocks("yaml"))))
-def test_the_examples_of_the_guide_are_valid(index: int, tmp_path: Path) -> None:
-    text = blocks("yaml")[index]
-    assert findings_of(lambda: read_rules(write(tmp_path, text), registry=REGISTRY)) == (), text
+@pytest.mark.parametrize("block", [block for block in blocks("yaml") if not block.mark.startswith("needs")], ids=lambda block: block.place)
+def test_the_examples_of_the_documentation_are_valid(block: Block, tmp_path: Path) -> None:
+    assert findings_of(lambda: read_rules(write(tmp_path, block.text), registry=REGISTRY)) == (), block.text
 
 
 def test_the_guide_names_every_file_and_operator() -> None:
@@ -115,7 +108,21 @@ def test_the_guide_names_every_file_and_operator() -> None:
 
 
 def test_the_guides_file_of_ktransformers_says_what_to_write(tmp_path: Path) -> None:
-    (text,) = [block for block in blocks("") if "KTransformersExperts" in block]
-    found = findings_of(lambda: read_rules(write(tmp_path, text), registry=REGISTRY))
+    found = findings_of(lambda: read_rules(write(tmp_path, the_block("", "theirs").text), registry=REGISTRY))
     assert [finding.position.line for finding in found] == [4, 11, 11]
     assert all("is KTransformers'" in finding.message for finding in found)
+
+
+def test_the_page_for_ktransformers_has_the_table_of_the_code() -> None:
+    text = (GUIDE.parent / "guide" / "ktransformers.md").read_text(encoding="utf-8")
+    assert f"<!-- classes -->\n{class_table()}\n<!-- end -->" in text
+    assert all(argument in text for argument in ("generate_device", "prefill_device", "generate_op", "prefill_op", "backend", "recursive"))
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            there = (page.parent / target).resolve() if target else page
+            assert there.exists(), (page, target)
+            titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}, anchor
