@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from _random_model import move_all_but_experts, random_model
 from record import write_rows
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.devices.cuda import why_no_cuda
 from moegraft.operators.experts.engine.groups import GpuGroups
 
 VOCABULARY = 8192
-DISTINCT_EXPERTS = 4  # the others repeat them byte by byte
 # Of the models' own configs; attention of DeepSeek-V2-Lite is its own latent one.
 SHAPES: dict[str, dict[str, object]] = {
     "mixtral-8x7b": {
@@ -82,17 +82,7 @@ def make_model(shape: str, layers: int, scale: int) -> PreTrainedModel:
         if name in sizes:
             sizes[name] = int(str(sizes[name])) // scale
     config = AutoConfig.for_model(model_type, **sizes, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        distinct = min(DISTINCT_EXPERTS, parameter.shape[0]) if parameter.dim() == 3 else parameter.shape[0]
-        drawn = torch.empty(distinct, *parameter.shape[1:])
-        drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
-        parameter.data.copy_(drawn.repeat(parameter.shape[0] // distinct, *[1] * (parameter.dim() - 1)))
-    model.model.rotary_emb.__init__(config=model.config)  # its buffers were emptied with the rest
-    return model.eval()
+    return random_model(config)
 
 
 @contextmanager
@@ -104,9 +94,7 @@ def system(name: str, shape: str, arguments: argparse.Namespace, ratio: float) -
         path = Path(folder) / "rules.yaml"
         path.write_text(RULES.format(weights=arguments.weights, gpu=arguments.gpu, more=more))
         if arguments.gpu.startswith("cuda"):
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.dim() < 3:  # all but the experts, which the operators take from host memory
-                    tensor.data = tensor.data.to(arguments.gpu)
+            move_all_but_experts(model, arguments.gpu)
         model = optimize_and_load(model, path, progress=False)
     try:
         yield model

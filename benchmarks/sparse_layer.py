@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOTAL = (0.0, 0.6, 0.7, 0.8, 0.85, 0.87)
@@ -204,29 +203,6 @@ def kernel_rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:
                 yield {"shape": name, "tokens": tokens, "total_sparsity": total, "path": path, "kernel": event.key, "us": round(us, 2)}
 
 
-def plot(rows: Sequence[Row], target: Path) -> None:
-    """Speed-up of the fastest sparse path over the fastest dense one by batch (Figure 6), a panel a shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shapes = list(dict.fromkeys(str(row["shape"]) for row in rows))
-    figure, panels = plt.subplots(1, len(shapes), figsize=(6 * len(shapes), 4), squeeze=False)
-    for panel, shape in zip(panels[0], shapes, strict=True):
-        for total in TOTAL[1:]:
-            best: dict[int, float] = {}
-            for row in rows:
-                if row["shape"] == shape and row["total_sparsity"] == total and row["path"] not in DENSE:
-                    best[int(str(row["tokens"]))] = max(best.get(int(str(row["tokens"])), 0.0), float(str(row["speedup"])))
-            panel.plot(list(best), list(best.values()), marker="o", label=f"{total:.0%}")
-        panel.axhline(1.0, color="grey", linewidth=0.8)
-        panel.set(xscale="log", xlabel="tokens", ylabel="speed-up over the fastest dense path", title=shape)
-        panel.legend(title="total sparsity")
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=[name for name in SHAPES if name != "tiny"])
@@ -252,10 +228,10 @@ def main() -> None:
     if arguments.tiny:
         print("Interpreted on the CPU: all paths agree with the reference, and the times say nothing.")
         return
-    print(path := write_rows("sparse_layer", rows, packages=("torch", "triton", "vllm")))
-    plot(rows, path.with_suffix(".png"))
+    print(write_rows("sparse_layer", rows, packages=("torch", "triton", "vllm")))
     kernels = [row for name in shapes for row in kernel_rows(name, 64, device)]
     print(write_rows("sparse_layer_kernels", kernels, packages=("torch", "triton")))
+    print("plots: python benchmarks/plot_sparse.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of a sparse layer: its floors are right, and it runs as far as a machine without a GPU lets it."""
+"""The benchmarks of a sparse layer and of a model of them: floors are right, and they run as far as a machine without a GPU lets them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ import torch
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-def floor_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_sparse_floor", BENCHMARKS / "_sparse_floor.py")
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_sparse_floor"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made  # dataclasses look their module up
+    spec.loader.exec_module(made)
+    return made
+
+
+def floor_module() -> ModuleType:
+    return module("_sparse_floor")
 
 
 def test_floors_count_each_weight_once() -> None:
@@ -47,8 +51,8 @@ def test_total_shares_count_the_shared_expert() -> None:
     assert shape.routed(0.85) == pytest.approx(0.85 * 9 / 8)
 
 
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / "sparse_layer.py"), *arguments]
+def run(*arguments: str, script: str = "sparse_layer.py") -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -74,3 +78,39 @@ def test_it_runs_in_the_interpreter() -> None:
         "sketch",
     }
     assert "the times say nothing" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+def test_the_whole_model_says_what_it_would_do_without_a_gpu() -> None:
+    said = run("--requests", "1", "64", script="sparse_model.py")
+    assert said.startswith("Nothing was measured: ")
+    assert "1, 64 requests of 128 + 128, 1024 + 128, 128 + 1024, 1024 + 1024 tokens" in said
+    assert "70%, 80%, 85% of all neurons left out" in said
+
+
+def test_the_whole_model_runs_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
+    said = run("--tiny", script="sparse_model.py")
+    rows = [dict(part.split("=") for part in line.split()) for line in said.splitlines() if line.startswith("shape=")]
+    assert [float(row["total_sparsity"]) for row in rows] == [0.0, 0.7, 0.8, 0.85]
+    left_out = [float(row["routed_left_out"]) for row in rows]
+    assert (
+        left_out[0] == 0.0
+        and left_out == sorted(left_out)
+        and left_out[1] == pytest.approx(floor_module().SHAPES["tiny"].routed(0.7), abs=0.15)
+    )
+
+
+def test_plots_take_the_fastest_path_of_each_kind(tmp_path: Path) -> None:
+    plots = module("plot_sparse")
+    rows = [
+        {"shape": "s", "tokens": tokens, "total_sparsity": total, "path": path, "p50_ms": ms, "floor_ms": ms / 2}
+        for tokens in (64, 512)
+        for total, path, ms in ((0.0, "dense", 4.0), (0.0, "grouped_mm", 3.0), (0.8, "pair", 2.0), (0.8, "union", 1.5), (0.8, "dense", 1.0))
+    ]
+    assert {place: row["path"] for place, row in plots.best(rows, "s", sparse=True).items()} == {(0.8, 64): "union", (0.8, 512): "union"}
+    assert {row["path"] for row in plots.best(rows, "s", sparse=False).values()} == {"grouped_mm"}
+    kernels = [{"shape": "s", "path": "pair", "total_sparsity": 0.8, "kernel": name, "us": 3.0} for name in ("_up_kernel", "_down_kernel")]
+    for draw, given in ((plots.speedup_by_batch, rows), (plots.time_by_sparsity, rows), (plots.time_by_kernel, kernels)):
+        draw(given, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
