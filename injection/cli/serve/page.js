@@ -92,7 +92,7 @@ async function ask(text) {
     });
     if (!last) throw new Error("the answer broke off");
   } catch (error) {
-    add("error", mine.signal.aborted ? "stopped" : error.message);
+    if (messages === said) add("error", mine.signal.aborted ? "stopped" : error.message);
   }
   clearInterval(clock);
   const finished = performance.now();

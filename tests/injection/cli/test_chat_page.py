@@ -212,6 +212,28 @@ def test_stopping_ends_the_work_on_the_server(tab: Tab, loaded: LoadedModel, way
 
 
 @with_chromium
+def test_a_new_chat_leaves_nothing_of_the_answer_that_was_coming(tab: Tab, loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.02))
+    try:
+        with serving(loaded, Limits(max_tokens=400)) as server:
+            tab.open(f"{server.address}/")
+            say(tab, "speak on")
+            tab.until(f"{SAID}.length === 2 && {SAID}[1].length > 5")
+            tab.value("document.getElementById('anew').click()")
+            until(lambda: server.service.engine.endings["cancelled"] == 1)
+            tab.type("in short")
+            hook.remove()
+            tab.press("Enter")
+            tab.until(f"{IDLE} && {ABOUT}.some(line => line.includes('tokens made'))")
+            assert tab.value(f"{SAID}[0]") == "in short" and tab.value(f"{SAID}.length") == 2
+            assert tab.value("document.querySelectorAll('.error').length") == 0
+            read = int(tab.value(ABOUT)[0].split()[0])
+            assert read == len("in short") + 3, "the new chat has no old messages"
+    finally:
+        hook.remove()
+
+
+@with_chromium
 def test_a_key_is_asked_for_and_errors_are_said(tab: Tab, loaded: LoadedModel) -> None:
     with serving(loaded, Limits(max_tokens=5, max_body=300), key="secret") as server:
         tab.open(f"{server.address}/")

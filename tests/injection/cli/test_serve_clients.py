@@ -74,6 +74,15 @@ def test_32_clients_of_which_half_vanish(server: Server) -> None:
     assert ask(server, "hello there", max_tokens=30).choices[0].message.content == alone
 
 
+def test_a_stream_that_openais_client_closes_is_answered_no_further(server: Server) -> None:
+    engine = server.service.engine
+    stream = ask(server, "hello there", max_tokens=2000, stream=True)
+    assert [next(stream).choices[0].delta.content for _ in range(3)][-1]
+    stream.close()
+    until(lambda: quiet(server))
+    assert engine.endings["cancelled"] == 1 and engine.completion_tokens < 1000
+
+
 def test_who_leaves_the_queue_makes_room_in_it(loaded: LoadedModel) -> None:
     hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
     try:
