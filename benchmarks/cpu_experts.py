@@ -1,6 +1,7 @@
 """How fast is one MoE layer on the CPU, beside the limits of the machine? Shapes of Qwen3-30B-A3B, by provider and tokens a call.
 
-Providers: ours by weight type and instruction set, and in the sparse layout with nine neurons of ten off; stock transformers with
+Providers: ours by weight type and instruction set, GGUF's Q4_K and Q6_K among them where `gguf` is installed (q4_k+q6_k: down in Q6_K, as
+half of the layers of most files have it), and in the sparse layout with nine neurons of ten off; stock transformers with
 `grouped_mm` and with its loop over experts (both oneDNN). llama.cpp and kt-kernel are not here: the one has no Python API for a layer (its
 figures are those of whole models in `cpu_model.py`), the other's idle workers spin on the cores that the next provider needs. Every
 provider's answer is checked against the reference first. Providers take turns within each round, probes of reading and of GEMM among them,
@@ -14,10 +15,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from _probe import ReadProbe, gemm_probe
+from _super_blocks import BLOCK_BYTES, dequantised, random_blocks
 from record import write_rows
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -30,8 +33,10 @@ DISTINCT = 8  # experts that are drawn; the others repeat them byte by byte, at 
 ROUNDS = {1: 40, 4: 25, 16: 15, 64: 10, 512: 10}
 CALLS = {1: 8, 4: 4, 16: 3, 64: 2, 512: 1}  # timed in a row when a provider has its turn
 SETTLE_S = 0.01  # before a turn: OpenMP's threads spin for some milliseconds after PyTorch's last call, on a core that another needs
-# Largest relative error against float64 with the original weights: the rounding of weights and activations to the type.
-ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2}
+WEIGHT_TYPES = ("int4", "q4_k", "q4_k+q6_k", "q6_k", "int8", "bfloat16")
+# Largest relative error against float64 with the original weights: the rounding of weights and activations to the type. Weights in Q4_K and
+# Q6_K are drawn in it, so that activations alone are rounded.
+ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2, "q4_k": 2e-2, "q4_k+q6_k": 2e-2, "q6_k": 2e-2}
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -71,11 +76,27 @@ def routings(tokens: int, count: int, seed: int = 0) -> Iterator[tuple[torch.Ten
         yield torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(weights / weights.sum(-1, keepdims=True))
 
 
+def part_type(weight_type: str, part: str) -> str:
+    return weight_type.rpartition("+")[2] if part == "down" else weight_type.partition("+")[0]
+
+
+def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, torch.Tensor]:
+    """The weights that a type's packed form is made of: those that are drawn, or random blocks of the type, dequantised."""
+    kinds = {part: part_type(weight_type, part) for part in weights}
+    drawn = {part: random_blocks(kind, tuple(weights[part].shape)) for part, kind in kinds.items() if kind in BLOCK_BYTES}
+    return weights | {part: torch.from_numpy(dequantised(blocks, kinds[part])) for part, blocks in drawn.items()}
+
+
 def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = False) -> PackedExperts:
     packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type, sparse=sparse)
-    for expert in range(DISTINCT):
-        for part, matrix in weights.items():
-            packed.pack(expert, part, matrix[expert].view(torch.uint16).numpy())
+    for part, matrix in weights.items():
+        kind = part_type(weight_type, part)
+        blocks = random_blocks(kind, tuple(matrix.shape)) if kind in BLOCK_BYTES else None
+        for expert in range(DISTINCT):
+            if blocks is not None:
+                packed.pack_super_blocks(expert, part, blocks[expert])
+            else:
+                packed.pack(expert, part, matrix[expert].view(torch.uint16).numpy())
     blocks = packed.buffer.reshape(NUM_EXPERTS, -1)
     for expert in range(DISTINCT, NUM_EXPERTS):
         blocks[expert] = blocks[expert % DISTINCT]
@@ -84,9 +105,9 @@ def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = Fals
     return PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed, sparse=sparse)
 
 
-def ours(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
+def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str, ...] = WEIGHT_TYPES) -> Iterator[Provider]:
     best = Runtime.available_isas()[-1]
-    for weight_type in ("int4", "int8", "bfloat16"):
+    for weight_type in weight_types:
         packed = pack(weights, weight_type)
         for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
             runtime = Runtime(threads, isa)
@@ -148,7 +169,8 @@ def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids, share = next(routings(16, 1))
     ids, share = ids[:5].contiguous(), share[:5].contiguous()
-    parts = (weights["gate"], weights["up"], weights["down"])
+    held = original(weights, provider.weights)
+    parts = (held["gate"], held["up"], held["down"])
     expected = reference_experts(x, ids % DISTINCT, share, *parts, GateSpec("silu"), threshold=provider.threshold)
     found = provider.run(x, ids, share).double()
     error = float((found - expected).norm() / expected.norm())
@@ -236,7 +258,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     weights = draw_weights()
     threads = arguments.threads
-    providers = [*ours(weights, threads), *sparse(weights, threads), *stock(weights, threads)]
+    installed = WEIGHT_TYPES if find_spec("gguf") else tuple(name for name in WEIGHT_TYPES if "_k" not in name)
+    providers = [*ours(weights, threads, installed), *sparse(weights, threads), *stock(weights, threads)]
     errors = {provider: check(provider, weights) for provider in providers}
     read = ReadProbe(arguments.threads)
     rows: list[dict[str, object]] = []

@@ -9,8 +9,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from _super_blocks import random_blocks
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
+# As half of the layers of most files have it: what is read for all that a token is, in more bits.
+MIXED = "q4_k_m"
+MORE_BITS = ("ffn_down", "attn_v", "output.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +34,21 @@ class Sizes:
 
 
 def write_model(path: Path, sizes: Sizes, weights: str) -> None:
-    """A GGUF file with random weights of one of `GGUF_TYPES`."""
+    """A GGUF file with random weights of one of `GGUF_TYPES`, or `MIXED`."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType[GGUF_TYPES[weights]]
+    def kind(name: str) -> Any:
+        mixed = "Q6_K" if name.startswith(MORE_BITS) else "Q4_K"
+        return gguf.GGMLQuantizationType[mixed if weights == MIXED else GGUF_TYPES[weights]]
+
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "qwen3moe")
     _write_header(writer, sizes)
 
-    def pack(*shape: int) -> Any:
-        return gguf.quants.quantize(rng.standard_normal(shape, dtype=np.float32) * 0.02, kind)
+    def pack(name: str, *shape: int) -> Any:
+        if weights == MIXED:
+            return random_blocks(kind(name).name.lower(), shape, seed=int(rng.integers(1 << 30)))
+        return gguf.quants.quantize(rng.standard_normal(shape, dtype=np.float32) * 0.02, kind(name))
 
     def ones(size: int) -> Any:
         return np.ones(size, np.float32)
@@ -47,26 +56,26 @@ def write_model(path: Path, sizes: Sizes, weights: str) -> None:
     hidden, query, pairs = sizes.hidden, sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
     repeats = (sizes.experts // sizes.distinct, 1, 1)
     experts = {
-        name: np.tile(pack(sizes.distinct, *shape), repeats)
+        name: np.tile(pack(f"ffn_{name}", sizes.distinct, *shape), repeats)
         for name, shape in {
             "gate": (sizes.intermediate, hidden),
             "up": (sizes.intermediate, hidden),
             "down": (hidden, sizes.intermediate),
         }.items()
     }
-    writer.add_tensor("token_embd.weight", pack(sizes.vocab, hidden), raw_dtype=kind)
-    writer.add_tensor("output.weight", pack(sizes.vocab, hidden), raw_dtype=kind)
+    for name in ("token_embd.", "output."):
+        writer.add_tensor(f"{name}weight", pack(name, sizes.vocab, hidden), raw_dtype=kind(name))
     writer.add_tensor("output_norm.weight", ones(hidden))
     for layer in range(sizes.layers):
         block = f"blk.{layer}."
         for name, size in (("attn_norm", hidden), ("ffn_norm", hidden), ("attn_q_norm", sizes.head_dim), ("attn_k_norm", sizes.head_dim)):
             writer.add_tensor(f"{block}{name}.weight", ones(size))
         for name, shape in (("q", (query, hidden)), ("k", (pairs, hidden)), ("v", (pairs, hidden)), ("output", (hidden, query))):
-            writer.add_tensor(f"{block}attn_{name}.weight", pack(*shape), raw_dtype=kind)
+            writer.add_tensor(f"{block}attn_{name}.weight", pack(f"attn_{name}", *shape), raw_dtype=kind(f"attn_{name}"))
         router = rng.standard_normal((sizes.experts, hidden), dtype=np.float32) * 0.02
         writer.add_tensor(f"{block}ffn_gate_inp.weight", router)
         for name, packed in experts.items():
-            writer.add_tensor(f"{block}ffn_{name}_exps.weight", packed, raw_dtype=kind)
+            writer.add_tensor(f"{block}ffn_{name}_exps.weight", packed, raw_dtype=kind(f"ffn_{name}"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,107 @@
+"""What do a GGUF file's own types cost on the CPU beside int4 and int8? One layer of Qwen3-30B-A3B's shapes, and a whole model in a file.
+
+The layer: as `cpu_experts.py` measures it, all types taking turns in one run. The model: one file, gate and up in Q4_K, down in Q6_K, read
+by us with the rules 'cpu' and, where `llama-cpp-python` is installed, by llama.cpp, one after the other in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from _probe import ReadProbe
+from cpu_experts import ROUNDS, check, draw_weights, measure, ours, show
+from cpu_model import PROMPT, Phases, config
+from cpu_model import measure as measure_model
+from llama_cpp_peer import MIXED, LlamaCpp, Sizes, write_model
+from record import write_rows
+
+from moegraft.cpu_backend import Runtime
+from moegraft.injection import optimize_and_load
+
+WEIGHT_TYPES = ("int4", "q4_k", "q4_k+q6_k", "q6_k", "int8")
+
+
+def layer_rows(threads: int, rounds: float) -> list[dict[str, object]]:
+    weights = draw_weights()
+    providers = list(ours(weights, threads, WEIGHT_TYPES))
+    errors = {provider: check(provider, weights) for provider in providers}
+    read = ReadProbe(threads)
+    rows: list[dict[str, object]] = []
+    for tokens in ROUNDS:
+        found = measure(providers, errors, tokens, max(3, int(ROUNDS[tokens] * rounds)), read)
+        for row in found:
+            show(row)
+        rows += found
+    return rows
+
+
+@contextmanager
+def moegraft(folder: Path) -> Iterator[Phases]:
+    prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    model = optimize_and_load(folder, "cpu", gguf=folder / "model.gguf", progress=False)
+
+    def decode(tokens: int) -> object:
+        return model.generate(prompt[:, :8], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+
+    with torch.inference_mode():
+        yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
+
+
+@contextmanager
+def llama_cpp(folder: Path) -> Iterator[Phases]:
+    tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
+
+        def decode(count: int) -> object:
+            peer.prefill(tokens[:8])
+            return peer.decode(count)
+
+        yield Phases(decode, lambda: peer.prefill(tokens))
+
+
+def model_rows(layers: int, turns: int) -> list[dict[str, object]]:
+    providers = {"moegraft": moegraft} | ({"llama.cpp": llama_cpp} if find_spec("llama_cpp") else {})
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config(layers).save_pretrained(folder)
+        write_model(folder / "model.gguf", Sizes(layers=layers), MIXED)
+        for turn in range(turns):
+            for provider, open_provider in providers.items():
+                with open_provider(folder) as phases:
+                    rows += [{"turn": turn, "weights": MIXED, **row} for row in measure_model(provider, phases, 5, 48)]
+                del phases  # its model is as large as the next provider's
+                gc.collect()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=Runtime().threads)
+    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--only", choices=["layer", "model"])
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    packages = ("torch", "transformers", "numpy", "gguf", "llama-cpp-python")
+    if arguments.only != "model":
+        rows = layer_rows(arguments.threads, arguments.rounds)
+        if not arguments.no_write:
+            print(write_rows("gguf_types", rows, packages))
+    if arguments.only != "layer":
+        rows = model_rows(arguments.layers, arguments.turns)
+        if not arguments.no_write:
+            print(write_rows("gguf_model", rows, packages))
+
+
+if __name__ == "__main__":
+    main()
