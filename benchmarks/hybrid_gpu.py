@@ -1,156 +1,155 @@
-"""The hybrid systems on a real GPU: decode and time to the first token of models with random weights, layers cut to what fits.
+"""The hybrid systems on a real GPU: time to the first token by prompt length, time between tokens, layer by layer and captured.
 
-For a machine with a CUDA GPU; `--gpu emulated --scale 16` runs the same code anywhere on a sixteenth of the sizes, which shows that it
-works and nothing else. Each system is a rule file over the same weights; its logits are checked against those of `all_cpu` first.
+    python benchmarks/hybrid_gpu.py                           # all there is to measure, on prompts of random tokens
+    python benchmarks/hybrid_gpu.py --prompt-sets FOLDER      # models with random weights, layers cut to what fits
+    python benchmarks/hybrid_gpu.py --checkpoint FOLDER ...   # a model with its own weights and routing
+
+Each system is a rule file over the same weights (`_gpu_systems.py`); its logits are checked against those of `all_cpu` first. Prompts are
+drawn from the sets that are in FOLDER (`_prompts.py`), or are random tokens where none is named. `--gpu emulated --scale 16` runs the same
+code on any machine on a sixteenth of the widths, which shows that it works and nothing else. Times between tokens are those after the
+first of the prompts' lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from _random_model import move_all_but_experts, random_model
+from _gpu_systems import SHAPES, SYSTEMS, system
+from _prompts import read_sets, sampled
 from record import write_rows
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 
-from moegraft.injection import optimize_and_load
+from moegraft.injection.demo import demo_path
 from moegraft.operators.experts.devices.cuda import why_no_cuda
+from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.timeline import Timeline
 
-VOCABULARY = 8192
-# Of the models' own configs; attention of DeepSeek-V2-Lite is its own latent one.
-SHAPES: dict[str, dict[str, object]] = {
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen2-57b-a14b": {
-        "model_type": "qwen2_moe",
-        "hidden_size": 3584,
-        "moe_intermediate_size": 2560,
-        "shared_expert_intermediate_size": 20480,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-}
-SYSTEMS = {
-    "all_cpu": "schedule: all_cpu",
-    "fixed": "schedule: fixed",
-    "layer_map": "schedule: layer_map",
-    "on_demand": "schedule: on_demand, cache: {{policy: lru, ratio: {ratio}}}, prefetch: {{policy: next_layer}}",
-    "greedy": "schedule: greedy, cache: {{policy: mrs, ratio: {ratio}}}",
-    "all": "schedule: two_threshold, cache: {{ratio: {ratio}}}",
-}
 TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
-RULES = """
-version: 1
-rules:
-- match: {{kind: experts}}
-  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, gpu: "{gpu}", {more}}}}}
-"""
+Row = dict[str, object]
 
 
-def make_model(shape: str, layers: int, scale: int) -> PreTrainedModel:
-    """A bfloat16 model with random weights in host memory."""
-    sizes = dict(SHAPES[shape])
-    model_type = str(sizes.pop("model_type"))
-    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if name in sizes:
-            sizes[name] = int(str(sizes[name])) // scale
-    config = AutoConfig.for_model(model_type, **sizes, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
-    return random_model(config)
+def prompts_of(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """(1, tokens) by set."""
+    if arguments.prompt_sets is None:
+        return {"random": torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(tokens))}
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint or demo_path(), model_max_length=1 << 20)
+    return sampled(read_sets(arguments.prompt_sets), tokenizer, tokens, vocabulary)
 
 
-@contextmanager
-def system(name: str, shape: str, arguments: argparse.Namespace, ratio: float) -> Iterator[PreTrainedModel]:
-    model = make_model(shape, arguments.layers, arguments.scale)
-    more = SYSTEMS[name].format(ratio=ratio)
-    more = more if "cache:" in more else f"{more}, cache: {{ratio: {ratio}}}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rules.yaml"
-        path.write_text(RULES.format(weights=arguments.weights, gpu=arguments.gpu, more=more))
-        if arguments.gpu.startswith("cuda"):
-            move_all_but_experts(model, arguments.gpu)
-        model = optimize_and_load(model, path, progress=False)
-    try:
-        yield model
-    finally:
-        model.moegraft.context.shared(GpuGroups, GpuGroups).close()
-        del model
-        gc.collect()
+class Stamps(StoppingCriteria):
+    """When each token was there."""
+
+    def __init__(self) -> None:
+        self.at_s = [time.perf_counter()]
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        self.at_s.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def seconds(run: Callable[[], object], rounds: int) -> list[float]:
+def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> list[float]:
+    """What each token took, the first one with the prompt."""
+    stamps = Stamps()
+    settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamps], **settings)
+    return [1e3 * (after - before) for before, after in pairwise(stamps.at_s)]
+
+
+def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
+    """The share of the time that each was at work, seen layer by layer in a run of its own; what is captured shows the link alone."""
+    engine = next(iter(engines_of(model)), None)
+    if engine is None:
+        return {}
+    engine.observer.timeline = timeline = Timeline(engine.device.name)
+    start_ms = engine.device.now_ms()
     run()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return times
+    engine.device.synchronize()
+    engine.observer.collect()
+    took_ms = engine.device.now_ms() - start_ms
+    engine.observer.timeline = None
+    return {f"{lane.lower()}_busy": round(timeline.busy_ms(lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
 
 
-def measure(model: PreTrainedModel, name: str, shape: str, ratio: float, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    cases = [("decode", 8, arguments.new_tokens), *(("prefill", prompt, 1) for prompt in arguments.prompts)]
-    for phase, prompt, new_tokens in cases:
-        ids = torch.randint(0, VOCABULARY, (1, prompt), generator=generator).to(model.device)
+def engines_of(model: PreTrainedModel) -> list[Engine]:
+    return [engine for group in model.moegraft.context.shared(GpuGroups, GpuGroups) for engine in group.engines]
 
-        def generate(count: int, ids: torch.Tensor = ids) -> object:
-            return model.generate(ids, do_sample=False, min_new_tokens=count, max_new_tokens=count)
 
-        first = statistics.median(seconds(lambda: generate(1), arguments.rounds))
-        times = [1e3 * taken for taken in seconds(lambda: generate(new_tokens), arguments.rounds)]  # noqa: B023
-        each = [(ms - 1e3 * first) / (new_tokens - 1) for ms in times] if phase == "decode" else times
-        p20, p50, p80 = (statistics.quantiles(each, n=10)[place] for place in (1, 4, 7))
-        rows.append(
-            {
-                "gpu": arguments.gpu,
-                "model": f"{shape}, {arguments.layers} layers, 1/{arguments.scale} of the sizes",
-                "weights": arguments.weights,
-                "phase": phase,
-                "tokens": prompt if phase == "prefill" else 1,
-                "cache_ratio": ratio,
-                "system": name,
-                "p20_ms": round(p20, 3),
-                "p50_ms": round(p50, 3),
-                "p80_ms": round(p80, 3),
-            }
-        )
-        print(rows[-1], flush=True)
+def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    vocabulary = model.config.get_text_config().vocab_size
+    for tokens in arguments.prompts:
+        new_tokens = arguments.new_tokens if tokens == arguments.prompts[0] else 1
+        for name, prompt in prompts_of(arguments, tokens, vocabulary).items():
+            ids = prompt.to(model.device)
+            token_ms(model, ids, new_tokens)  # warms up
+            replayed = sum(engine.statistics.replayed for engine in engines_of(model))
+            runs = [token_ms(model, ids, new_tokens) for _ in range(arguments.rounds)]
+            replayed = sum(engine.statistics.replayed for engine in engines_of(model)) - replayed
+            found = {"prompt_set": name, "prompt_tokens": tokens}
+            rows.append({**about, "phase": "first token", **found, **spread([run[0] for run in runs]), "steps_replayed": 0})
+            if new_tokens > 1:
+                each = spread([ms for run in runs for ms in run[1:]])
+                rows.append({**about, "phase": "next token", **found, **each, "steps_replayed": replayed})
+            shares = busy(model, partial(token_ms, model, ids, new_tokens))
+            for row in rows[-1 - (new_tokens > 1) :]:
+                row |= shares
+                print(*(f"{column}={value}" for column, value in row.items()), flush=True)
     return rows
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def spread(times_ms: list[float]) -> Row:
+    """`p20_ms`, `p50_ms`, `p80_ms`; of one time all the same."""
+    tenths = statistics.quantiles(times_ms, n=10, method="inclusive") if len(times_ms) > 1 else times_ms * 9
+    return {f"p{10 * (place + 1)}_ms": round(tenths[place], 3) for place in (1, 4, 7)}
+
+
+def compared(shape: str, ratio: float, arguments: argparse.Namespace) -> list[Row]:
+    """All systems on one model. Ends the program where one answers otherwise than `all_cpu`."""
+    rows: list[Row] = []
+    expected: torch.Tensor | None = None
+    for name in ["all_cpu", *(name for name in arguments.systems if name != "all_cpu")]:
+        with system(name, shape, ratio, arguments) as model:
+            vocabulary = model.config.get_text_config().vocab_size
+            probe = torch.randint(0, vocabulary, (1, 9), generator=torch.Generator().manual_seed(2)).to(model.device)
+            logits = model(probe).logits.float().cpu()
+            expected = logits if expected is None else expected
+            error = float((logits - expected).norm() / expected.norm())
+            if not error <= TOLERANCE:
+                raise SystemExit(f"{shape}, {name}: logits differ from all_cpu by {error:.1%}; nothing is written")
+            cut = f"{shape}, {arguments.layers} layers, 1/{arguments.scale} of the widths" if arguments.checkpoint is None else shape
+            about = {"gpu": arguments.gpu, "model": cut, "weights": arguments.weights, "cache_ratio": ratio, "system": name}
+            rows += measure(model, about, arguments)
+    return rows
+
+
+def with_speedups(rows: list[Row]) -> list[Row]:
+    """Each row with its speed over `all_cpu` and `fixed` under the same conditions."""
+    keys = ("model", "cache_ratio", "phase", "prompt_set", "prompt_tokens")
+
+    def over(row: Row, name: str) -> float:
+        same = (other for other in rows if other["system"] == name and all(other[key] == row[key] for key in keys))
+        found = next(same, None)
+        return float("nan") if found is None else round(float(str(found["p50_ms"])) / float(str(row["p50_ms"])), 3)
+
+    return [{**row, "over_all_cpu": over(row, "all_cpu"), "over_fixed": over(row, "fixed")} for row in rows]
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="cuda:0")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--checkpoint", type=Path, help="a model's folder instead of shapes")
+    parser.add_argument("--prompt-sets", type=Path, help="a folder with chatgpt_prompts.csv, mt_bench.jsonl, vicuna_bench.jsonl")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
     parser.add_argument("--prompts", nargs="+", type=int, default=[32, 128, 512, 1024])
@@ -163,24 +162,18 @@ def main() -> None:
     arguments = parser.parse_args()
     reason = why_no_cuda() if arguments.gpu.startswith("cuda") else None
     if reason is not None:
-        parser.exit(
-            2, f"{reason}: with a GPU this would measure {', '.join(arguments.systems)}; --gpu emulated --scale 16 tries the code\n"
-        )
-    rows: list[dict[str, object]] = []
-    probe = torch.randint(0, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(2))
-    for shape in arguments.models:
-        for ratio in arguments.ratios:
-            expected: torch.Tensor | None = None
-            for name in ["all_cpu", *(name for name in arguments.systems if name != "all_cpu")]:
-                with system(name, shape, arguments, ratio) as model:
-                    logits = model(probe.to(model.device)).logits.float().cpu()
-                    expected = logits if expected is None else expected
-                    error = float((logits - expected).norm() / expected.norm())
-                    if error > TOLERANCE:
-                        raise SystemExit(f"{shape}, {name}: logits differ from all_cpu by {error:.1%}; nothing is written")
-                    rows += measure(model, name, shape, ratio, arguments)
+        systems = ", ".join(arguments.systems)
+        parser.exit(2, f"{reason}: with a GPU this would measure {systems}; --gpu emulated --scale 16 tries the code\n")
+    return arguments
+
+
+@torch.inference_mode()
+def main() -> None:
+    arguments = arguments_of()
+    shapes = arguments.models if arguments.checkpoint is None else [arguments.checkpoint.name]
+    rows = [row for shape in shapes for ratio in arguments.ratios for row in compared(shape, ratio, arguments)]
     if not arguments.no_write:
-        print(write_rows("hybrid_gpu", rows, ("torch", "transformers", "triton")))
+        print(write_rows("hybrid_gpu", with_speedups(rows), ("torch", "transformers", "triton")))
 
 
 if __name__ == "__main__":

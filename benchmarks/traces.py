@@ -1,6 +1,7 @@
 """What does routing look like? Records a model's routing, and draws what HybriMoE's Figure 3 draws.
 
-    python benchmarks/traces.py record --out trace.npz     # the bundled model on its held-out text; --model, --text for others
+    python benchmarks/traces.py record --out trace.npz     # the bundled model on its held-out text; --model, --text for others,
+                                                           # --prompt-sets FOLDER for prompts, each from its beginning
     python benchmarks/traces.py plot [--trace trace.npz]   # results/routing.csv and .png
 
 - coverage: the share of all uses that the n most used experts of a layer take (Figure 3a).
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from _prompts import read_sets, sequences
 from demo_recipe import TEXT, split_text
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -51,8 +53,14 @@ def record(model: Path, text: str, tokens: int, skip: int = 0, rules: str = "cpu
     ids = torch.tensor(AutoTokenizer.from_pretrained(model, model_max_length=len(text) + 1)(text)["input_ids"])
     if len(ids) < skip + tokens:
         raise ValueError(f"the text has {len(ids)} tokens; {skip + tokens} are needed")
+    return recorded(model, ids[skip : skip + tokens].split(WINDOW), rules, source or model.name)
+
+
+def recorded(model: Path, texts: Sequence[torch.Tensor], rules: str, source: str) -> Trace:
+    """The routing of texts, each (T,) int64 and read from its beginning."""
+    tokens = sum(map(len, texts))
     loaded = optimize_and_load(model, rules, progress=False)
-    trace = record_trace(loaded, ids[skip : skip + tokens].split(WINDOW), source or model.name)
+    trace = record_trace(loaded, texts, source)
     experts = f"{trace.top_k} of {trace.num_experts} experts"
     print(f"{trace.source}: {tokens} tokens, {trace.num_layers} layers, {experts}, reuse {trace.reuse():.3f}", flush=True)
     return trace
@@ -152,6 +160,7 @@ def main() -> None:
     for command in (recording, drawing):
         command.add_argument("--model", type=Path, default=demo_path(), help="a folder; the bundled model where it is not given")
         command.add_argument("--text", type=Path, help="a text file; the demo model's held-out text where it is not given")
+        command.add_argument("--prompt-sets", type=Path, help="a folder with chatgpt_prompts.csv, mt_bench.jsonl, vicuna_bench.jsonl")
         command.add_argument("--tokens", type=int, default=8192)
         command.add_argument("--rules", default="cpu-exact", help="how the model is loaded")
     recording.add_argument("--out", type=Path, required=True)
@@ -159,6 +168,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "plot" and arguments.trace is not None:
         trace = Trace.load(arguments.trace)
+    elif arguments.prompt_sets is not None:
+        sets = read_sets(arguments.prompt_sets)
+        texts = sequences(sets, AutoTokenizer.from_pretrained(arguments.model, model_max_length=1 << 20), arguments.tokens)
+        trace = recorded(arguments.model, texts, arguments.rules, f"{arguments.model.name}, {' and '.join(sets)}")
     else:
         text = held_out() if arguments.text is None else arguments.text.read_text(encoding="utf-8")
         name = f"{arguments.model.name}, {arguments.text.name if arguments.text else 'held-out plays'}"
