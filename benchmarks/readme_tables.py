@@ -1,4 +1,4 @@
-"""The README's tables, made from the committed results: run it after a benchmark; a test holds the README to what it makes."""
+"""The tables of the README and of the rules' guide, made from the committed results: run it after a benchmark; a test holds both to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "rules" / "README.md")
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, str]
 
@@ -145,6 +145,30 @@ def serve() -> str:
     )
 
 
+THRESHOLDS = (("none", ""), ("threshold", "routed"))  # criterion and scope of what operators do
+
+
+def sparse_cpu() -> str:
+    """Speed against the dense layout by share of neurons left out, beside what the share costs the bundled model."""
+    rows = read("sparse_cpu")
+    quality = {row["target"]: row for row in read("sparse_quality") if (row["criterion"], row["scope"]) in THRESHOLDS}
+    found = {(row["provider"], row["phase"]): row for row in rows}
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    weights = ("int8", "bfloat16")
+    shares = [row["provider"].removeprefix("int8-sparse-") for row in rows if row["provider"].startswith("int8-sparse-")]
+    body = []
+    for share in dict.fromkeys(shares):
+        speed = [f"{float(found[f'{kind}-sparse-{share}', phase]['against_dense']):.2f}" for kind in weights for phase in phases]
+        cost = quality[str(int(share.rstrip("%")) / 100)]
+        body.append([share, *speed, f"{float(cost['perplexity']):.2f}", f"{float(cost['same_next_token']):.1%}"])
+    head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases), "perplexity", "same next token"]
+    return (
+        f"Speed against the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, {rows[0]['threads']} threads), "
+        "beside what the share costs the bundled model on held-out text (`benchmarks/sparse_quality.py`):\n\n"
+        f"{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
@@ -152,6 +176,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo_speed": demo_speed,
     "serve": serve,
     "load_memory": load_memory,
+    "sparse_cpu": sparse_cpu,
     "families": families,
 }
 
@@ -165,11 +190,12 @@ def rendered(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
-            raise ValueError(f"README.md: no table is named '{match[1]}'; there are {', '.join(SECTIONS)}")
+            raise ValueError(f"no table is named '{match[1]}'; there are {', '.join(SECTIONS)}")
         return f"<!-- results: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
