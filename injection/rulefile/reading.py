@@ -68,7 +68,7 @@ def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
         return shipped[source]
     path = _existing(name, Path())
     if path is None:
-        findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped)}")
+        findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped, Path())}")
     return path
 
 
@@ -78,14 +78,17 @@ def _existing(name: str, folder: Path) -> Path | None:
     return Path(path) if os.path.exists(path) else None  # noqa: PTH110
 
 
-def _shipped_hint(name: str, shipped: Mapping[str, Path]) -> str:
+def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
+    """What was meant: a shipped file, or one that lies where this one was looked for, from `folder` on."""
     path = Path(name)
     stem = path.stem if path.suffix in SUFFIXES else path.name
     if stem in shipped:
         return f"; did you mean the shipped '{stem}'?"
-    if len(path.parts) > 1 and os.path.isdir(path.parent):  # noqa: PTH112
-        near = nearest(path.name, [entry.name for entry in path.parent.glob("*.y*ml")])
-        return f"; did you mean '{path.parent / near}'?" if near else ""
+    beside = os.path.join(folder, path.parent)  # noqa: PTH118
+    if (len(path.parts) > 1 or path.suffix in SUFFIXES) and os.path.isdir(beside):  # noqa: PTH112
+        near = nearest(path.name, [entry.name for entry in Path(beside).glob("*.y*ml")])
+        if near is not None or len(path.parts) > 1:
+            return f"; did you mean '{path.parent / near}'?" if near else ""
     return did_you_mean(stem, shipped).replace("known are", "shipped are")
 
 
@@ -97,7 +100,7 @@ def _read_chain(path: Path, findings: Findings) -> list[Header]:
         assert isinstance(extended.value, str), "read_header checks it"
         found = _find_extended(extended.value, Path(headers[-1].file).parent)
         if found is None:
-            hint = _shipped_hint(extended.value, shipped_rules())
+            hint = _shipped_hint(extended.value, shipped_rules(), Path(headers[-1].file).parent)
             findings.stop(extended.position, f"extends {shown(extended.value)}: there is no such rule file{hint}")
         if found.resolve() in seen:
             circle = " -> ".join([*(header.file for header in headers), str(found)])

@@ -104,3 +104,12 @@ def test_variables_that_are_given_wrongly(given: dict[str, object], message: str
     path = write(tmp_path, f"vars: {{cache: 1}}\nrules:\n{RULE}")
     (found,) = findings_of(lambda: read(path, **given))
     assert found.message == message
+
+
+def test_the_other_suffix_is_a_near_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, RULE, "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    (found,) = findings_of(lambda: read(Path("mine.yml")))
+    assert found.message.endswith("; did you mean 'mine.yaml'?")
+    (found,) = findings_of(lambda: read(write(tmp_path, f"extends: mine.yml\nrules:\n{RULE}", "other.yaml")))
+    assert found.message.endswith("; did you mean 'mine.yaml'?")
