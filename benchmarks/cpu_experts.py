@@ -20,13 +20,14 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 from _probe import ReadProbe, gemm_probe
-from _super_blocks import BLOCK_BYTES, dequantised, random_blocks
 from record import write_rows
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.experts.reference import reference_experts
+from moegraft.operators.experts.self_test import random_blocks
+from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 DISTINCT = 8  # experts that are drawn; the others repeat them byte by byte, at other addresses
@@ -83,15 +84,24 @@ def part_type(weight_type: str, part: str) -> str:
 def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, torch.Tensor]:
     """The weights that a type's packed form is made of: those that are drawn, or random blocks of the type, dequantised."""
     kinds = {part: part_type(weight_type, part) for part in weights}
-    drawn = {part: random_blocks(kind, tuple(weights[part].shape)) for part, kind in kinds.items() if kind in BLOCK_BYTES}
-    return weights | {part: torch.from_numpy(dequantised(blocks, kinds[part])) for part, blocks in drawn.items()}
+    found = dict(weights)
+    for part, kind in kinds.items():
+        if kind in SUPER_BLOCK_BYTES:
+            from gguf import GGMLQuantizationType, dequantize
+
+            found[part] = torch.from_numpy(dequantize(drawn_blocks(kind, weights[part]), GGMLQuantizationType[kind.upper()]))
+    return found
+
+
+def drawn_blocks(kind: str, like: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return random_blocks(kind, tuple(like.shape), np.random.default_rng(0))
 
 
 def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = False) -> PackedExperts:
     packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type, sparse=sparse)
     for part, matrix in weights.items():
         kind = part_type(weight_type, part)
-        blocks = random_blocks(kind, tuple(matrix.shape)) if kind in BLOCK_BYTES else None
+        blocks = drawn_blocks(kind, matrix) if kind in SUPER_BLOCK_BYTES else None
         for expert in range(DISTINCT):
             if blocks is not None:
                 packed.pack_super_blocks(expert, part, blocks[expert])

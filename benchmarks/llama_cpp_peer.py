@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from _super_blocks import random_blocks
+
+from moegraft.operators.experts.self_test import random_blocks
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
 # As half of the layers of most files have it: what is read for all that a token is, in more bits.
@@ -47,7 +48,7 @@ def write_model(path: Path, sizes: Sizes, weights: str) -> None:
 
     def pack(name: str, *shape: int) -> Any:
         if weights == MIXED:
-            return random_blocks(kind(name).name.lower(), shape, seed=int(rng.integers(1 << 30)))
+            return random_blocks(kind(name).name.lower(), shape, rng)
         return gguf.quants.quantize(rng.standard_normal(shape, dtype=np.float32) * 0.02, kind(name))
 
     def ones(size: int) -> Any:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
 from moegraft.operators.experts.reference import reference_experts
+from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
+SUPER_BLOCK_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
 TOKENS = 5
-# The reference takes the packed weights, so only activations are rounded: bfloat16 with bfloat16 weights, int8 with int8 and int4.
-LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2}
+# The reference takes the packed weights, so only activations are rounded: bfloat16 with bfloat16 weights, int8 with all of fewer bits.
+LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +60,39 @@ def kernel_isa() -> str:
     return Runtime(threads=1).isa
 
 
+def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:
+    """A matrix (..., cols) in q4_k or q6_k as a GGUF file has it, (..., bytes): of both signs, and about 1 / sqrt(cols) large."""
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, SUPER_BLOCK_BYTES[weight_type]), np.uint8)
+    # On average half of all steps of a scale times half of those of a code, which in q4_k minima as large are taken from.
+    scales = {0: 1 / 200, 2: 7.5 / 200} if weight_type == "q4_k" else {208: 1 / 1400}
+    for offset, scale in scales.items():
+        blocks[..., offset : offset + 2] = np.array([scale / math.sqrt(shape[-1])], np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def _error(isa: str, weight_type: str) -> float:
     """Relative error on random tokens; infinite where the output is not finite. Only bfloat16 weights take bfloat16 tokens."""
     random = np.random.default_rng(0)
-    gate_spec = GateSpec()
-    packed = PackedExperts(SHAPE, gate_spec, weight_type)
+    gate_spec, sizes = GateSpec(), SUPER_BLOCK_SHAPE if weight_type in SUPER_BLOCK_BYTES else SHAPE
+    packed = PackedExperts(sizes, gate_spec, weight_type)
     shapes = {
-        "gate": (SHAPE.intermediate, SHAPE.hidden),
-        "up": (SHAPE.intermediate, SHAPE.hidden),
-        "down": (SHAPE.hidden, SHAPE.intermediate),
+        "gate": (sizes.intermediate, sizes.hidden),
+        "up": (sizes.intermediate, sizes.hidden),
+        "down": (sizes.hidden, sizes.intermediate),
     }
-    for expert in range(SHAPE.num_experts):
+    for expert in range(sizes.num_experts):
         for part, shape in shapes.items():
+            if weight_type in SUPER_BLOCK_BYTES:
+                packed.pack_super_blocks(expert, part, random_blocks(weight_type, shape, random))
+                continue
             packed.pack(expert, part, random.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[1])))
     dtype = torch.bfloat16 if weight_type == "bfloat16" else torch.float32
-    tokens = torch.from_numpy(random.standard_normal((TOKENS, SHAPE.hidden), dtype=np.float32)).to(dtype)
-    index = np.stack([random.permutation(SHAPE.num_experts)[:2] for _ in range(TOKENS)]).astype(np.int64)
+    tokens = torch.from_numpy(random.standard_normal((TOKENS, sizes.hidden), dtype=np.float32)).to(dtype)
+    index = np.stack([random.permutation(sizes.num_experts)[:2] for _ in range(TOKENS)]).astype(np.int64)
     weights = random.random((TOKENS, 2), dtype=np.float32)
     out = torch.empty_like(tokens)
     Runtime(threads=1, isa=isa).forward(packed, as_array(tokens), index, weights, as_array(out))
-    gate, up, down = (torch.from_numpy(np.stack([packed.unpack(expert, part) for expert in range(SHAPE.num_experts)])) for part in shapes)
+    gate, up, down = (torch.from_numpy(np.stack([packed.unpack(expert, part) for expert in range(sizes.num_experts)])) for part in shapes)
     expected = reference_experts(tokens, torch.from_numpy(index), torch.from_numpy(weights), gate, up, down, gate_spec)
     error = float((out - expected).norm() / expected.norm())
     return error if math.isfinite(error) else math.inf
