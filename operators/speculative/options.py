@@ -22,7 +22,8 @@ class SpeculativeOptions:
         max_draft: tokens a draft has at most.
         schedule: `marginal` drafts only as far as measured to pay, and not at all where it does not; `fixed` always drafts
             `max_draft` tokens.
-        mode: `lossless` leaves greedy text and sampled distribution as they are; `adaptive` accepts more and changes both.
+        mode: `lossless` leaves greedy text and sampled distribution as they are (bfloat16 sums of several tokens at once may turn a near
+            tie of greedy text, as in any assisted generation); `adaptive` accepts more and changes both.
         confidence: a draft ends after a token of lower probability. In adaptive mode no such token is accepted.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
         unverified: adaptive mode also accepts, whatever p is, each token with q above this.

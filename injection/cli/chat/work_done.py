@@ -30,7 +30,7 @@ def _drafts(found: Mapping[str, object]) -> str:
     return (
         f"{found['rounds']} rounds of {_number(found['tokens_per_round']):.2f} tokens; accepted by position "
         f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
-        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft"
+        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}"
     )
 
 
