@@ -106,7 +106,8 @@ def _shared(outline: Outline, plan: Plan, free_bytes: int) -> Iterator[Shared]:
         assert isinstance(num_experts, int), "an experts module says how many it has"
         expert_bytes = _host_bytes(swaps[0]) // num_experts
         kv_bytes = kv_cache_bytes(outline.source.config, options.cache.context, outline.dtype)
-        plan_of_slots = options.cache.plan(len(swaps), num_experts, expert_bytes, max(0, free_bytes - kv_bytes))
+        room, captured = max(0, free_bytes - kv_bytes), options.on_gpu.captures
+        plan_of_slots = options.cache.plan(len(swaps), num_experts, expert_bytes, room, captured=captured)
         stated = any(getattr(options.cache, name) is not None for name in ("ratio", "slots", "gpu_memory"))
         found = Shared(tuple(swaps), num_experts, expert_bytes, plan_of_slots.total, plan_of_slots.slots * expert_bytes, stated)
         free_bytes -= found.slot_bytes
@@ -137,5 +138,6 @@ def _slot_bytes(shared: Sequence[Shared], ratio: float) -> int:
     for group in shared:
         options: Any = group.swaps[0].options
         cache = replace(options.cache, ratio=ratio, slots=None, gpu_memory=None)
-        total += cache.plan(len(group.swaps), group.num_experts, group.expert_bytes, 0).slots * group.expert_bytes
+        slots = cache.plan(len(group.swaps), group.num_experts, group.expert_bytes, 0, captured=options.on_gpu.captures).slots
+        total += slots * group.expert_bytes
     return total

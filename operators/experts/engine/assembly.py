@@ -220,7 +220,7 @@ def _open_device(name: str) -> Device:
 
 def slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int) -> SlotPlan:
     """The slots a rule asks for; `layer_map` has them in whole layers, the last ones."""
-    plan = options.cache.plan(store.layers, store.num_experts, store.expert_bytes, free_bytes)
+    plan = options.cache.plan(store.layers, store.num_experts, store.expert_bytes, free_bytes, captured=options.captures)
     if options.schedule != "layer_map":
         return plan
     whole = layers_that_fit(store.layers, store.num_experts, plan.total)

@@ -14,6 +14,8 @@ from moegraft.operators.experts.transfer.arena import SlotPlan, even_plan
 DecodeName = Literal["auto", "eager", "graph"]
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 STAGING = 4  # slots to load into beside those in use: two chunks are on the way, and a demand may join them
+# Of captured steps, where nobody leaves before a step ends and all that has landed stays on top: one for so many slots, up to a number.
+CAPTURED_SHARE, CAPTURED_STAGING = 16, 16
 GPU = re.compile(r"auto|none|(cuda|emulated)(:\d+)?")
 
 
@@ -54,15 +56,16 @@ class ExpertCacheOptions(CacheOptions):
             return min(self.slots, num_experts)
         return None if self.ratio is None else round(self.ratio * num_experts)
 
-    def plan(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int) -> SlotPlan:
-        """The slots to ask a GPU for that has `free_bytes` for them."""
+    def plan(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int, *, captured: bool = False) -> SlotPlan:
+        """The slots to ask a GPU for that has `free_bytes` for them; `captured`: for decode steps that may be captured."""
         each = self.per_layer(num_experts)
-        if each is not None:
-            total = each * layers
-        else:
-            room = free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)
-            total = min(layers * num_experts, max(0, room // expert_bytes - STAGING))
-        staging = STAGING if 0 < total < layers * num_experts else 0
+        room = free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)
+        total = room // expert_bytes if each is None else each * layers
+        staging = max(STAGING, min(CAPTURED_STAGING, total // CAPTURED_SHARE)) if captured else STAGING
+        if each is None:
+            total = min(layers * num_experts, max(0, total - staging))
+        if not 0 < total < layers * num_experts:
+            staging = 0
         if self.scope == "global":
             return SlotPlan(total, staging)
         return even_plan(layers, total, staging)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moegraft.operators.experts.devices.interface import DeviceError, Graph
-from moegraft.operators.experts.engine.captured_layer import CallShape, CapturedLayer, Routed, StepBuffers
+from moegraft.operators.experts.engine.captured_layer import HOST_STREAM, CallShape, CapturedLayer, Routed, StepBuffers
 from moegraft.operators.experts.transfer.transfers import Urgency
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class StepGraph:
         self._engine = engine
         self._slots, self._queue = engine.loading.slots, engine.loading.queue
         self._compute = engine.device.stream("compute")
+        engine.device.stream(HOST_STREAM)  # made before anything is captured
         shape = parts.packed[0].shape
         self._buffers = StepBuffers(engine.device, len(parts.packed), shape.num_experts, shape.hidden, call)
         self.layers: Sequence[CapturedLayer] = [
