@@ -48,7 +48,7 @@ class Explanation:
 def explain(outline: Outline, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
     """Explains rules that could be read; what is wrong with them for this model is among the findings."""
     modules = ModelModules(outline.skeleton)
-    assignment = assign(rules.rules, modules)
+    assignment = assign(rules.rules, modules, registry.in_place)
     plan: Plan | None = None
     try:
         plan = outline.plan(rules, registry)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.plan import Plan
-from moegraft.operators.base import BuildContext, ModelOperator, Operator
+from moegraft.operators.base import BuildContext, InPlaceOperator, ModelOperator, Operator
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.engine.decode_steps import DecodeSteps
@@ -123,8 +123,8 @@ def make_ready(model: PreTrainedModel, operators: Mapping[str, Operator]) -> Non
 
 
 def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:
-    """Those that take a module's place and its weights: all but the model's own."""
-    return {path: operator for path, operator in operators.items() if not isinstance(operator, ModelOperator)}
+    """Those that take a module's place and its weights."""
+    return {path: operator for path, operator in operators.items() if not isinstance(operator, InPlaceOperator)}
 
 
 def place(model: PreTrainedModel, path: str, operator: Operator) -> None:

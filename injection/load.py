@@ -249,7 +249,7 @@ def _graft_loaded(model: PreTrainedModel, rules: Rules | None, request: _Request
     if dry_run:
         return the_plan
     for swap in the_plan.swaps:
-        if swap.module:
+        if not swap.in_place:
             refuse_meta(swap.module, model.get_submodule(swap.module))
     named = Path(model.config.name_or_path or os.devnull)
     sparsity = prepare_sparsity(the_plan, model, named if named.is_dir() else None, trust_remote_code=request.trust_remote_code)

@@ -21,13 +21,17 @@ from moegraft.operators.registry import OperatorRegistry
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """One module that an operator will replace; `module` is its path, empty for the model itself."""
+    """One module that an operator will replace; `module` is its path, empty for the model itself.
+
+    `in_place`: the operator leaves the module, and its weights, where they are.
+    """
 
     module: str
     rule: Rule
     operator: str
     options: object
     footprint: Footprint
+    in_place: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +86,13 @@ def plan(model: nn.Module, rules: RuleFile, *, registry: OperatorRegistry, dtype
     if model_type is None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
     check_requires(rules, model_type, findings)
-    assignment = assign(rules.rules, modules)
+    assignment = assign(rules.rules, modules, registry.in_place)
     check_taken(rules.rules, assignment, modules, findings)
     check_operators(rules.rules, assignment, modules, registry, findings)
     check_sparsity(rules.rules, assignment, model, findings)
     findings.raise_errors()
     swaps = _swaps(rules.rules, assignment, modules, registry, dtype)
-    replaced_bytes, rest_bytes = _bytes(model, [swap.module for swap in swaps if swap.module])
+    replaced_bytes, rest_bytes = _bytes(model, [swap.module for swap in swaps if not swap.in_place])
     return Plan(swaps, findings.in_order(), rules.files, replaced_bytes, rest_bytes)
 
 
@@ -101,7 +105,7 @@ def _swaps(
         rule = taken.get(path)
         if rule is not None and rule.operator is not None:
             footprint = registry[rule.operator].footprint(modules[path], rule.options, dtype)
-            swaps.append(Swap(path, rule, rule.operator, rule.options, footprint))
+            swaps.append(Swap(path, rule, rule.operator, rule.options, footprint, rule.operator in registry.in_place))
     return tuple(swaps)
 
 

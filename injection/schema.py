@@ -98,7 +98,10 @@ _RULE: Schema = {
     "recursive": _or_variable(
         {"type": "boolean"}, "Whether later rules may take modules inside those of this one; true by default.", default=True
     ),
-    "expect": _or_variable({"type": "integer", "minimum": 1}, "How many modules the rule must take; any other number is an error."),
+    "expect": _or_variable(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "any"}]},
+        "How many modules the rule must take; any other number is an error, and without this none. 'any': none is fine.",
+    ),
 }
 _MATCH: Schema = {
     "name": {

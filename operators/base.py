@@ -16,7 +16,7 @@ from moegraft.operators.weights import WeightSource
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Kind = Literal["experts", "router", "linear", "model"]
+Kind = Literal["experts", "router", "linear", "attention", "model"]
 Shared = TypeVar("Shared")
 
 
@@ -106,13 +106,8 @@ class Operator(nn.Module, ABC):
         return {}
 
 
-class ModelOperator(Operator):
-    """An operator that replaces no module and holds no weights: it does what the whole model does, `generate`, its own way.
-
-    `model` is only lent to it, call by call, so that an operator does not keep its model alive.
-    """
-
-    kind = "model"
+class InPlaceOperator(Operator):
+    """An operator that replaces no module and holds no weights: its module stays, and other rules may replace the module's parts."""
 
     @classmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
@@ -120,6 +115,15 @@ class ModelOperator(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
+
+
+class ModelOperator(InPlaceOperator):
+    """An operator that does what the whole model does, `generate`, its own way.
+
+    `model` is only lent to it, call by call, so that an operator does not keep its model alive.
+    """
+
+    kind = "model"
 
     @abstractmethod
     def check(self) -> None:

@@ -7,11 +7,12 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from moegraft.operators.base import Operator
+from moegraft.operators.base import InPlaceOperator, Operator
 
 ENTRY_POINT_GROUP = "moegraft.operators"
 # By path, so that this package imports none of its own sub-packages.
 BUILT_IN = (
+    "moegraft.operators.attention.operator:CpuAttention",
     "moegraft.operators.experts.hybrid:HybridExperts",
     "moegraft.operators.experts.sparse_experts:SparseExperts",
     "moegraft.operators.linear.quantized:QuantizedLinear",
@@ -49,6 +50,11 @@ class OperatorRegistry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._by_name))
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The names of operators that leave their module where it is."""
+        return frozenset(name for name, operator in self._by_name.items() if issubclass(operator, InPlaceOperator))
 
     def options_of(self, name: str) -> tuple[str, ...]:
         """The names of an operator's options."""

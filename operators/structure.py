@@ -30,7 +30,8 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _source(owner: type[nn.Module]) -> str:
+def source_of(owner: type[nn.Module]) -> str:
+    """The text of a class, empty where it has none."""
     try:
         return inspect.getsource(owner)
     except (OSError, TypeError):  # typed into a prompt, or built in C
@@ -43,7 +44,13 @@ def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
         return False
     parent, _, leaf = path.rpartition(".")
     owner: Any = type(model.get_submodule(parent))  # mypy takes a module's __hash__ for that of its class
-    return f"self.{leaf}.weight" not in _source(owner)
+    return f"self.{leaf}.weight" not in source_of(owner)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """A module whose forward calls the attention function that its config names, as transformers' attention interface has it."""
+    owner: Any = type(module)
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS.get_interface(" in source_of(owner)
 
 
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
@@ -57,4 +64,6 @@ def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
         found.add("router")
     if is_linear(path, module, model):
         found.add("linear")
+    if is_attention(module):
+        found.add("attention")
     return frozenset(found)

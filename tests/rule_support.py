@@ -12,7 +12,7 @@ from torch import nn
 
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.rulefile import Diagnostic, RuleErrors, RuleFile, read_rules
-from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.base import BuildContext, Footprint, InPlaceOperator, Operator
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.weights import WeightSource
 
@@ -94,15 +94,21 @@ class PackedLinear(Idle):
     name, kind, options_type, summary = "packed_linear", "linear", NoOptions, "a linear layer"
 
 
-class Draft(Idle):
-    name, kind, options_type, summary = "speculative_draft", "model", DraftOptions, "a whole model"
-
+class IdleInPlace(Idle, InPlaceOperator):
     @classmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
         return Footprint({})
 
 
-REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft])
+class Draft(IdleInPlace):
+    name, kind, options_type, summary = "speculative_draft", "model", DraftOptions, "a whole model"
+
+
+class Attention(IdleInPlace):
+    name, kind, options_type, summary = "cpu_attention", "attention", NoOptions, "a function of a layer"
+
+
+REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft, Attention])
 
 
 class TinyExperts(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moegraft.injection.planning.modules import ModelModules
@@ -44,8 +44,12 @@ def _inside(path: str, outer: str) -> bool:
     return not outer or path.startswith(f"{outer}.")
 
 
-def assign(rules: Sequence[Rule], modules: ModelModules) -> Assignment:
-    """Assigns every module to the first rule that matches it; pure."""
+def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[str]) -> Assignment:
+    """Assigns every module to the first rule that matches it; pure.
+
+    Args:
+        in_place: the operators that leave their module where it is, and its parts to other rules.
+    """
     fitting = [modules.matching(rule.match) for rule in rules]
     candidates: dict[str, int] = {}  # path -> the first rule that matches it
     for index, paths in reversed(list(enumerate(fitting))):
@@ -69,8 +73,7 @@ def assign(rules: Sequence[Rule], modules: ModelModules) -> Assignment:
             nested.setdefault((index, walk.replaced[1]), []).append(path)
         if not rules[index].recursive:
             walk.closed = (path, index)
-        # What replaces the whole model drives its modules and does not take their place.
-        if rules[index].operator is not None and path and walk.replaced is None:
+        if rules[index].operator not in (None, *in_place) and walk.replaced is None:
             walk.replaced = (path, index)
     lost = [{} if took else _by_owner(fits, walk.owner) for took, fits in zip(taken, fitting, strict=True)]
     return Assignment(taken, lost, nested)

@@ -31,10 +31,13 @@ def check_requires(rules: RuleFile, model_type: str | None, findings: Findings) 
 def check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
     """Reports rules that take nothing, too few or too many modules, or more layers than was meant, and swaps inside swaps."""
     for rule, taken, lost in zip(rules, assignment.taken, assignment.lost, strict=True):
+        if not taken and rule.expect == "any":
+            findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, which it allows")
+            continue
         if not taken:
             _report_nothing_taken(rule, lost, rules, modules, findings)
             continue
-        if rule.expect is not None and rule.expect != len(taken):
+        if rule.expect not in (None, "any", len(taken)):
             message = f"rule '{rule.id}' takes {_listed(taken)} and {rule.expect} are expected"
             findings.error(rule.place("expect"), message)
         _warn_of_open_numbers(rule, taken, modules, findings)

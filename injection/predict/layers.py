@@ -57,7 +57,7 @@ def work_of(outline: Outline, plan: Plan, *, on_gpu: bool = False) -> list[Work]
         UnsupportedModelError: how many experts a token has is not known.
     """
     skeleton = outline.skeleton
-    swaps = {swap.module: swap for swap in plan.swaps if swap.module}
+    swaps = {swap.module: swap for swap in plan.swaps if not swap.in_place}
     found: list[Work] = []
     for path, module in skeleton.named_modules():
         if any(path.startswith(f"{outer}.") for outer in _outer(path) if outer in swaps):

@@ -88,7 +88,7 @@ def _program_bytes() -> int:
 
 def _transient_bytes(outline: Outline, plan: Plan) -> Iterator[int]:
     """For every module, what is read of it at once, and the copy that it becomes on its way."""
-    replaced = {swap.module for swap in plan.swaps if swap.module}
+    replaced = {swap.module for swap in plan.swaps if not swap.in_place}
     for path, module in outline.skeleton.named_modules():
         for parameter in module.parameters(recurse=False):
             read = parameter.numel() * outline.stored.itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rulefile.clauses import check_keys, read_match, read_text
 from moegraft.injection.rulefile.diagnostics import Findings, Position, shown
@@ -81,11 +81,13 @@ class RuleReader:
         self._findings.error(node.position, f"recursive must be true or false (without quotes), not {node}")
         return True
 
-    def _expect(self, node: Node | None, places: dict[str, Position]) -> int | None:
+    def _expect(self, node: Node | None, places: dict[str, Position]) -> int | Literal["any"] | None:
         if node is None:
             return None
         places["expect"] = node.position
         if isinstance(node, ScalarNode) and type(node.value) is int and node.value >= 1:
             return node.value
-        self._findings.error(node.position, f"expect must be the number of modules, 1 or more, not {node}")
+        if isinstance(node, ScalarNode) and node.value == "any":
+            return "any"
+        self._findings.error(node.position, f"expect must be the number of modules, 1 or more, or any, not {node}")
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rulefile.diagnostics import Position
 from moegraft.injection.rulefile.layers import Layers
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moegraft.operators.base import Kind
 
 # The members of `Kind`, written out because whoever only reads a rule file should not wait for torch.
-KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "model")
+KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "model")
 LEAVE_ALONE = "default"  # the class of a rule that keeps its modules as they are
 
 
@@ -45,7 +45,7 @@ class Rule:
         kwargs: the operator's options as written, with their positions.
         options: the operator's options dataclass with defaults filled in; None where `operator` is.
         recursive: whether later rules may still take modules inside those of this one.
-        expect: how many modules the rule must take, or None for any number from 1.
+        expect: how many modules the rule must take; None: any number from 1; "any": none, too.
         inherited: whether the rule is from a file that was extended.
         places: the positions of `match`, `name`, `class`, `kind`, `layers`, `operator`, `kwargs` and `expect`, where given.
     """
@@ -57,7 +57,7 @@ class Rule:
     kwargs: MappingNode | None
     options: object
     recursive: bool
-    expect: int | None
+    expect: int | Literal["any"] | None
     position: Position
     inherited: bool
     places: Mapping[str, Position]

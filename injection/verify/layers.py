@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.graft import Injection
 from moegraft.injection.verify.stock import StockModules
 from moegraft.injection.verify.tolerances import Expected, expected_error
-from moegraft.operators.base import Operator
+from moegraft.operators.base import InPlaceOperator, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def stock_in_place(model: PreTrainedModel, stock: StockModules, found: list[Laye
     hooks = [
         operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
         for path, operator in injection_of(model).operators.items()
-        if path  # what replaces the whole model changes how it is driven, not what a forward pass computes
+        if not isinstance(operator, InPlaceOperator)  # these change how a model is driven, or a function within a stock module
     ]
     try:
         yield

@@ -59,7 +59,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
             stock_logits = _logits(model, ids)
         before = total_counts(sparse)
         injected_logits = _logits(model, ids)
-    wanted = [swap.module for swap in injection_of(model).plan.swaps if swap.module]
+    wanted = [swap.module for swap in injection_of(model).plan.swaps if not swap.in_place]
     by_path = {layer.module: layer for layer in layers}
     return Verification(
         tokens=len(ids),

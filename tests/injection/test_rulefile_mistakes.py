@@ -132,14 +132,14 @@ MISTAKES = (
     Mistake("layers below 0", match("{layers: »-1}"), "layers must be a number or text"),
     Mistake("no replace", "- »match: {kind: experts}\n", "a rule needs 'replace', a mapping with the 'class' of an operator"),
     Mistake("replace is text", replace("»default"), "replace must be a mapping with .*, not text 'default'"),
-    Mistake("no class", replace("»{kwargs: {}}"), "replace needs 'class', .*known are: hybrid_experts"),
+    Mistake("no class", replace("»{kwargs: {}}"), "replace needs 'class', .*known are: cpu_attention, hybrid_experts"),
     Mistake(
         "unknown key of replace", replace("{class: hybrid_experts, »kwarg: {}}"), "unknown key 'kwarg' in replace; did you mean 'kwargs'"
     ),
     Mistake("recursive as text", rule("  recursive: »'False'"), "recursive must be true or false \\(without quotes\\), not text 'False'"),
     Mistake("recursive: no", rule("  recursive: »no"), "recursive must be true or false .*, not text 'no'"),
-    Mistake("expect 0", rule("  expect: »0"), "expect must be the number of modules, 1 or more, not 0"),
-    Mistake("expect a range", rule("  expect: »1-3"), "expect must be the number of modules, 1 or more, not text '1-3'"),
+    Mistake("expect 0", rule("  expect: »0"), "expect must be the number of modules, 1 or more, or any, not 0"),
+    Mistake("expect a range", rule("  expect: »1-3"), "expect must be the number of modules, 1 or more, or any, not text '1-3'"),
     Mistake("id is a number", rule("  id: »5"), "id must be text, not 5; put it in quotes"),
     Mistake("duplicate id", rule("  id: a") + rule("  id: »a"), "id 'a' is taken by the rule in line 3"),
     # the operator and its options

@@ -62,9 +62,9 @@ def test_weights_can_be_chosen_in_every_file(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8")]),
-        ("cpu-exact", [("hybrid_experts", "stored")]),
-        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8")]),
+        ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8"), ("cpu_attention", None)]),
+        ("cpu-exact", [("hybrid_experts", "stored"), ("cpu_attention", None)]),
+        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("cpu_attention", None)]),
     ],
     ids=["cpu", "cpu-exact", "hybrid"],
 )

@@ -125,7 +125,7 @@ def _write_trials(module: str, tried: Sequence[Trial], found: Explanation, termi
         options = ", ".join(f"{name}={value}" for name, value in asdict(swap.options).items())  # type: ignore[call-overload]
         terminal.write(f"  replaced by {swap.operator} ({options}): {bytes_text(swap.footprint.by_device)}\n")
     elif not any(trial.outcome == "won" for trial in tried):
-        around = [swap for swap in (found.plan.swaps if found.plan else ()) if swap.module and module.startswith(f"{swap.module}.")]
+        around = [swap for swap in (found.plan.swaps if found.plan else ()) if not swap.in_place and module.startswith(f"{swap.module}.")]
         gone = f"it goes with {around[0].module}, which rule '{around[0].rule.id}' replaces" if around else "it stays as it is"
         terminal.write(f"  no rule takes it: {gone}\n")
     for finding in found.findings:
