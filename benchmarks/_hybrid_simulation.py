@@ -1,7 +1,7 @@
 """A model's decode and prefill on a modelled machine: the real engine, scheduler, cache, queue and prefetcher on the virtual clock.
 
 Experts have sizes and no weights: what is simulated is who computes what, when, and what is where. Attention, router and shared experts
-are one piece of GPU work a layer. The host is charged for each layer's decision as `HOST_MS`; what it really takes is measured beside it.
+are one piece of GPU work a layer, unless shared experts run beside the routed ones. The host is charged for each layer's decision as `HOST_MS`; what it really takes is measured beside it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -133,22 +134,24 @@ class Simulation:
             self.device.stream("copy").record().wait()
             self.device.synchronize()
 
-    def run(self, trace: Trace, batch: int = 1) -> Figures:
-        """Plays the trace, `batch` tokens a step."""
+    def run(self, trace: Trace, batch: int = 1, *, beside: bool = False) -> Figures:
+        """Plays the trace, `batch` tokens a step; `beside`: shared experts run while the CPU and the link are at work."""
         device, engine = self.device, self.engine
         compute = device.stream("compute")
         rest_ms = rest_layer_ms(self.model, self.machine, batch)
+        shared_ms = rest_ms * self.model.shared_share if beside else 0.0
+        between = partial(device.launch, compute, None, Work("dense", cost_ms=shared_ms)) if beside else None
         start_ms, busy = device.now_ms(), self._busy_ms()
         step_ms: list[float] = []
         host_s = 0.0
         for tokens in _batches(trace, batch):
             began_ms = device.now_ms()
             for step in self._steps(tokens):
-                device.launch(compute, None, Work("dense", cost_ms=rest_ms))
+                device.launch(compute, None, Work("dense", cost_ms=rest_ms - shared_ms))
                 compute.record().wait()
                 device.advance(HOST_MS)
                 begin = time.perf_counter()
-                engine.run(step, _Counted())
+                engine.run(step, _Counted(), between)
                 host_s += time.perf_counter() - begin
             compute.record().wait()
             step_ms.append(device.now_ms() - began_ms)

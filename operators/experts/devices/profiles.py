@@ -70,6 +70,7 @@ class ModelShape:
     Attributes:
         rest_ms: attention, router and shared experts of one layer on the GPU when one token is decoded. Taken to be the same
             on every modelled machine.
+        shared_share: of it, the shared experts; by the weights that are read, of the models' own configs.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ModelShape:
     intermediate: int
     layers: int
     rest_ms: float
+    shared_share: float = 0.0
 
     def expert_bytes(self, bits_per_weight: float = INT4_BITS) -> int:
         """Gate, up and down of one expert."""
@@ -101,9 +103,11 @@ PROFILES: Mapping[str, MachineProfile] = _named(
 )
 
 MODELS: Mapping[str, ModelShape] = _named(
-    ModelShape("deepseek-v2-lite", 64, 6, 2048, 1408, layers=26, rest_ms=0.150),
-    ModelShape("moonlight-16b-a3b", 64, 6, 2048, 1408, layers=26, rest_ms=0.150),  # the same experts and another router
+    # 3 x 2048 x 2816 of 31 million weights a layer
+    ModelShape("deepseek-v2-lite", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55),
+    ModelShape("moonlight-16b-a3b", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55),  # the same experts and another router
     # Of the model's own config: HybriMoE's Table I prints the intermediate size of its dense layers, 18944.
-    ModelShape("qwen2-57b-a14b", 64, 8, 3584, 2560, layers=28, rest_ms=0.220),
+    # 3 x 3584 x 20480 of 250 million.
+    ModelShape("qwen2-57b-a14b", 64, 8, 3584, 2560, layers=28, rest_ms=0.220, shared_share=0.88),
     ModelShape("mixtral-8x7b", 8, 2, 4096, 14336, layers=32, rest_ms=0.260),
 )
