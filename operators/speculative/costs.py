@@ -10,7 +10,7 @@ from statistics import median
 from moegraft.operators.speculative.statistics import Round
 
 WINDOW = 11  # samples of a draft step, and of each length of a verification
-PLAIN_WINDOW = 24  # of plain steps, which all is compared with
+PLAIN_WINDOW = 48  # of plain steps, which all is compared with
 MOST_TIMES_MEDIAN = 2.5  # what a step that took longer counts as: something else ran
 PLAIN_AGAIN = 3  # of them before a text after the first
 CHANGE_SAMPLES, CHANGE_SHARE = 4, 0.35  # plain steps in a row that are off by this share are of another time: what was before is forgotten
