@@ -1,7 +1,8 @@
 """A model's decode and prefill on a modelled machine: the real engine, scheduler, cache, queue and prefetcher on the virtual clock.
 
 Experts have sizes and no weights: what is simulated is who computes what, when, and what is where. Attention, router and shared experts
-are one piece of GPU work a layer, unless shared experts run beside the routed ones. The host is charged for each layer's decision as `HOST_MS`; what it really takes is measured beside it.
+are one piece of GPU work a layer, unless shared experts run beside the routed ones. The host is charged for each layer's decision as
+`HOST_MS`; what it really takes is measured beside it.
 """
 
 from __future__ import annotations
