@@ -1,8 +1,8 @@
 """What running shared experts beside the routed ones saves, modelled: decode of whole models on the virtual clock, both ways.
 
 Shared experts are `shared_share` of what a layer takes on the GPU besides its routed ones (profiles.py: by the weights that are read).
-`alone` they run before the routed experts are handed over, as the blocks of transformers have it; `beside`, while the CPU and the link are at
-work. The routing is made up (`_synthetic_routing.py`), the engine's plans do not know of them, and no GPU has measured it.
+`alone` they run before the routed experts are handed over, as the blocks of transformers have it; `beside`, while the CPU and the link are
+at work. The routing is made up (`_synthetic_routing.py`), the engine's plans do not know of them, and no GPU has measured it.
 """
 
 from __future__ import annotations
