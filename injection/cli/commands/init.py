@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,11 +19,13 @@ from moegraft.injection.cli.commands.options import (
     JsonOption,
     LinkBandwidthOption,
     ModelOption,
+    StatedMachine,
     TrustOption,
     model_options,
+    stated_machine,
 )
 from moegraft.injection.cli.commands.output import Json, write_json
-from moegraft.injection.cli.commands.plan import as_json, gap_text, parse_size, parse_sizes
+from moegraft.injection.cli.commands.plan import as_json, gap_text
 from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.cli.terminal import Terminal, open_terminal
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from moegraft.injection.outline import Outline
     from moegraft.injection.predict.forecast import Machinery
 
+Goal = Literal["decode", "prefill", "quality"]
 STANDARD_OUTPUT = Path("-")
 CONTEXT = 4096
 
@@ -47,7 +51,7 @@ def init(
         typer.Option("--from-ktransformers", metavar="FILE", help="Say this file of KTransformers again; with --model, matched to it."),
     ] = None,
     goal: Annotated[
-        Literal["decode", "prefill", "quality"] | None,
+        Goal | None,
         typer.Option("--goal", help="Fast answers (decode, as without it), fast prompts, or the most exact that fits."),
     ] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
@@ -69,7 +73,7 @@ def init(
     rules are said in ours, each with its line, and what is left out is listed. Exit code 0: it is written; 1: nothing fits, or
     no rule can be mapped; 2: a file or the model cannot be read, or the command is wrong.
     """
-    memory, gpus = parse_size(ram, "--ram"), parse_sizes(gpu_memory, "--gpu-memory")
+    stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
     terminal = open_terminal()
@@ -77,7 +81,30 @@ def init(
         of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
         _refuse_with_ktransformers({**of_prediction, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
-        return
+    else:
+        wanted = Wanted(model, gguf, trust_remote_code, goal or "decode", context or CONTEXT, output)
+        _predict_and_write(wanted, stated, terminal, json=json)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The file to write: for which model, to which end, where."""
+
+    model: str | None
+    gguf: str | None
+    trust_remote_code: bool
+    goal: Goal
+    context: int
+    output: Path
+
+    @property
+    def name(self) -> str:
+        """The model as comments name it."""
+        name = self.model or BUNDLED
+        return name if self.gguf is None else f"{name} with the weights of {Path(self.gguf).name}"
+
+
+def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
     from moegraft.injection.cli.commands.planned import machinery_of, outlined
     from moegraft.injection.initial import candidates, choose
     from moegraft.injection.initial_text import written
@@ -85,20 +112,19 @@ def init(
     from moegraft.injection.predict.speed import Load
     from moegraft.operators.registry import load_registry
 
-    wanted, tokens = goal or "decode", context or CONTEXT
-    machinery_of(None, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)  # measuring takes a minute: refuse first
-    outline = outlined(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
-    measured = store.load() or measure_and_save(terminal)
-    machinery = machinery_of(measured, memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
-    tried = candidates(outline, Load(tokens, 1, min(512, tokens)), machinery, load_registry())
-    chosen = choose(tried, wanted)
-    text = written(chosen, tried, outline, _about(_named(model, gguf), outline, machinery, tokens), wanted) if chosen else None
-    if text is not None and output != STANDARD_OUTPUT:
-        output.write_text(text, encoding="utf-8")
+    machinery_of(None, stated)  # what is wrong with it shows before anything is measured, which takes a minute
+    outline = outlined(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
+    machinery = machinery_of(store.load() or measure_and_save(terminal), stated)
+    load = Load(wanted.context, 1, min(512, wanted.context))
+    tried = candidates(outline, load, machinery, load_registry())
+    chosen = choose(tried, wanted.goal)
+    text = written(chosen, tried, outline, _about(wanted, outline, machinery), wanted.goal) if chosen else None
+    if text is not None and wanted.output != STANDARD_OUTPUT:
+        wanted.output.write_text(text, encoding="utf-8")
     if json:
-        write_json(terminal, _as_json(chosen, tried, outline, output, text))
+        write_json(terminal, _as_json(chosen, tried, outline, wanted.output, text))
     elif chosen is not None and text is not None:
-        _write(chosen, text, output, terminal)
+        _write(chosen, text, wanted.output, terminal)
     else:
         _refuse(tried, terminal)
     if chosen is None:
@@ -115,17 +141,12 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
-def _named(model: str | None, gguf: str | None) -> str:
-    name = model or BUNDLED
-    return name if gguf is None else f"{name} with the weights of {Path(gguf).name}"
-
-
-def _about(name: str, outline: Outline, machinery: Machinery, context: int) -> list[str]:
+def _about(wanted: Wanted, outline: Outline, machinery: Machinery) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = machinery.gpu
     lines = [
-        f"Written by 'moegraft init' for {name} ({outline.model_class}), context {context:,} tokens,",
+        f"Written by 'moegraft init' for {wanted.name} ({outline.model_class}), context {wanted.context:,} tokens,",
         f"on a machine with {probe_machine().cores} cores and {machinery.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
     if gpu is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,19 +19,16 @@ from moegraft.injection.cli.commands.options import (
     TrustOption,
     VarOption,
     model_options,
+    stated_machine,
 )
 from moegraft.injection.cli.commands.output import Json, columns, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.cli.terminal import Terminal, open_terminal
 
 if TYPE_CHECKING:
     from moegraft.injection.outline import Outline
     from moegraft.injection.predict.forecast import Forecast
     from moegraft.injection.predict.gpu_memory import GpuMemory
-
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -57,14 +53,14 @@ def plan(
     here, or for one that --gpu-memory states. Exit code 0: it fits; 1: it does not, or the rules are wrong; 2: a file or the
     model cannot be read, or the command is wrong.
     """
-    options, memory = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code), parse_size(ram, "--ram")
+    options = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code)
+    stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     from moegraft.injection.cli.commands.planned import machinery_of, outlined_rules
     from moegraft.injection.predict import store
     from moegraft.injection.predict.forecast import forecast
     from moegraft.injection.predict.speed import Load
 
-    gpus = parse_sizes(gpu_memory, "--gpu-memory")
-    machinery = machinery_of(store.load(), memory, gpus, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
+    machinery = machinery_of(store.load(), stated)
     found = outlined_rules(options)
     planned = found.outline.plan(found.rules, found.registry)
     figures = forecast(found.outline, planned, Load(context, batch, min(prompt, context)), machinery, found.registry)
@@ -75,30 +71,6 @@ def plan(
         _write(figures, found.outline, terminal)
     if not figures.fits:
         raise typer.Exit(FINDINGS)
-
-
-def parse_size(text: str | None, option: str) -> int | None:
-    """Bytes of `64GiB`, `64G` or `64GB`, all of which mean 64 * 1024**3 as memory is sold; None of None.
-
-    Raises:
-        OptionsError: the text is no size.
-    """
-    if text is None:
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise OptionsError(f"{option} {text}: give a size such as 24GiB")
-    return int(float(found["number"]) * 1024 ** _POWERS[found["unit"].upper()])
-
-
-def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Sizes with commas between: one for each device.
-
-    Raises:
-        OptionsError: one is no size.
-    """
-    sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
-    return None if sizes is None else tuple(size for size in sizes if size is not None)
 
 
 def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moegraft.injection.cli.commands.options import StatedMachine
 from moegraft.injection.cli.loading import model_of, quiet_libraries
 from moegraft.injection.cli.model_options import ModelOptions
 from moegraft.injection.cli.option_groups import OptionsError
@@ -49,14 +50,7 @@ def outlined_rules(options: ModelOptions) -> OutlinedRules:
     return OutlinedRules(found, rules, registry)
 
 
-def machinery_of(
-    measured: Measurements | None,
-    ram: int | None,
-    gpus: tuple[int, ...] | None,
-    *,
-    gpu_bandwidth: float | None,
-    link_bandwidth: float | None,
-) -> Machinery:
+def machinery_of(measured: Measurements | None, stated: StatedMachine) -> Machinery:
     """This machine, with what the options state of another.
 
     Raises:
@@ -64,9 +58,9 @@ def machinery_of(
     """
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
-    budget = budget_of(machine, gpus, of_gpu, gbps=gpu_bandwidth, link_gbps=link_bandwidth)
-    if budget is None and not (gpu_bandwidth is None and link_bandwidth is None):
+    budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)
+    if budget is None and not (stated.gpu_bandwidth is None and stated.link_bandwidth is None):
         raise OptionsError(
             "--gpu-bandwidth and --link-bandwidth are of a GPU, and none is here: state its memory, too, as --gpu-memory 24GiB"
         )
-    return Machinery(machine.available_bytes if ram is None else ram, measured, budget)
+    return Machinery(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)

@@ -12,7 +12,7 @@ from families import build_model, served_cases
 from family_rows import FamilyCase
 from typer.testing import Result
 
-from moegraft.injection.cli.commands.plan import parse_size
+from moegraft.injection.cli.commands.options import parse_size
 from moegraft.injection.cli.option_groups import OptionsError
 from moegraft.injection.outline import outline
 from moegraft.injection.predict import store
