@@ -35,6 +35,7 @@ class Way:
 
     Attributes:
         ratio: share of experts with a slot on an emulated device, whose experts alone draft; None: any expert drafts, on the CPU.
+        sparsity: share of neurons that drafts leave out; None: none.
     """
 
     top_k: int
@@ -42,6 +43,7 @@ class Way:
     tolerance: float = 0.0
     sampled: bool = False
     max_draft: int = 5
+    sparsity: float | None = None
 
     def rules(self) -> str:
         draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": self.max_draft, "schedule": "fixed"}
@@ -51,6 +53,9 @@ class Way:
         if self.ratio is not None:
             draft |= {"experts": "resident"}
             experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
+        if self.sparsity is not None:
+            draft |= {"draft_sparsity": self.sparsity}
+            experts = "{sparsity: {target: 0, counts: routed}}"
         return RULES.format(experts=experts, draft=_flow(draft))
 
     def named(self) -> dict[str, object]:
@@ -74,11 +79,13 @@ class Rounds:
     Attributes:
         kept: share of the router's weight that each draft token's experts had, by call of a layer.
         recall: share of a verification's experts that the draft's routers had named for the same token, by layer.
+        left_out: share of neurons that drafts left out, by layer.
     """
 
     rounds: list[Round] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     recall: dict[int, list[float]] = field(default_factory=dict)
+    left_out: list[float] = field(default_factory=list)
 
     @property
     def kept_share(self) -> float:
@@ -161,4 +168,7 @@ def draft_rounds(model: str | Path, way: Way, prompts: Sequence[torch.Tensor], n
         torch.manual_seed(seed)
         arguments: dict[str, Any] = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": way.sampled}
         loaded.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    if way.sparsity is not None:
+        layers: list[Any] = [module for module in loaded.modules() if isinstance(module, HybridExperts)]
+        found.left_out = [layer.statistics()["sparsity"]["draft_routed_sparsity"] for layer in layers]
     return found

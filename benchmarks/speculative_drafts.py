@@ -1,6 +1,6 @@
 """What makes a draft stand? The method's observations (SS-MoE, Figure 2) on a checkpoint; without --model the bundled one.
 
-    python benchmarks/speculative_drafts.py rounds quality tasks --text talk=questions.txt --text prose=essay.txt
+    python benchmarks/speculative_drafts.py rounds quality tasks sparsity --text talk=questions.txt --text prose=essay.txt
 
 - rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text and drafts in many ways; how
   many tokens stand by position and by the draft's confidence; which share of the router's weight the experts of a draft have, on
@@ -9,6 +9,8 @@
   first r have.
 - tasks (`speculative_tasks.csv`): rounds on each text that is given, and on the held-out text. The demo model knows one kind of text; what
   it makes of others tells about drafts and not about the task.
+- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and half of them. `bytes_share`
+  is what such a draft reads of the routed experts' bytes: gates are read whole, of up and down the rows that are left.
 - plot: `speculative_drafts.png` from those files.
 """
 
@@ -36,6 +38,7 @@ RATIOS = (0.125, 0.25, 0.5, 0.75)
 TOLERANCE = 0.3
 BINS = 10
 QUALITY_TOKENS = 256  # a piece
+SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 Row = dict[str, object]
 
 
@@ -91,6 +94,21 @@ def rounds(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int) 
         by_confidence += rows_by_confidence(way, found)
         print(by_way[-1], flush=True)
     return by_way, by_confidence
+
+
+def sparsity(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int) -> list[Row]:
+    experts = AutoConfig.from_pretrained(model).num_experts_per_tok
+    rows: list[Row] = []
+    for top_k in dict.fromkeys((experts, max(1, experts // 2))):
+        for share in SPARSITIES:
+            for sampled in (False, True):
+                way = Way(top_k, sampled=sampled, max_draft=MAX_DRAFT, sparsity=share)
+                found = draft_rounds(model, way, prompts, new_tokens)
+                left_out = sum(found.left_out) / len(found.left_out)
+                bytes_share = round(top_k / experts * (1 + 2 * (1 - left_out)) / 3, 3)
+                rows.append({"draft_sparsity": share, "left_out": round(left_out, 3), "bytes_share": bytes_share, **row_of(way, found)})
+                print(rows[-1], flush=True)
+    return rows
 
 
 @torch.inference_mode()
@@ -203,7 +221,7 @@ def plot() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "plot"))
+    parser.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "plot"))
     parser.add_argument("--model", default=str(demo_path()))
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="for tasks; may be given more than once")
     parser.add_argument("--prompts", type=int, default=12)
@@ -218,6 +236,9 @@ def main() -> None:
     if "quality" in arguments.parts:
         texts = pieces(arguments.model, held_out(), 2 * arguments.prompts, QUALITY_TOKENS)
         print(write_rows("speculative_quality", quality(arguments.model, texts)))
+    if "sparsity" in arguments.parts:
+        prompts = pieces(arguments.model, held_out(), arguments.prompts, PROMPT_TOKENS)
+        print(write_rows("speculative_sparsity", sparsity(arguments.model, prompts, arguments.new_tokens)))
     if "tasks" in arguments.parts:
         named = {"held out": held_out()} | {
             name: Path(path).read_text(encoding="utf-8") for name, _, path in (each.partition("=") for each in arguments.text)
