@@ -9,8 +9,8 @@
   first r have.
 - tasks (`speculative_tasks.csv`): rounds on each text that is given, and on the held-out text. The demo model knows one kind of text; what
   it makes of others tells about drafts and not about the task.
-- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and half of them. `bytes_share`
-  is what such a draft reads of the routed experts' bytes: gates are read whole, of up and down the rows that are left.
+- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and half of them.
+  `bytes_share` is what such a draft reads of the routed experts' bytes: gates are read whole, of up and down the rows that are left.
 - plot: `speculative_drafts.png` from those files.
 """
 
