@@ -66,7 +66,7 @@ def test_explain_shows_what_the_file_has(run: Run, run_json: RunJson, model: lis
 
 def test_check_counts_what_the_file_has(run: Run, run_json: RunJson, model: list[str | Path]) -> None:
     found = run_json("check", "cpu-exact", *model)
-    assert (found["exit_code"], found["files"][0]["modules"]) == (0, 2)
+    assert (found["exit_code"], found["files"][0]["modules"]) == (0, 4), "two layers: experts and attention"
     without = run_json("check", "cpu-exact", *model[:2])
     assert found["files"][0]["bytes_by_device"]["cpu"] < without["files"][0]["bytes_by_device"]["cpu"]
     refused = run("check", "cpu-exact", *model[2:])
