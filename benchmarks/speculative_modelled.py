@@ -2,6 +2,7 @@
 
     python benchmarks/speculative_modelled.py --models deepseek-v2-lite moonlight-16b-a3b --bits 16 --link 19
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --append
+    python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long --append
 
 The product's engine, prefetchers and schedules on the virtual clock, with made-up routing; acceptance as the bundled model had it
 (`speculative_drafts.py rounds` comes first). Each row is against two ways without drafts:
@@ -182,8 +183,8 @@ def ratio_of(row: dict[str, str]) -> float:
     return float(row["cache_ratio"])
 
 
-def _read() -> list[dict[str, str]]:
-    with (RESULTS / f"{NAME}.csv").open(newline="", encoding="utf-8") as file:
+def _read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default=NAME, help="of the file; only the usual one is drawn")
     parser.add_argument("--append", action="store_true", help="keep the rows of the file that are of other models")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
@@ -209,10 +211,10 @@ def main() -> None:
                 print(*(row[name] for name in SHOWN), flush=True)
                 rows.append(row)
             if not arguments.no_write:  # after each, for a run is long
-                kept = [row for row in _read() if row["model"] not in arguments.models] if arguments.append else []
-                write_rows(NAME, [*kept, *rows], ("torch", "numpy"))
-    if not arguments.no_write:
-        print(plot(_read()))
+                kept = [row for row in _read(arguments.name) if row["model"] not in arguments.models] if arguments.append else []
+                write_rows(arguments.name, [*kept, *rows], ("torch", "numpy"))
+    if not arguments.no_write and arguments.name == NAME:
+        print(plot(_read(NAME)))
 
 
 if __name__ == "__main__":
