@@ -1,0 +1,40 @@
+"""Each recipe is a whole rule file that fits a model: the bundled one, which has no shared experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from documents import Block, blocks
+from rule_support import findings_of, write
+
+from moegraft.injection.demo import demo_path
+from moegraft.injection.outline import Outline, outline
+from moegraft.injection.rulefile import read_rules
+from moegraft.operators.registry import load_registry
+
+RECIPES = [block for block in blocks("yaml") if block.page.name == "recipes.md"]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Outline:
+    return outline(demo_path())
+
+
+@pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
+def test_a_recipe_fits_a_model(block: Block, bundled: Outline, tmp_path: Path) -> None:
+    registry = load_registry()
+    rules = read_rules(write(tmp_path, block.text), registry=registry)
+    found = findings_of(lambda: bundled.plan(rules, registry))
+    if "shared_expert_gate" in block.text:  # a rule that takes nothing is an error, as the page says
+        assert ["rule 'gates' matches no module" in finding.message for finding in found] == [True]
+        return
+    assert found == ()
+    taken = {swap.operator for swap in bundled.plan(rules, registry).swaps}
+    assert "hybrid_experts" in taken
+
+
+def test_there_is_one_for_each_question() -> None:
+    text = RECIPES[0].page.read_text(encoding="utf-8")
+    for title in ("24 GB GPU and 64 GB", "CPU only", "Two GPUs", "Quality first", "A new family"):
+        assert f"## {title}" in text or f"## A {title}" in text
