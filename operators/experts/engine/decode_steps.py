@@ -19,12 +19,12 @@ from moegraft.operators.base import ModelOperator, Operator
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.static_cache import (
     Length,
-    addresses,
     fixed,
     grown,
     has_static_form,
     is_filled,
     names_a_cache,
+    places,
     why_not_static,
 )
 from moegraft.operators.experts.engine.step_graph import StepGraph
@@ -231,11 +231,11 @@ class DecodeSteps:
             logger.log(logging.WARNING if self._mode == "graph" else logging.INFO, "decode steps run layer by layer: %s", reason)
 
 
-def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], tuple[int, ...]]:
+def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object]:
     """What a captured step has fixed: forms of tensors, values of all else, and the memory of the cache."""
     leaves, spec = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
     fixed: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return spec, fixed, addresses(arguments[CACHE])
+    return spec, fixed, places(arguments[CACHE])
 
 
 def _copied(outputs: Any, cache: Any) -> Any:

@@ -70,6 +70,11 @@ class Observer:
                 start_ms = origin_ms + self._device.elapsed_ms(event, launch.before)
                 self._timeline.add("GPU", f"layer {launch.layer}", start_ms, start_ms + ms, tokens=launch.loads.tolist())
 
+    def replayed(self, began_ms: float) -> None:
+        """A captured decode step has just ended; who computed what within it is not seen."""
+        if self._timeline is not None:
+            self._timeline.add("GPU", "captured step", began_ms, self._device.now_ms())
+
     def computed_on_cpu(self, layer: int, loads: NDArray[np.int32], ms: float | None) -> None:
         """The CPU's part of a layer has just ended; None: it ended before anybody looked."""
         if ms is None:

@@ -37,9 +37,10 @@ def is_filled(cache: Any) -> bool:
     return all(layer.is_initialized for layer in cache.layers)
 
 
-def addresses(cache: Any) -> tuple[int, ...]:
-    """Of its memory, which a captured step reads and writes."""
-    return tuple(tensor.data_ptr() for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length))
+def places(cache: Any) -> tuple[tuple[int, torch.Size, torch.dtype], ...]:
+    """Where its memory is and what form it has, which a captured step reads and writes: of a cache that is gone another may have both."""
+    tensors = (tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length))
+    return tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 class Length:

@@ -67,10 +67,12 @@ class StepGraph:
             try:
                 with self._slots.lock:
                     self._buffers.show(self._slots.table, self._slots.version)
+                began_ms = self._engine.device.now_ms()
                 self._graph.replay()
                 done = self._compute.record()
                 self._learn()
                 done.wait()
+                self._engine.observer.replayed(began_ms)
             except DeviceError:
                 self._engine.settle()
                 raise

@@ -18,6 +18,7 @@ from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.assembly import EngineParts
 from moegraft.operators.experts.engine.captured_layer import CallShape
 from moegraft.operators.experts.engine.step_graph import StepGraph
+from moegraft.operators.experts.engine.timeline import Timeline
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.transfers import Urgency
 
@@ -113,6 +114,16 @@ def test_both_devices_take_part_and_the_cache_learns() -> None:
         step.replay(7)
         step.replay(7)
         assert statistics.on_cpu == on_cpu, "what the CPU had to serve was brought up"
+
+
+def test_a_timeline_shows_every_step() -> None:
+    with captured(Setting("greedy")) as step:
+        observer = step.rig.engine.observer
+        observer.timeline = timeline = Timeline("emulated:0")
+        for seed in range(3):
+            step.replay(seed)
+        spans = [span for span in timeline.spans if span.name == "captured step"]
+        assert len(spans) == 3 and all(span.lane == "GPU" and span.end_ms >= span.start_ms for span in spans)
 
 
 def test_a_fixed_map_stays() -> None:
