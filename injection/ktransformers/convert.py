@@ -146,7 +146,8 @@ class _Converter:
         self._taken.update(taken)
         gpu = linear_gpu(rule)
         options = 'weights: "${linear}"' + ("" if gpu == "none" else f', gpu: "{gpu}"')
-        notes = (*devices_of(rule), *_remarks(rule))
+        apart = "device_map says where its layer is: on another GPU, every token would go back and forth"
+        notes = (*devices_of(rule), *((apart,) if gpu.startswith("cuda:") else ()), *_remarks(rule))
         lines = self._lines(rule, "linear", _match("linear", rule), "quantized_linear", options, taken)
         return Outcome(rule, "quantized_linear", lines, notes)
 

@@ -120,6 +120,14 @@ def test_two_gpus_are_one_set_of_slots(tmp_path: Path) -> None:
     assert yaml.safe_load(written(found, Path("x.yaml"), None))["vars"]["gpu"] == "cuda:0,cuda:1"
 
 
+@pytest.mark.parametrize(("device", "gpu"), [("cuda", "auto"), ("cuda:1", "cuda:1"), ("cpu", None), ("xpu", None)])
+def test_linear_layers_stay_on_their_device(device: str, gpu: str | None, tmp_path: Path) -> None:
+    rule = f"replace: {{class: KTransformersLinear, kwargs: {{generate_device: '{device}', generate_op: KLinearMarlin}}}}"
+    (found,) = outcomes(f"- match: {{name: '_proj$', class: torch.nn.Linear}}\n  {rule}\n", tmp_path)
+    assert rule_of(found)["replace"]["kwargs"] == {"weights": "${linear}"} | ({"gpu": gpu} if gpu else {})
+    assert any("device_map says where its layer is" in note for note in found.notes) == (device == "cuda:1")
+
+
 def test_experts_on_the_cpu_alone_ask_for_no_gpu(tmp_path: Path) -> None:
     (found,) = outcomes(
         "- match: {name: experts$}\n  replace: {class: KTransformersExperts, kwargs: {generate_device: cpu, backend: AMXInt8}}\n", tmp_path
