@@ -1,22 +1,28 @@
 """What the kernels compile to, on a machine with no GPU: every launch within `recording` is compiled for a GPU and not run.
 
 The launchers themselves are called, so types, alignments and constants are those that are shipped. Registers, spills and instructions are
-read off the machine code with the disassembler that Triton brings.
+read off the machine code with the disassembler that Triton brings. A launch has a key, made from all that its binary depends on but the
+compiler: what was compiled before need not be compiled again.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
 import subprocess
 import tempfile
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -34,6 +40,7 @@ class Compiled:
     """One kernel for one kind of GPU.
 
     Attributes:
+        key: of the launch; the same for the same source, types, constants and GPU.
         registers: of a thread.
         spills: instructions that go to local memory.
         wide_loads: loads of 16 bytes a thread from global memory, straight or by way of shared memory.
@@ -41,6 +48,7 @@ class Compiled:
         tensor_cores: matrix instructions, `HGMMA` where the four warps of a group share one.
     """
 
+    key: str
     kernel: str
     capability: int
     warps: int
@@ -86,38 +94,84 @@ class _NoGpu:
         return self._target
 
 
+@dataclass(slots=True)
+class Recording:
+    """What was launched.
+
+    Attributes:
+        launched: the kernels' names by key, compiled or not.
+        compiled: as far as it was wanted, when the recording has ended.
+    """
+
+    launched: dict[str, str] = field(default_factory=dict)
+    compiled: list[Compiled] = field(default_factory=list)
+
+
 @contextmanager
-def recording(capability: int) -> Iterator[list[Compiled]]:
-    """Launches within it are compiled for compute capability `capability` (80, 90) and listed, once for each distinct binary.
+def recording(capability: int, wanted: Collection[str] | None = None) -> Iterator[Recording]:
+    """Launches within it are compiled for compute capability `capability` (80, 90) and listed, once for each key.
 
     Tensors may be on the CPU or on meta. Not for several threads at once: Triton's launch function is replaced meanwhile.
+
+    Args:
+        wanted: keys; launches of others are listed and not compiled.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
     """
     if interpreted():
         raise RuntimeError("TRITON_INTERPRET=1 is set: this process interprets kernels and cannot compile them")
-    found: dict[str, Compiled] = {}
+    found = Recording()
     run, active = JITFunction.run, driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        key = launch_key(self, args, kwargs, capability)
+        if key in found.launched or (wanted is not None and key not in wanted):
+            found.launched[key] = self.__name__.strip("_")
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in found:
-            found[kernel.hash] = _inspect(self.__name__, capability, kernel)
+        found.launched[key] = self.__name__.strip("_")
+        found.compiled.append(_inspect(key, self.__name__, capability, kernel))
         return kernel
 
-    listed: list[Compiled] = []
     JITFunction.run = compile_only
     driver.set_active(_NoGpu(capability))
     try:
-        yield listed
+        yield found
     finally:
         JITFunction.run = run
         driver._active = active
-        listed += found.values()
 
 
-def _inspect(name: str, capability: int, kernel: Any) -> Compiled:
+def launch_key(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], capability: int) -> str:
+    """What a launch compiles from: the text of the kernel and of all it calls, the types of its arguments, its constants and options."""
+    variables = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    named = [f"{name}={_kind(value) if name in variables else value}" for name, value in sorted(given.items())]
+    text = "\0".join([*sorted(_sources(kernel, {})), *named, str(capability)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _kind(value: Any) -> str:
+    """A variable as far as Triton looks at it."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.data_ptr() % 16 == 0}"
+    return f"int {value == 1} {value % 16 == 0}" if isinstance(value, int) else type(value).__name__
+
+
+def _sources(kernel: Any, found: dict[int, str]) -> Collection[str]:
+    """The text of a kernel, of those it calls, and the constants of their modules that they name."""
+    found[id(kernel)] = kernel.src
+    for node in ast.walk(ast.parse(textwrap.dedent(kernel.src))):
+        value = kernel.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(value, tl.constexpr):
+            found[id(value)] = f"{node.id} = {value.value}"  # type: ignore[attr-defined]
+        elif isinstance(value, JITFunction) and id(value) not in found and value.fn.__module__.split(".")[0] != "triton":
+            _sources(value, found)
+    return found.values()
+
+
+def _inspect(key: str, name: str, capability: int, kernel: Any) -> Compiled:
     usage, code = _disassemble(kernel.asm["cubin"])
     sizes = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert sizes is not None, f"cuobjdump printed no resource usage for {name}: {usage[:200]}"
@@ -127,6 +181,7 @@ def _inspect(name: str, capability: int, kernel: Any) -> Compiled:
         count[opcode.split(".")[0]] += times
     loads = {opcode: times for opcode, times in opcodes.items() if opcode.startswith(("LDG", "LDGSTS"))}
     return Compiled(
+        key=key,
         kernel=name.strip("_"),
         capability=capability,
         warps=kernel.metadata.num_warps,

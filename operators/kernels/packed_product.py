@@ -27,6 +27,13 @@ def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int]:
     return 128, 8 if block_pairs >= 64 else 4
 
 
+def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
+    """Two programs of 8 warps fit a multiprocessor with 128 registers a thread. Where a loop without masks just fits, the assembler keeps
+    to them only if it is told to, and else parks a value in memory; with masks it does better by itself."""
+    masked = matrix.columns % matrix.step_columns != 0 or matrix.rows % rows != 0
+    return {"maxnreg": 128} if warps == 8 and matrix.header > 0 and not masked else {}
+
+
 def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     """`x (T, columns)` as the product wants it: (T, padded columns), in each step of columns first all that units hold first, and so on."""
     step, held = matrix.step_columns, matrix.columns_a_unit
@@ -165,5 +172,5 @@ def packed_product(
         x, packed.units, packed.scales, packed.biases,
         groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
         M=matrix, GATE=gate, FINISH=finish, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
-        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=3, **LAUNCH,
+        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=3, **_registers(matrix, rows, warps), **LAUNCH,
     )  # fmt: skip

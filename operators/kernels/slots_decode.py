@@ -32,7 +32,8 @@ def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexp
     MASKED: tl.constexpr = COUNT % UNITS != 0 or M.columns % 32 != 0
     steps = tl.arange(0, UNITS)[:, None]
     total = tl.zeros((UNITS, ROWS), tl.float32)
-    for first in tl.range(0, COUNT, UNITS, loop_unroll_factor=4):
+    UNROLL: tl.constexpr = 2 if MASKED else 4  # masks take registers
+    for first in tl.range(0, COUNT, UNITS, loop_unroll_factor=UNROLL):
         at = first + steps
         units = signed(load(units_ptr + unit_at(rows, at, M), at < COUNT, MASKED), M)
         part = tl.zeros((UNITS, ROWS), tl.float32)

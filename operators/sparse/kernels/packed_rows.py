@@ -223,9 +223,10 @@ def _down_kernel(
     if slot < 0:
         return
     at = tl.program_id(1) * BU + tl.arange(0, BU)
-    j = tl.arange(0, R.columns_a_unit)
+    HELD: tl.constexpr = R.columns_a_unit
+    j = tl.arange(0, HELD)
     length = tl.load(length_ptr + pair)
-    total = tl.zeros((BN, BU, R.columns_a_unit), tl.float32)
+    total = tl.zeros((BN, BU, HELD), tl.float32)
     first = 0
     while first < length:
         places = first + tl.arange(0, BN)

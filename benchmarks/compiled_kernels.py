@@ -1,0 +1,261 @@
+"""What every shipped configuration of the GPU kernels compiles to, with no GPU: registers, spills, shared memory, loads, instructions.
+
+    python benchmarks/compiled_kernels.py
+
+compiles for sm_80 and sm_90 what `results/compiled_kernels.csv` does not have yet of the installed Triton (`--all`: everything anew), and
+drops what is no longer launched. The oldest Triton has rows of its own: `pip install --no-deps --target DIR triton==3.6.0`, then the same
+with PYTHONPATH=DIR. Tests hold the rows to what a GPU has room for, compile what has changed since, and hold a sample to what it compiles
+to now. `--case NAME` prints some cases and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.operators.kernels.compile_check import Compiled, recording
+from moegraft.operators.kernels.layout import block_bytes, round_up
+from moegraft.operators.kernels.linear import PackedLinearOnGpu
+from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
+from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.sparse.weights import SparseWeights, sketch_of
+from moegraft.operators.sparse.workspace import Workspace
+
+RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
+CAPABILITIES = (80, 90)
+META = torch.device("meta")
+BF16 = torch.bfloat16
+CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)
+# hidden, intermediate, experts, experts a token
+SHAPES = {
+    "qwen3-30b": (2048, 768, 128, 8),
+    "deepseek-v2-lite": (2048, 1408, 64, 6),
+    "mixtral": (4096, 14336, 8, 2),
+    "gpt-oss": (2880, 2880, 32, 4),
+    "qwen3.5-35b": (2048, 512, 256, 8),
+    "qwen3.5-122b": (3072, 1024, 256, 8),
+}
+# Compiled in every run of the tests.
+SAMPLE = (
+    "slots qwen3-30b int4 bfloat16 T=1",
+    "slots qwen3-30b bfloat16 bfloat16 T=512",
+    "linear int8 bfloat16 T=64",
+    "sparse qwen3.5-35b pair bfloat16 T=1",
+    "sparse qwen3.5-35b union bfloat16 T=64",
+    "sparse qwen3.5-35b sketch bfloat16 T=8",
+)
+Case = Callable[[], None]
+Row = dict[str, object]
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int) -> Case:
+    hidden, intermediate, num_experts, top_k = SHAPES[name]
+    clamped = name == "gpt-oss"
+    experts = SlotExperts(ExpertsShape(num_experts, hidden, intermediate, bias=clamped), CLAMPED if clamped else GateSpec(), weights)
+
+    def launch() -> None:
+        experts.forward(
+            empty(tokens, hidden, dtype=dtype),
+            empty(num_experts, experts.matrices.expert_bytes, dtype=torch.uint8),
+            empty(tokens, top_k, dtype=torch.int32),
+            empty(tokens, top_k, dtype=torch.float32),
+            empty(tokens, hidden, dtype=torch.float32),
+        )
+
+    return launch
+
+
+def sparse_slots_case(name: str, weights: str, tokens: int) -> Case:
+    hidden, intermediate, num_experts, top_k = SHAPES[name]
+    experts = SparseSlotExperts(ExpertsShape(num_experts, hidden, intermediate), GateSpec(), weights, META)
+
+    def launch() -> None:
+        experts.forward(
+            empty(tokens, hidden, dtype=BF16),
+            empty(num_experts, experts.expert_bytes, dtype=torch.uint8),
+            empty(tokens, top_k, dtype=torch.int32),
+            empty(tokens, top_k, dtype=torch.float32),
+            empty(tokens, hidden, dtype=torch.float32),
+        )
+
+    return launch
+
+
+def linear_case(weights: str, dtype: torch.dtype, tokens: int) -> Case:
+    rows, columns = 4096, 2048
+    packed = empty(block_bytes(weights, columns) * round_up(rows, 32) // 32, dtype=torch.uint8)
+    linear = PackedLinearOnGpu(rows, columns, weights, packed, empty(rows, dtype=torch.float32))
+    return lambda: void(linear.forward(empty(tokens, columns, dtype=dtype)))
+
+
+def void(result: object) -> None:
+    """For a launcher whose result is of no interest."""
+
+
+def sparse_case(name: str, path: str, dtype: torch.dtype, tokens: int, group: int = 1) -> Case:
+    hidden, intermediate, num_experts, top_k = SHAPES[name]
+    biased = name == "gpt-oss"
+    weights = SparseWeights(
+        empty(num_experts, 2 * intermediate, hidden, dtype=dtype),
+        empty(num_experts, intermediate, hidden, dtype=dtype),
+        CLAMPED if biased else GateSpec(),
+        gate_up_bias=empty(num_experts, 2 * intermediate, dtype=torch.float32) if biased else None,
+        down_bias=empty(num_experts, hidden, dtype=torch.float32) if biased else None,
+    )
+    if path == "sketch":
+        weights = replace(weights, sketch=sketch_of(weights))
+    layer = SparseGpuLayer(weights, Workspace(META), lambda *_: "pair", group=group)
+
+    def launch() -> None:
+        layer.forward(
+            empty(tokens, hidden, dtype=dtype),
+            empty(tokens, top_k, dtype=torch.int32),
+            empty(tokens, top_k, dtype=torch.float32),
+            empty(tokens, hidden, dtype=dtype),
+            "pair" if path == "sketch" else path,
+        )
+
+    return launch
+
+
+def label(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def cases() -> Mapping[str, Case]:
+    """Every shipped configuration: each kernel at each of its tile sizes, in each type that it is offered in."""
+    found: dict[str, Case] = {}
+    for name in ("qwen3-30b", "deepseek-v2-lite", "mixtral", "gpt-oss"):
+        for weights in ("bfloat16", "int8", "int4"):
+            for tokens in (1, 64, 512, 2048):
+                found[f"slots {name} {weights} bfloat16 T={tokens}"] = slots_case(name, weights, BF16, tokens)
+    for weights in ("float32", "float16", "bfloat16", "int8", "int4"):
+        for dtype in (torch.float32, torch.float16):
+            for tokens in (1, 512):
+                found[f"slots qwen3-30b {weights} {label(dtype)} T={tokens}"] = slots_case("qwen3-30b", weights, dtype, tokens)
+    for name in ("qwen3-30b", "mixtral"):
+        for weights in ("bfloat16", "int8", "int4"):
+            for tokens in (1, 64):
+                found[f"sparse slots {name} {weights} T={tokens}"] = sparse_slots_case(name, weights, tokens)
+    for weights in ("int8", "int4"):
+        for tokens in (1, 16, 32, 64):
+            found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
+    by_path = (("pair", 1), ("ordered", 16), ("sketch", 8), ("sketch", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048))
+    for name in ("qwen3.5-35b", "qwen3.5-122b", "gpt-oss"):
+        for path, tokens in by_path:
+            found[f"sparse {name} {path} bfloat16 T={tokens}"] = sparse_case(name, path, BF16, tokens)
+    for path, tokens in (("pair", 1), ("union", 64), ("dense", 64)):
+        for group in (4, 8, 16, 32):
+            found[f"sparse qwen3.5-35b {path} bfloat16 T={tokens} group={group}"] = sparse_case("qwen3.5-35b", path, BF16, tokens, group)
+        for dtype in (torch.float32, torch.float16):
+            found[f"sparse qwen3.5-35b {path} {label(dtype)} T={tokens}"] = sparse_case("qwen3.5-35b", path, dtype, tokens)
+    return found
+
+
+def launches(capability: int) -> dict[str, str]:
+    """The first case that each distinct launch is of, by the launch's key."""
+    found: dict[str, str] = {}
+    with quiet():
+        for name, case in cases().items():
+            with recording(capability, wanted=()) as recorded:
+                case()
+            for key in recorded.launched:
+                found.setdefault(key, name)
+    return found
+
+
+def compiled(case: Case, capability: int, wanted: Collection[str] | None = None) -> list[Compiled]:
+    """What a case launches, or of that what is wanted by its key."""
+    with quiet(), recording(capability, wanted) as found:
+        case()
+    return found.compiled
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Triton's remarks about what no GPU is there for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def is_product(kernel: str) -> bool:
+    """Whether tensor cores are to do its work."""
+    return "product" in kernel or kernel in ("up_union_kernel", "down_union_kernel")
+
+
+def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each key in `wanted`, which says the case that has it."""
+    every = cases()
+    by_case: dict[str, list[str]] = {}
+    for key, name in wanted.items():
+        by_case.setdefault(name, []).append(key)
+    for name, keys in by_case.items():
+        for found in compiled(every[name], capability, keys):
+            yield {"triton": triton.__version__, "case": name, **asdict(found)}
+            for problem in found.problems(matrix_product=is_product(found.kernel)):
+                print(f"sm_{capability} {name}, {found.kernel}: {problem}", file=sys.stderr, flush=True)
+
+
+def recorded_rows() -> list[Row]:
+    """What is in the file."""
+    if not RESULTS.is_file():
+        return []
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def updated(rows: list[Row], *, everything: bool) -> list[Row]:
+    """The rows of the file as it should be."""
+    kept: list[Row] = []
+    for capability in CAPABILITIES:
+        current = launches(capability)
+        mine = [row for row in rows if int(str(row["capability"])) == capability and row["key"] in current]
+        own = [row for row in mine if row["triton"] == triton.__version__ and not everything]
+        kept += [row for row in mine if row["triton"] != triton.__version__] + own
+        known = {row["key"] for row in own}
+        kept += made(capability, {key: name for key, name in current.items() if key not in known})
+    place = {name: number for number, name in enumerate(cases())}
+    return sorted(
+        kept, key=lambda row: (str(row["triton"]), int(str(row["capability"])), place.get(str(row["case"]), 0), str(row["kernel"]))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="compile everything anew")
+    parser.add_argument("--case", action="append", help="part of a case's name; prints, writes nothing")
+    arguments = parser.parse_args()
+    if arguments.case:
+        for capability in CAPABILITIES:
+            wanted = {key: name for key, name in launches(capability).items() if any(part in name for part in arguments.case)}
+            for row in made(capability, wanted):
+                print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("triton", "key")), flush=True)
+        return
+    rows = updated(recorded_rows(), everything=arguments.all)
+    with RESULTS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
