@@ -164,7 +164,7 @@ class Rig:
                 assert slot not in ready and slots.state(slot) is SlotState.READY
                 assert self.bytes_in(slot) == self._expected[sentinel(layer, expert, self.experts)], (layer, expert, slot)
                 ready[slot] = (layer, expert)
-        idle = [*slots._free, *slots._evicting]
+        idle = [*slots._vacant.free, *slots._vacant.evicting]
         assert sorted([*ready, *idle]) == list(range(slots.plan.slots)), "every slot is READY or to be had"
 
     def close(self) -> None:

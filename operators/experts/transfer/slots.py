@@ -7,7 +7,6 @@ again only after its last reader, by the copy stream waiting for the event that 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from threading import RLock
 
@@ -18,6 +17,7 @@ from moegraft.operators.experts.devices.interface import Event
 from moegraft.operators.experts.transfer.arena import SlotPlan
 from moegraft.operators.experts.transfer.residents import NOBODY, Admission, Priority, Residents
 from moegraft.operators.experts.transfer.slot_types import Pin, Reservation, SlotState
+from moegraft.operators.experts.transfer.vacancies import Vacancies
 
 __all__ = ["Pin", "Reservation", "SlotState", "SlotTable"]
 
@@ -48,16 +48,11 @@ class SlotTable:
         self._state = [SlotState.FREE] * plan.slots
         self._generation = [0] * plan.slots
         self._pins = [0] * plan.slots
-        self._last_use: list[Event | None] = [None] * plan.slots
-        self._use_epoch = [0] * plan.slots
         self._unused_prefetch = [False] * plan.slots
-        self._free = deque(range(plan.slots))
-        self._evicting: deque[int] = deque()  # not held, their last use perhaps not done
+        self._vacant = Vacancies(plan.slots)
         self._spent: dict[int, None] = {}  # LOADING, with all bytes and readers handed over
         self._loading: list[Reservation | None] = [None] * plan.slots
         self._frozen = False
-        self._epoch = 0  # of `thaw`
-        self._epoch_use: Event | None = None
 
     @property
     def version(self) -> int:
@@ -97,7 +92,7 @@ class SlotTable:
         """Slots that a demand can have now."""
         with self.lock:
             surplus = 0 if self._frozen else self._residents.surplus(self._pins)
-            return len(self._free) + len(self._evicting) + len(self._spent) + surplus
+            return len(self._vacant) + len(self._spent) + surplus
 
     def pin(self, layer: int, experts: Iterable[int]) -> Pin:
         """Holds those of the experts that are READY until `release`."""
@@ -134,8 +129,7 @@ class SlotTable:
                 assert self._generation[slot] == generation and pins[slot] > 0, f"slot {slot} changed under its pin"
                 pins[slot] -= 1
                 if last_use is not None:
-                    self._last_use[slot] = last_use
-                    self._use_epoch[slot] = self._epoch
+                    self._vacant.used(slot, last_use)
                 if pins[slot] == 0 and self._state[slot] is not SlotState.READY:
                     room |= self._let_go(slot)
             room |= self._shrink(pin.layer)
@@ -162,8 +156,7 @@ class SlotTable:
             assert self._frozen, "not frozen"
             self._frozen = False
             if last_use is not None:
-                self._epoch += 1
-                self._epoch_use = last_use
+                self._vacant.all_used(last_use)
             room = False
             for layer in self._residents.crowded():
                 room |= self._shrink(layer)
@@ -179,11 +172,10 @@ class SlotTable:
             slot = self._take(demand=demand)
             if slot is None:
                 return None
-            after, self._last_use[slot] = self._last_use[slot], None
             self._generation[slot] += 1
             self._state[slot] = SlotState.LOADING
             self._unused_prefetch[slot] = not demand
-            reservation = self._loading[slot] = Reservation(layer, expert, slot, self._generation[slot], after)
+            reservation = self._loading[slot] = Reservation(layer, expert, slot, self._generation[slot], self._vacant.pop_last_use(slot))
             return reservation
 
     def sent(self, reservation: Reservation) -> None:
@@ -214,8 +206,7 @@ class SlotTable:
             if reservation.overtaken:
                 return
             slot = self._slot_of(reservation)
-            if self._last_use[slot] is None:
-                self._last_use[slot] = reservation.after
+            self._vacant.put_back_last_use(slot, reservation.after)
             self._unused_prefetch[slot] = False
             self._spent.pop(slot, None)
             self._leave(slot)
@@ -264,8 +255,7 @@ class SlotTable:
     def _leave(self, slot: int) -> None:
         """Out of the table; to be had again once nobody holds it."""
         self._state[slot] = SlotState.EVICTING
-        if self._use_epoch[slot] < self._epoch:
-            self._last_use[slot] = self._epoch_use
+        self._vacant.left(slot)
         if self._pins[slot] == 0:
             self._make_room(slot)
 
@@ -281,28 +271,16 @@ class SlotTable:
         return False
 
     def _make_room(self, slot: int) -> None:
-        last_use = self._last_use[slot]
-        if last_use is None or last_use.done():
-            self._last_use[slot] = None
+        if self._vacant.add(slot):
             self._state[slot] = SlotState.FREE
-            self._free.append(slot)
-        else:
-            self._evicting.append(slot)
 
     def _take(self, *, demand: bool) -> int | None:
-        """A free slot, else one that was left: with its last reader done if there is one, else the first. A demand has two ways more."""
-        if demand and not self._free and not self._evicting:
+        """A vacant slot. A demand has two ways more: pushing out who is above capacity, and loading behind who is being loaded."""
+        if demand and not self._vacant:
             self._push_out()
-        if self._free:
-            return self._free.popleft()
-        for position, slot in enumerate(self._evicting):
-            last_use = self._last_use[slot]
-            if last_use is None or last_use.done():
-                self._last_use[slot] = None
-                del self._evicting[position]
-                return slot
-        if self._evicting:
-            return self._evicting.popleft()
+        found = self._vacant.take()
+        if found is not None:
+            return found
         if demand and self._spent:
             slot = next((slot for slot in self._spent if not self._unused_prefetch[slot]), next(iter(self._spent)))
             del self._spent[slot]

@@ -191,7 +191,8 @@ def test_the_later_of_two_last_uses_counts() -> None:
     table.slots.release(table.slots.pin(0, [1]), own)  # after the thaw
     table.load(0, 5)
     table.load(0, 4)
-    assert {table.slots._last_use[slot] for slot in table.slots._evicting} == {frozen, own}
+    vacant = table.slots._vacant
+    assert {vacant.pop_last_use(slot) for slot in vacant.evicting} == {frozen, own}
 
 
 def test_layers_share_a_pool() -> None:
