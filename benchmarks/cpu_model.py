@@ -1,6 +1,7 @@
-"""How fast is a whole model on the CPU? Six layers of Qwen3-30B-A3B's shapes, random weights: decode and a prompt of 512, by provider.
+"""How fast is a whole model on the CPU? Six layers of Qwen3-30B-A3B's shapes, random weights: a prompt of 512, and decode after 8 and after
+512 tokens, by provider.
 
-Providers: ours by weight type (experts and linear layers alike), transformers as it is, and llama.cpp with the same shapes when
+Providers: ours by weight type (experts and linear layers alike; attention by our kernel), transformers as it is, and llama.cpp with the same shapes when
 `llama-cpp-python` and `gguf` are installed. A read-bandwidth probe runs beside each, since the limit of decode is reading the weights.
 The models are too large to be held side by side: providers run one after the other, and their ratios to the probe compare best.
 """
@@ -26,12 +27,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from moegraft.injection import optimize_and_load
 
 PROMPT = 512
+DECODES = {"decode": 8, f"decode-{PROMPT}": PROMPT}  # tokens of context
 DISTINCT_EXPERTS = 8  # the others repeat them byte by byte: their memory is as distinct as a real model's
 RULES = """
 version: 1
 rules:
 - match: {{kind: experts}}
   replace: {{class: hybrid_experts, kwargs: {{weights: {weights}}}}}
+- match: {{kind: attention}}
+  replace: {{class: cpu_attention}}
 """
 LINEAR_RULE = """
 - match: {{kind: linear}}
@@ -108,9 +112,9 @@ def read_gbps() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What a provider does: `decode(n)` makes n tokens after a short prompt, `prefill()` reads the prompt of 512."""
+    """What a provider does: `decode(n, context)` makes n tokens after a prompt of `context`, `prefill()` reads the prompt of 512."""
 
-    decode: Callable[[int], object]
+    decode: Callable[[int, int], object]
     prefill: Callable[[], object]
 
 
@@ -119,8 +123,8 @@ def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
     prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     with provider(name, layers) as model, torch.inference_mode():
 
-        def decode(tokens: int) -> object:
-            return model.generate(prompt[:, :8], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+        def decode(tokens: int, context: int) -> object:
+            return model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
 
         yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
 
@@ -133,19 +137,24 @@ def llama_cpp(name: str, layers: int) -> Iterator[Phases]:
         with LlamaCpp(path, torch.get_num_threads()) as peer:
             tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
 
-            def decode(count: int) -> object:
-                peer.prefill(tokens[:8])
+            def decode(count: int, context: int) -> object:
+                peer.prefill(tokens[:context])
                 return peer.decode(count)
 
             yield Phases(decode, lambda: peer.prefill(tokens))
 
 
+def decode_times(phases: Phases, context: int, rounds: int, new_tokens: int) -> list[float]:
+    """Seconds of all tokens but the first, whose time is mostly the prompt's."""
+    one = statistics.median(timed(lambda: phases.decode(1, context), rounds))
+    return [taken - one for taken in timed(lambda: phases.decode(new_tokens, context), rounds)]
+
+
 def measure(name: str, phases: Phases, rounds: int, new_tokens: int) -> list[dict[str, object]]:
-    one = statistics.median(timed(lambda: phases.decode(1), rounds))
-    whole = [taken - one for taken in timed(lambda: phases.decode(new_tokens), rounds)]
-    prefill = timed(phases.prefill, rounds)
     rows = []
-    for phase, times, tokens in (("decode", whole, new_tokens - 1), (f"prompt-{PROMPT}", prefill, PROMPT)):
+    timings = [(phase, decode_times(phases, context, rounds, new_tokens), new_tokens - 1) for phase, context in DECODES.items()]
+    timings.append((f"prompt-{PROMPT}", timed(phases.prefill, rounds), PROMPT))
+    for phase, times, tokens in timings:
         rates = statistics.quantiles([tokens / taken for taken in times], n=10)
         rows.append(
             {
