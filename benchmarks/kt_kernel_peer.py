@@ -1,0 +1,157 @@
+"""How fast is one MoE layer on the CPU beside KTransformers' own kernel? Shapes of Qwen3-30B-A3B, bfloat16, int8 and int4.
+
+`kt-kernel` (`pip install --no-deps kt-kernel`: it pins a PyTorch of its own, and what is used here needs none) chooses its instruction set
+by the CPU, as ours does. Its idle workers spin on the cores that others need, so each provider runs in a process of its own, and processes
+take turns, round by round, so that a change of the machine meets all alike. Weights, ids and their order are the same for both; answers are
+checked against float64 first. Its int4 has one scale a row, ours one for 32 columns: `relative_error` says what that costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from cpu_experts import (
+    DISTINCT,
+    ERROR_LIMIT,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    TOP_K,
+    Forward,
+    Provider,
+    check,
+    draw_weights,
+    ours,
+    routings,
+)
+from record import write_rows
+
+CALLS = {1: 120, 4: 60, 16: 20, 64: 8, 512: 3}
+WEIGHT_TYPES = ("bfloat16", "int8", "int4")
+
+
+def kt_kernel(weights: dict[str, torch.Tensor], weight_type: str, threads: int) -> Provider:
+    """Their layer over the same experts; weights are quantised by it, in memory."""
+    from kt_kernel import kt_kernel_ext as kt
+
+    pool = kt.WorkerPoolConfig()
+    pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
+    infer = kt.CPUInfer(pool)
+    parts = {part: matrix.repeat(NUM_EXPERTS // DISTINCT, 1, 1).contiguous() for part, matrix in weights.items()}
+    on_gpu = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
+    config = kt.moe.MOEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, on_gpu.data_ptr())
+    config.layer_idx, config.pool, config.max_len, config.save, config.load = 0, infer.backend_, max(CALLS), False, False
+    for part, matrix in parts.items():
+        if weight_type == "bfloat16":
+            setattr(config, f"{part}_projs", [[expert.data_ptr() for expert in matrix]])
+        else:
+            setattr(config, f"{part}_proj", matrix.data_ptr())
+    classes = {"bfloat16": kt.moe.AMXBF16_MOE, "int8": kt.moe.AMXInt8_MOE, "int4": kt.moe.AMXInt4_MOE}
+    layer = classes[weight_type](config)
+    order = torch.arange(NUM_EXPERTS)
+    infer.submit(layer.load_weights_task(order.data_ptr()))
+    infer.sync()
+    kept = (parts, on_gpu, order)  # read by its threads
+
+    def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        assert kept
+        out, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
+        pointers = (tensor.data_ptr() for tensor in (ids, share, x, out))
+        infer.submit(layer.forward_task(tokens.data_ptr(), TOP_K, *pointers, False))
+        infer.sync()
+        return out
+
+    return Provider("kt-kernel", weight_type, threads, 0, run)
+
+
+def timed(run: Forward, tokens: int, seed: int) -> list[float]:
+    """Milliseconds of each call but the first few."""
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found = []
+    for ids, share in routings(tokens, CALLS[tokens] + 2, seed):
+        start = time.perf_counter()
+        run(x, ids, share)
+        found.append(1e3 * (time.perf_counter() - start))
+    return found[2:]
+
+
+def child(name: str, weight_type: str, threads: int, seed: int) -> None:
+    """Measures one provider in this process and prints what it found as JSON."""
+    torch.set_num_threads(1)
+    weights = draw_weights()
+    if name == "kt-kernel":
+        ERROR_LIMIT.update(int8=5e-2, int4=0.4)
+        provider = kt_kernel(weights, weight_type, threads)
+    else:
+        provider = next(ours(weights, threads, (weight_type,)))
+    error = check(provider, weights)
+    print("\n" + json.dumps({"error": error, "times": {tokens: timed(provider.run, tokens, seed) for tokens in CALLS}}), flush=True)
+
+
+def in_process(name: str, weight_type: str, threads: int, seed: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, "--weights", weight_type, "--threads", str(threads), "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{name} {weight_type}: {done.stderr.strip() or done.stdout.strip()}")
+    found: dict[str, Any] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"error"'))
+    return found
+
+
+def rows_of(weight_type: str, threads: int, rounds: int) -> list[dict[str, object]]:
+    names = ("moegraft", "kt-kernel")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names:
+            found[name].append(in_process(name, weight_type, threads, turn))
+    rows: list[dict[str, object]] = []
+    for tokens in CALLS:
+        times = {name: np.concatenate([each["times"][str(tokens)] for each in found[name]]) for name in names}
+        for name in names:
+            p20, p50, p80 = np.percentile(times[name], (20, 50, 80))
+            rows.append(
+                {
+                    "provider": name,
+                    "weights": weight_type,
+                    "threads": threads,
+                    "tokens": tokens,
+                    "p20_ms": round(p20, 3),
+                    "p50_ms": round(p50, 3),
+                    "p80_ms": round(p80, 3),
+                    "times_as_fast_as_kt_kernel": round(float(np.median(times["kt-kernel"]) / p50), 2),
+                    "relative_error": f"{found[name][0]['error']:.1e}",
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--weights", nargs="+", default=list(WEIGHT_TYPES), choices=WEIGHT_TYPES)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments.child, arguments.weights[0], arguments.threads, arguments.seed)
+    if find_spec("kt_kernel") is None:
+        raise SystemExit("kt-kernel is not installed: pip install --no-deps kt-kernel")
+
+    rows = [row for kind in arguments.weights for row in rows_of(kind, arguments.threads, arguments.rounds)]
+    if not arguments.no_write:
+        print(write_rows("kt_kernel", rows, ("torch", "kt-kernel")))
+    return None
+
+
+if __name__ == "__main__":
+    main()
