@@ -47,8 +47,8 @@ def moegraft(folder: Path) -> Iterator[Phases]:
     prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     model = optimize_and_load(folder, "cpu", gguf=folder / "model.gguf", progress=False)
 
-    def decode(tokens: int) -> object:
-        return model.generate(prompt[:, :8], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+    def decode(tokens: int, context: int) -> object:
+        return model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
 
     with torch.inference_mode():
         yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
@@ -59,8 +59,8 @@ def llama_cpp(folder: Path) -> Iterator[Phases]:
     tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
 
-        def decode(count: int) -> object:
-            peer.prefill(tokens[:8])
+        def decode(count: int, context: int) -> object:
+            peer.prefill(tokens[:context])
             return peer.decode(count)
 
         yield Phases(decode, lambda: peer.prefill(tokens))

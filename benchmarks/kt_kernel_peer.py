@@ -115,7 +115,7 @@ def rows_of(weight_type: str, threads: int, rounds: int) -> list[dict[str, objec
     for tokens in CALLS:
         times = {name: np.concatenate([each["times"][str(tokens)] for each in found[name]]) for name in names}
         for name in names:
-            p20, p50, p80 = np.percentile(times[name], (20, 50, 80))
+            p20, p50, p80 = (float(value) for value in np.percentile(times[name], (20, 50, 80)))
             rows.append(
                 {
                     "provider": name,
