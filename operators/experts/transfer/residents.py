@@ -88,11 +88,21 @@ class Residents:
     def victim(self, layer: int, pins: Sequence[int], protected: int = NOBODY, *, spare_kept: bool = True) -> tuple[int, int] | None:
         """Layer and expert of who leaves when this layer is over capacity: not pinned, not `protected`, kept ones only if not spared."""
         best: tuple[bool, float, int, int] | None = None
-        for each in self._shared_with(layer):
+        for lowest, each in self._by_lowest(layer):
+            if best is not None and not best[0] and lowest > best[1]:
+                break  # nor has any after it one who ranks as low
             found = self._lowest(each, pins, protected if each == layer else NOBODY, spare_kept=spare_kept)
             if found is not None and (best is None or found < best):
                 best = found
         return None if best is None else best[2:]
+
+    def _by_lowest(self, layer: int) -> Iterable[tuple[float, int]]:
+        """The layers that share slots with this one, by the lowest rank that any of their experts has."""
+        if self._pool is None:
+            return ((-np.inf, layer),)
+        layers = range(len(self.members))
+        ranks = np.where(self.table >= 0, np.concatenate([self._priority(each) for each in layers]).reshape(self.table.shape), np.inf)
+        return sorted(zip(ranks.min(axis=1).tolist(), layers, strict=True))
 
     def _lowest(self, layer: int, pins: Sequence[int], protected: int, *, spare_kept: bool) -> tuple[bool, float, int, int] | None:
         members, keep, fresh = self.members[layer], self._keep[layer], self._fresh[layer]

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moegraft.operators.experts.transfer.arena import SlotPlan
-from moegraft.operators.experts.transfer.residents import Admission
+from moegraft.operators.experts.transfer.residents import Admission, Residents
 from moegraft.operators.experts.transfer.slots import Reservation, SlotState, SlotTable
 
 FREE, LOADING, READY, EVICTING = SlotState
@@ -293,3 +293,25 @@ def test_a_demand_overtakes_a_prefetch_last() -> None:
     table.slots.release(pin, None)
     assert [table.reserve(0, expert, demand=True).slot for expert in (2, 3)] == [demand.slot, prefetch.slot]
     assert table.slots.reserve(0, 4, demand=True) is None, "these are not sent"
+
+
+@pytest.mark.parametrize("admission", ["always", "bypass"])
+def test_a_pool_finds_whom_looking_at_all_layers_finds(admission: Admission) -> None:
+    """Few ranks, so that many are equal; some pinned, kept, or fresh."""
+    layers, capacity = 4, 8
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ranks = rng.integers(0, 4, (layers, EXPERTS)).astype(np.float64)
+        residents = Residents(layers, EXPERTS, SlotPlan(capacity, 4), ranks.__getitem__, admission)
+        pins = (rng.random(capacity + 4) < 0.3).tolist()
+        chosen = rng.permutation(layers * EXPERTS)[: capacity + 2].tolist()
+        for slot, place in enumerate(chosen):
+            residents.add(*divmod(place, EXPERTS), slot)
+        for layer in range(layers):
+            residents.keep(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
+            if rng.random() < 0.6:
+                residents.settle(layer)
+        layer, protected, spare_kept = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
+        each = [residents._lowest(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)]
+        expected = min((found for found in each if found is not None), default=None)
+        assert residents.victim(layer, pins, protected, spare_kept=spare_kept) == (None if expected is None else expected[2:])
