@@ -12,6 +12,9 @@ The product's engine, prefetchers and schedules on the virtual clock, with made-
 - `over_plain`: the same engine with the same slots. `gpu` brings what is missing (LRU, the next layer's loaded ahead), as the method
   does; `hybrid` is our best: CPU and GPU together.
 
+`speculative_modelled_long.csv` has longer answers at a quarter of the slots: in a few dozen tokens luck and the schedule's first probes
+weigh much.
+
 Ways, each with what is before it: `draft`, top-k experts, whichever they are; `+ ahead`, what the verification needs is loaded while
 drafting; `resident + ahead`, only experts with a slot draft; `marginal`: drafts as far as they are measured to pay, else a fixed length.
 `over_predicted` is `over_plain` over what the formula says with the run's own tau, U, misses: with c0 a layer without experts, g an
