@@ -2,8 +2,9 @@
 512 tokens, by provider.
 
 Providers: ours by weight type (experts and linear layers alike; attention by our kernel), transformers as it is, and llama.cpp with the
-same shapes when `llama-cpp-python` and `gguf` are installed. A read-bandwidth probe runs beside each, since the limit of decode is reading the
-weights. The models are too large to be held side by side: providers run one after the other, and their ratios to the probe compare best.
+same shapes when `llama-cpp-python` and `gguf` are installed. A read-bandwidth probe runs beside each, since the limit of decode is reading
+the weights. The models are too large to be held side by side: providers run one after the other, and their ratios to the probe compare
+best.
 """
 
 from __future__ import annotations

@@ -95,7 +95,22 @@ def rates(name: str, caption: str) -> str:
 
 
 def cpu_model() -> str:
-    return rates("cpu_model", "Six layers of Qwen3-30B-A3B's shapes, random weights, decode and a prompt of 512:")
+    return rates(
+        "cpu_model", "Six layers of Qwen3-30B-A3B's shapes, random weights: decode after 8 and after 512 tokens, and a prompt of 512:"
+    )
+
+
+def kt_kernel() -> str:
+    """A layer beside KTransformers' kernel, by tokens a call."""
+    rows = read("kt_kernel")
+    times = {(row["provider"], row["weights"], row["tokens"]): row for row in rows}
+    tokens = list(dict.fromkeys(row["tokens"] for row in rows))
+    body = [
+        [weights, *(f"{times['moegraft', weights, count]['p50_ms']} / {times['kt-kernel', weights, count]['p50_ms']}" for count in tokens)]
+        for weights in dict.fromkeys(row["weights"] for row in rows)
+    ]
+    caption = "One layer of Qwen3-30B-A3B, ms (median) by tokens a call, ours / KTransformers' `kt-kernel`, in processes that take turns:"
+    return f"{caption}\n\n{table(['', *(f'{count} tokens' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
 HYBRID_SYSTEMS = {
@@ -172,6 +187,7 @@ def sparse_cpu() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
+    "kt_kernel": kt_kernel,
     "hybrid_modelled": hybrid_modelled,
     "demo_speed": demo_speed,
     "serve": serve,
