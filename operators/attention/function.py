@@ -58,7 +58,8 @@ def implementation_for(module: nn.Module, config: PretrainedConfig) -> str:
     Some modules compare it themselves, and mean whether their mask is one that sdpa takes. The others get a plain string, which
     `torch.compile` can trace.
     """
-    compares = source_of(type(module)).count("_attn_implementation") > 1
+    owner: Any = type(module)  # mypy takes a module's __hash__ for that of its class
+    compares = source_of(owner).count("_attn_implementation") > 1
     return Implementation.of(config._attn_implementation) if compares else IMPLEMENTATION
 
 
