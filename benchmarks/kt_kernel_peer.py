@@ -3,8 +3,9 @@
 `kt-kernel` (`pip install --no-deps kt-kernel`: it pins a PyTorch of its own, and what is used here needs none) chooses its instruction set
 by the CPU, as ours does. Its idle workers spin on the cores that others need, so each provider runs in a process of its own, and processes
 take turns, round by round, so that a change of the machine meets all alike. Weights, ids and their order are the same for both; answers are
-checked against float64 first. Its workers and its caller spin beside each other: on all cores they wait for one another's time slices, so it
-is also measured with a thread less, and its better figure counts. Its int4 has one scale a row, ours one for 32 columns: `relative_error` says what that costs.
+checked against float64 first. Its workers and its caller spin beside each other: on all cores they wait for one another's time slices, so
+it is also measured with a thread less, and its better figure counts. Its int4 has one scale a row, ours one for 32 columns:
+`relative_error` says what that costs.
 """
 
 from __future__ import annotations
