@@ -130,15 +130,16 @@ def test_dtype_is_that_of_the_rest(folder: Path, stock: PreTrainedModel) -> None
 
 def test_dry_run_returns_the_plan_and_reads_no_weights(folder: Path, tmp_path: Path) -> None:
     plan = optimize_and_load(folder, "cpu-exact", dry_run=True)
-    assert [swap.module for swap in plan.swaps] == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    assert [swap.module for swap in plan.swaps if not swap.in_place] == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    assert [swap.module for swap in plan.swaps if swap.in_place] == [f"model.layers.{layer}.self_attn" for layer in range(2)]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    assert len(optimize_and_load(tmp_path, "cpu-exact", dry_run=True).swaps) == 2
+    assert len(optimize_and_load(tmp_path, "cpu-exact", dry_run=True).swaps) == 4
 
 
 def test_planned_bytes_are_the_packed_bytes(folder: Path) -> None:
     for rules in ("cpu", "cpu-exact"):
         injected = optimize_and_load(folder, rules, progress=False)
-        for swap in injected.moegraft.plan.swaps:
+        for swap in (swap for swap in injected.moegraft.plan.swaps if not swap.in_place):
             packed = injected.moegraft.operators[swap.module]._packed
             assert packed.nbytes == swap.footprint.total_bytes
 
