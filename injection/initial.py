@@ -133,6 +133,10 @@ def _rules(choice: Choice, pattern: str | None, load: Load, figures: Forecast | 
             f"    kwargs: {{weights: {choice.linears}{gpu}}}  # without this rule they stay as they are",
             *_expect(counts.get("linears")),
         ]
+    if figures is None or "attention" in counts:
+        where = "  # where it is on the CPU" if choice.gpu else ""
+        lines += ["- id: attention", f"  match: {{kind: attention}}{where}", "  replace: {class: cpu_attention}"]
+        lines += _expect(counts.get("attention")) or ["  expect: any"]
     return "\n".join(lines) + "\n"
 
 
