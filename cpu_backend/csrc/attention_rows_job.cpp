@@ -8,7 +8,7 @@
 namespace moegraft {
 namespace {
 
-constexpr int kKeys = 64;             // a step's keys and values stay in L1 while all rows pass over them (tuned on EPYC Zen 5)
+constexpr int kKeys = 64;             // a step's keys and values stay in L1 while all rows pass over them; chosen by size, not tuned
 constexpr int kSplitKeys = 256;       // keys of a unit; a number of its own, so that the count of threads changes no bit
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 

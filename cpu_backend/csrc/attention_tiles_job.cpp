@@ -9,7 +9,7 @@ namespace moegraft {
 namespace {
 
 constexpr int kChunkKeys = 128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 while a unit's rows pass over them
-constexpr int kUnitTiles = 8;    // tiles of a unit, which share what was fetched; both tuned on EPYC Zen 5
+constexpr int kUnitTiles = 8;    // tiles of a unit, which share what was fetched; both chosen by size, not tuned
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {

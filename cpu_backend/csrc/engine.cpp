@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPassTokens = 2048;  // a longer batch is cut: scratch stays small, and this many tokens make any pass bound by arithmetic
 constexpr int kSparsePassTokens = 256;
-constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache as it lies is faster than packing it (tuned on EPYC Zen 5)
+constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache as it lies is faster than packing it (measured on EPYC Zen 5)
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
   for (const Segment& segment : segments)

@@ -99,9 +99,19 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: (B, T, heads, D of values) and no weights; the stock function where the kernel cannot."""
     state: AttentionState = module.config._moegraft_attention  # type: ignore[union-attr,assignment] # `ready` put it there
-    if torch.compiler.is_compiling() or _why_stock(state, (query, key, value), attention_mask, kwargs) is not None:
+    if torch.compiler.is_compiling() or _is_left_to_pytorch(state, (query, key, value), attention_mask, kwargs):
         return state.stock(module)(module, query, key, value, attention_mask, **kwargs)
     return compute(state.runtime, module, (query, key, value), attention_mask, kwargs), None
+
+
+def _is_left_to_pytorch(
+    state: AttentionState, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    reason = _why_stock(state, tensors, mask, kwargs)
+    if reason is not None and reason not in state.said:
+        state.said.add(reason)
+        logger.info("cpu_attention: left to PyTorch: %s", reason)
+    return reason is not None
 
 
 def _why_stock(
@@ -122,10 +132,7 @@ def _why_stock(
     if kwargs.get("s_aux") is not None and base == "sdpa":
         return "sinks, which sdpa leaves out"
     unknown = [name for name, given in kwargs.items() if name not in _KNOWN and _matters(name, given, base)]
-    if unknown and unknown[0] not in state.said:
-        state.said.add(unknown[0])
-        logger.info("cpu_attention: '%s' is left to PyTorch", unknown[0])
-    return unknown[0] if unknown else None
+    return f"its argument '{unknown[0]}'" if unknown else None
 
 
 _KNOWN = frozenset({"dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"})
