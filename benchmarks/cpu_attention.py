@@ -1,8 +1,8 @@
 """How long does attention take on the CPU, beside PyTorch's? One layer of Qwen3-30B-A3B: 32 query heads, 4 of keys and values, 128 columns.
 
 Queries of one token (decode), of six (verifying a draft) and of whole prompts, over caches of several lengths, in one process with
-PyTorch's own threads; the two take turns. Each answer is checked against float64 first. `gb_s` is the cache read once, `gflop_s` counts what
-the mask shows.
+PyTorch's own threads; the two take turns. Each answer is checked against float64 first. `gb_s` is the cache read once, `gflop_s` counts
+what the mask shows.
 """
 
 from __future__ import annotations
