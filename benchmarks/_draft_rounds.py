@@ -35,6 +35,8 @@ class Way:
 
     Attributes:
         ratio: share of experts with a slot on an emulated device, whose experts alone draft; None: any expert drafts, on the CPU.
+        chosen_only: of those, only the ones that the router chose for the token.
+        renormalise: whether the weights of those that draft are scaled to the sum of all.
         sparsity: share of neurons that drafts leave out; None: none.
     """
 
@@ -44,6 +46,13 @@ class Way:
     sampled: bool = False
     max_draft: int = 5
     sparsity: float | None = None
+    chosen_only: bool = False
+    renormalise: bool = False
+
+    @property
+    def experts(self) -> str:
+        """As in the options of `speculative_draft`."""
+        return "any" if self.ratio is None else "resident_chosen" if self.chosen_only else "resident"
 
     def rules(self) -> str:
         draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": self.max_draft, "schedule": "fixed"}
@@ -51,7 +60,7 @@ class Way:
             draft |= {"mode": "adaptive", "tolerance": self.tolerance}
         experts = "{}"
         if self.ratio is not None:
-            draft |= {"experts": "resident"}
+            draft |= {"experts": self.experts, "renormalise": str(self.renormalise).lower()}
             experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
         if self.sparsity is not None:
             draft |= {"draft_sparsity": self.sparsity}
@@ -62,7 +71,9 @@ class Way:
         """As columns."""
         return {
             "draft_top_k": self.top_k,
+            "experts": self.experts,
             "resident_ratio": "" if self.ratio is None else self.ratio,
+            "renormalise": str(self.renormalise).lower(),
             "tolerance": self.tolerance,
             "decoding": "sampled" if self.sampled else "greedy",
         }
@@ -77,7 +88,7 @@ class Rounds:
     """What was recorded.
 
     Attributes:
-        kept: share of the router's weight that each draft token's experts had, by call of a layer.
+        kept: what the router gives each draft token's experts, as a share of what it gives those it chose, by call of a layer.
         recall: share of a verification's experts that the draft's routers had named for the same token, by layer.
         left_out: share of neurons that drafts left out, by layer.
     """
@@ -127,7 +138,7 @@ class _Watch:
         def narrowed(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             index, weights = narrow(top_k_index, top_k_weights)
             if self._switch.settings is not None:
-                self._found.kept.append(float(top_k_weights[index >= 0].sum() / top_k_weights.sum()))
+                self._found.kept.append(_kept(operator, index, top_k_index, top_k_weights))
                 self._drafted.setdefault(number, []).append(top_k_index[0].clone())
             else:
                 self._compare(number, top_k_index)
@@ -140,6 +151,14 @@ class _Watch:
         if len(drafted) == len(chosen) - 1:
             pairs = zip(drafted, chosen, strict=False)  # the last token fed was not fed to the draft
             self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
+
+
+def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
+    scoring = None if operator._on_gpu is None else operator._on_gpu._watch.scoring()
+    if scoring is None:
+        return float(weights[index >= 0].sum() / weights.sum())
+    drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)
+    return float(drafting.sum() / scoring.scores.gather(-1, chosen).sum())
 
 
 def load(model: str | Path, rules: str) -> PreTrainedModel:

@@ -35,10 +35,12 @@ from moegraft.operators.draft import DraftSettings, DraftSwitch
 
 MAX_DRAFT = 8
 RATIOS = (0.125, 0.25, 0.5, 0.75)
+RENORMALISED = ((0.25, False), (0.25, True), (0.75, False))
 TOLERANCE = 0.3
 BINS = 10
 QUALITY_TOKENS = 256  # a piece
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+EXPERTS = ("any", "resident", "resident_chosen")
 Row = dict[str, object]
 
 
@@ -60,8 +62,11 @@ def ways(experts: int) -> Iterator[Way]:
             yield Way(top_k, sampled=sampled, max_draft=MAX_DRAFT)
         yield Way(top_k, tolerance=TOLERANCE, max_draft=MAX_DRAFT)
     for ratio in RATIOS:
-        for tolerance in (0.0, TOLERANCE):
-            yield Way(experts, ratio, tolerance, max_draft=MAX_DRAFT)
+        yield Way(experts, ratio, max_draft=MAX_DRAFT)
+        yield Way(experts, ratio, TOLERANCE, max_draft=MAX_DRAFT)
+        yield Way(experts, ratio, max_draft=MAX_DRAFT, chosen_only=True)
+    for ratio, chosen_only in RENORMALISED:
+        yield Way(experts, ratio, max_draft=MAX_DRAFT, chosen_only=chosen_only, renormalise=True)
 
 
 def row_of(way: Way, found: Rounds) -> Row:
@@ -85,10 +90,10 @@ def rows_by_confidence(way: Way, found: Rounds) -> Iterator[Row]:
         yield {**way.named(), "kept_share": round(found.kept_share, 3), **bounds, "judged": len(stood), "accepted": sum(stood)}
 
 
-def rounds(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int) -> tuple[list[Row], list[Row]]:
+def rounds(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int, experts: Sequence[str]) -> tuple[list[Row], list[Row]]:
     by_way: list[Row] = []
     by_confidence: list[Row] = []
-    for way in ways(AutoConfig.from_pretrained(model).num_experts_per_tok):
+    for way in (each for each in ways(AutoConfig.from_pretrained(model).num_experts_per_tok) if each.experts in experts):
         found = draft_rounds(model, way, prompts, new_tokens)
         by_way.append(row_of(way, found))
         by_confidence += rows_by_confidence(way, found)
@@ -162,8 +167,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def label(row: dict[str, str]) -> str:
-    who = f"resident, {row['resident_ratio']} of experts" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
-    return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
+    who = f"{row['experts'].replace('_', ', ')}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
+    return f"{who}{', scaled' if row['renormalise'] == 'true' else ''}{', adaptive' if float(row['tolerance']) else ''}"
 
 
 def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
@@ -224,6 +229,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "plot"))
     parser.add_argument("--model", default=str(demo_path()))
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="for tasks; may be given more than once")
+    parser.add_argument("--experts", nargs="+", default=EXPERTS, choices=EXPERTS, help="for rounds; rows of others are kept")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -231,8 +237,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if "rounds" in arguments.parts:
         prompts = pieces(arguments.model, held_out(), arguments.prompts, PROMPT_TOKENS)
-        by_way, by_confidence = rounds(arguments.model, prompts, arguments.new_tokens)
-        print(write_rows("speculative_drafts", by_way), write_rows("speculative_confidence", by_confidence))
+        found = rounds(arguments.model, prompts, arguments.new_tokens, arguments.experts)
+        for name, rows in zip(("speculative_drafts", "speculative_confidence"), found, strict=True):
+            kept = [row for row in read(name) if row["experts"] not in arguments.experts] if len(arguments.experts) < len(EXPERTS) else []
+            print(write_rows(name, [*kept, *rows]))
     if "quality" in arguments.parts:
         texts = pieces(arguments.model, held_out(), 2 * arguments.prompts, QUALITY_TOKENS)
         print(write_rows("speculative_quality", quality(arguments.model, texts)))

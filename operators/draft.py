@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,9 @@ class DraftSettings:
     Attributes:
         top_k: experts a token; at least 1.
         renormalise: whether the weights that are kept are scaled to the sum of all.
-        resident: whether only experts with a slot on a GPU may run. An operator without such slots lets any expert run.
+        resident: whether only experts with a slot on a GPU may run, the likeliest of all that have one. An operator without such slots
+            lets any expert run.
+        chosen_only: of those, only the experts that the router chose for the token.
         verify_prefetch: whether an operator with such slots loads, while the draft is drawn, what its verification will need.
         sparsity: share of neurons to leave out, counted as the operator counts its own; None: what it always leaves out.
     """
@@ -25,6 +30,7 @@ class DraftSettings:
     top_k: int
     renormalise: bool = False
     resident: bool = False
+    chosen_only: bool = False
     verify_prefetch: bool = True
     sparsity: float | None = None
 
@@ -42,6 +48,7 @@ class DraftSwitch:
         self._layers = 0
         self._resident_layers = 0
         self._sparse_layers = 0
+        self._said = False
 
     def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:
         """Counts one layer of experts that will follow this switch.
@@ -68,6 +75,12 @@ class DraftSwitch:
     def sparse_layers(self) -> int:
         """Those of them that can leave neurons out."""
         return self._sparse_layers
+
+    def say_once(self, reason: str) -> None:
+        """Logs why a layer cannot draft as it is asked to: of all layers and drafts the first."""
+        if not self._said:
+            self._said = True
+            logger.warning("draft: %s", reason)
 
     @property
     def settings(self) -> DraftSettings | None:

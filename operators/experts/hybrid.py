@@ -15,11 +15,12 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.engine.beside import shared_experts_of
-from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer, keep_resident
+from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
 from moegraft.operators.experts.engine.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
@@ -165,7 +166,7 @@ class HybridExperts(Operator):
         sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft) if options.sparsity is not None else None
         group = None
         if options.on_gpu is not None:
-            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime)
+            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime, context.shared(CacheForm, CacheForm))
         return cls(read_layout(module), options, runtime, draft, sparsity, group)
 
     @property
@@ -281,7 +282,7 @@ class HybridExperts(Operator):
         """The routing as a draft has it, while one is drawn."""
         settings = self._draft.settings
         if settings is not None and settings.resident and self._on_gpu is not None:
-            return keep_resident(top_k_index, top_k_weights, self._on_gpu.resident, settings)
+            return self._on_gpu.narrow(top_k_index, top_k_weights, settings, self._draft.say_once)
         return self._draft.narrow(top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:

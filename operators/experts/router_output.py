@@ -75,6 +75,12 @@ def score_function(output: RouterOutput) -> str:
     return best if errors[best] < EXPLAINS else "softmax"
 
 
+def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
+    """Whether the weights (T, K) of the chosen are their scores of (T, E), up to a factor for each token."""
+    found = _shares(scores.gather(-1, top_k_index.long()))
+    return bool(((found - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
+
+
 def _shares(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True)
 

@@ -7,7 +7,7 @@ block calls it and chooses by its family's own rule, biases and groups included.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.experts.router_output import RouterOutput, score_function, scores_of
+from moegraft.operators.experts.router_output import SCORE_FUNCTIONS, RouterOutput, score_function, scores_of
 from moegraft.operators.structure import ROUTER_NAMES
 
-__all__ = ["RoutedCall", "Router", "experts_paths", "router_of", "routers_of", "scores_of", "selection_of", "watch_routing"]
+__all__ = ["RoutedCall", "Router", "Scoring", "experts_paths", "router_of", "routers_of", "scores_of", "selection_of", "watch_routing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,20 @@ class Routing:
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     scores: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a router thinks of all experts, chosen or not.
+
+    Attributes:
+        scores: (T, E) float32, what weights follow.
+        rankings: (T, E) float32 each, of which the router may choose the largest: the scores, and with every correction that it or its
+            block holds, added to them or to the logits. Groups are not among them.
+    """
+
+    scores: torch.Tensor
+    rankings: Sequence[torch.Tensor]
 
 
 class Router:
@@ -66,6 +80,21 @@ class Router:
         if self._function is None and read.top_k_index is not None:
             self._function = score_function(read)
         return scores_of(output, self.num_experts, self._function)
+
+    @torch.no_grad()
+    def scoring(self, output: Any) -> Scoring:
+        """Of every expert, from what `forward` returned."""
+        scores = self.scores(output)
+        logits = RouterOutput.read(output, self.num_experts).logits.float()[:, : self.num_experts]
+        raw = SCORE_FUNCTIONS[self._function](logits) if self._function is not None else scores
+        corrections = [each.float().reshape(-1) for each in self._corrections()]
+        return Scoring(scores, [raw, *(start + each for each in corrections for start in (raw, logits))])
+
+    def _corrections(self) -> list[torch.Tensor]:
+        """Biases of single experts, (E,), of the router or its block."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        named += [*self._block.named_parameters(recurse=False), *self._block.named_buffers(recurse=False)]
+        return [tensor for name, tensor in named if "bias" in name.rpartition(".")[2] and tensor.numel() == self.num_experts]
 
     @torch.no_grad()
     def route(self, hidden_states: torch.Tensor) -> Routing:

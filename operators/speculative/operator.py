@@ -37,6 +37,7 @@ class SpeculativeDraft(ModelOperator):
     name = "speculative_draft"
     options_type = SpeculativeOptions
     summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
+    uncaptured = "tokens are drafted with fewer experts, and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ class SpeculativeDraft(ModelOperator):
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
                 "such as 'sparsity: {target: 0, counts: routed}', which leaves none out but in drafts"
             )
-        if self.options.experts == "resident" and not self._switch.resident_layers:
-            self._say_once("experts: resident means any expert here, as none has a slot on a GPU")
+        if self.options.experts != "any" and not self._switch.resident_layers:
+            self._say_once(f"experts: {self.options.experts} means any expert here, as none has a slot on a GPU")
         if self.options.mode == "adaptive":
             self._say_once("mode: adaptive changes what the model says; its statistics report by how much")
 

@@ -27,7 +27,8 @@ class SpeculativeOptions:
         confidence: a draft ends after a token of lower probability. In adaptive mode no such token is accepted.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
         unverified: adaptive mode also accepts, whatever p is, each token with q above this.
-        experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights.
+        experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights: with the likeliest of
+            all that have one. `resident_chosen`: only with those of them that the router chose for the token.
         verify_prefetch: while drafting, load onto the GPU what the verification should need; not with `prefetch: none`.
         renormalise: scale the weights of the experts that draft to the sum of all. Off by default: fewer drafts stood
             with it (`benchmarks/results/speculative_acceptance.csv`).
@@ -43,7 +44,7 @@ class SpeculativeOptions:
     confidence: float = 0.0
     tolerance: float = 0.0
     unverified: float | None = None
-    experts: Literal["any", "resident"] = "any"
+    experts: Literal["any", "resident", "resident_chosen"] = "any"
     verify_prefetch: bool = True
     renormalise: bool = False
     ngram: int = 3
@@ -80,7 +81,8 @@ class SpeculativeOptions:
         return DraftSettings(
             self.draft_top_k,
             renormalise=self.renormalise,
-            resident=self.experts == "resident",
+            resident=self.experts != "any",
+            chosen_only=self.experts == "resident_chosen",
             verify_prefetch=self.verify_prefetch,
             sparsity=self.draft_sparsity,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -18,8 +18,9 @@ from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.engine.beside import Compute, Once, SharedBeside
 from moegraft.operators.experts.engine.captured_layer import CallShape, CapturedLayer
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
+from moegraft.operators.experts.engine.resident_draft import ResidentDraft
 from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
-from moegraft.operators.experts.routing import Router
+from moegraft.operators.experts.routing import Router, Scoring
 from moegraft.operators.sparse.layer import LayerSparsity
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class RouterWatch:
     def note(self, hidden_states: torch.Tensor, output: Any) -> None:
         """A call that hooks have not told yet."""
         self._last = hidden_states, output
+
+    def scoring(self) -> Scoring | None:
+        """What the router said of all experts in the call since the last `take`, if there was one."""
+        return None if self._last is None else self._router.scoring(self._last[1])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The router's input (T, H) and its scores (T, E) of the call since the last `take`, if there was one."""
@@ -89,6 +94,7 @@ class GpuLayer:
         self._sparsity = sparsity
         self._packed = parts.packed[index]
         self._watch = RouterWatch(parts.routers[index])
+        self._resident_draft = ResidentDraft(parts.routers[index])
         self.captured: tuple[int, CapturedLayer] | None = None
         self.last_call: CallShape | None = None
         self.beside: SharedBeside | None = None
@@ -149,6 +155,13 @@ class GpuLayer:
         result: torch.Tensor = execution.result
         return result.to(hidden_states.dtype)
 
+    def narrow(
+        self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings, say_once: Callable[[str], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing, (T, K) and (T, K), of a draft by experts that have a slot."""
+        scoring = None if settings.chosen_only else self._watch.scoring()
+        return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, self.resident, settings, say_once)
+
     def _between(self, hidden_states: torch.Tensor) -> Once | None:
         return None if self.beside is None else self.beside.start(hidden_states)
 
@@ -178,21 +191,3 @@ class GpuLayer:
 def _real(chosen: NDArray[np.int64], packed: Any) -> NDArray[np.int64]:
     """(T, K) with -1 for every padded slot."""
     return np.where((chosen < 0) | (chosen >= packed.shape.num_experts), -1, chosen)
-
-
-def keep_resident(
-    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, resident: NDArray[np.bool_], settings: DraftSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draft's routing with what has no slot left out: the `top_k` largest of the resident experts of each token, weighed anew.
-
-    A token with none left gets padded slots alone: what is added to its experts (shared ones, the residual) must do.
-    """
-    there = torch.from_numpy(np.append(resident, False)).to(top_k_index.device)
-    places = top_k_index.where((top_k_index >= 0) & (top_k_index < len(resident)), len(resident))
-    weights = top_k_weights.where(there[places], 0)
-    largest = weights.topk(min(settings.top_k, weights.shape[-1]), dim=-1).indices
-    kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True) & there[places]
-    weights = weights.where(kept, 0)
-    total = weights.sum(-1, keepdim=True)
-    scaled = weights * (top_k_weights.sum(-1, keepdim=True) / total.where(total > 0, 1))
-    return top_k_index.where(kept, -1), scaled
