@@ -189,6 +189,27 @@ def sparse_cpu() -> str:
     )
 
 
+def kv_cache() -> str:
+    rows = read("kv_cache")
+    exact = next(row for row in rows if row["backend"] == "exact")
+    body = [
+        [
+            row["backend"] if row is exact else f"`{row['backend']}`",
+            row["bits"],
+            f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}",
+            "" if row is exact else f"{float(row['kl_nats']):.4f}",
+            "" if row is exact else f"{float(row['same_token']):.1%}",
+            f"{float(row['perplexity']):.2f}",
+        ]
+        for row in rows
+    ]
+    return (
+        f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of as many "
+        "(`benchmarks/kv_cache.py`; the latest tokens wait unquantised, so that short texts save less):\n\n"
+        f"{table(['backend', 'bits', 'cache', 'KL, nats a token', 'same next token', 'perplexity'], body)}\n\n{provenance(rows)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
@@ -199,6 +220,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "load_memory": load_memory,
     "sparse_cpu": sparse_cpu,
     "families": families,
+    "kv_cache": kv_cache,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.plan import Plan
 from moegraft.operators.base import BuildContext, InPlaceOperator, ModelOperator, Operator
@@ -204,6 +204,14 @@ def decode_steps_of(model: PreTrainedModel) -> DecodeSteps | None:
     """What captures a model's decode steps; None for stock models, and where no rule lets it."""
     injection = getattr(model, "moegraft", None)
     return injection.decode_steps if isinstance(injection, Injection) else None
+
+
+def new_cache(model: PreTrainedModel) -> Any:
+    """An empty key-value cache of the kind that the model's `generate` makes."""
+    injection = getattr(model, "moegraft", None)
+    operator = injection.model_operator if isinstance(injection, Injection) else None
+    made = None if operator is None else operator.new_cache(model)
+    return DynamicCache(config=model.config.get_text_config(decoder=True)) if made is None else made
 
 
 def _forward(base: type[PreTrainedModel]) -> Callable[..., Any]:

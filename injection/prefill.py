@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from moegraft.injection.graft import new_cache
+
 PREFILL_CHUNK = 2048  # tokens; longer prompts are read in chunks of so many
 APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that take several tokens after others as they take them at once
 
@@ -39,7 +41,7 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     held = cache.get_seq_length() if cache is not None else 0
     if not chunk_tokens or len(token_ids) - held <= chunk_tokens or why_not_appendable(model) is not None:
         return cache
-    cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = cache if cache is not None else new_cache(model)
     call: Any = model
     # Logits of a chunk's tokens are of no use, and of a large vocabulary they are larger than anything else.
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

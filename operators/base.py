@@ -14,7 +14,7 @@ from moegraft.operators.machine import Machine
 from moegraft.operators.weights import WeightSource
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 Kind = Literal["experts", "router", "linear", "attention", "model"]
 Shared = TypeVar("Shared")
@@ -124,6 +124,7 @@ class ModelOperator(InPlaceOperator):
     """
 
     kind = "model"
+    uncaptured: ClassVar[str] = "an operator of the model's own decodes"  # why its decode steps cannot be captured
 
     @abstractmethod
     def check(self) -> None:
@@ -132,6 +133,10 @@ class ModelOperator(InPlaceOperator):
         Raises:
             UnsupportedModelError: it cannot work with what the rules put into the model.
         """
+
+    def new_cache(self, model: PreTrainedModel) -> Cache | None:
+        """The key-value cache that its `generate` would make, for who feeds one before; None: transformers' own."""
+        return None
 
     @abstractmethod
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

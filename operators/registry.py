@@ -15,6 +15,7 @@ BUILT_IN = (
     "moegraft.operators.attention.operator:CpuAttention",
     "moegraft.operators.experts.hybrid:HybridExperts",
     "moegraft.operators.experts.sparse_experts:SparseExperts",
+    "moegraft.operators.kv_cache.operator:QuantizedKvCache",
     "moegraft.operators.linear.quantized:QuantizedLinear",
     "moegraft.operators.speculative.operator:SpeculativeDraft",
 )

@@ -15,10 +15,20 @@ MAY_IMPORT = {
     "operators/linear": {"operators/linear", "operators/kernels", "operators", "cpu_backend"},
     "operators/kernels": {"operators/kernels", "operators", "cpu_backend"},
     "operators/speculative": {"operators/speculative", "operators"},
+    "operators/kv_cache": {"operators/kv_cache", "operators"},
     "operators": {"operators", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
-    "injection": {"injection", "operators", "operators/experts", "operators/sparse", "operators/linear", "operators/speculative", "rules"},
+    "injection": {
+        "injection",
+        "operators",
+        "operators/experts",
+        "operators/kv_cache",
+        "operators/linear",
+        "operators/sparse",
+        "operators/speculative",
+        "rules",
+    },
 }
 
 

@@ -62,7 +62,9 @@ def _report_nothing_taken(rule: Rule, lost: dict[int, list[str]], rules: Sequenc
     if rule.inherited and not any(owner.inherited for owner in owners):
         findings.notice(rule.place("match"), f"{message}, and so overrides it")
     else:
-        findings.error(rule.place("match"), f"{message}; move it up, or narrow the earlier rule")
+        of_model = any("" in paths for paths in lost.values())
+        mend = "a model takes one operator of its own: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
+        findings.error(rule.place("match"), f"{message}; {mend}")
 
 
 def _where(owner: Rule, rule: Rule) -> str:
@@ -75,7 +77,7 @@ def _count(number: int) -> str:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    forms = grouped(paths)
+    forms = grouped(paths) if paths != [""] else ["the model"]
     more = f" and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
     return f"{', '.join(forms[:MAX_LISTED])}{more} ({_count(len(paths))})"
 

@@ -9,7 +9,7 @@ from moegraft.injection.plan import Plan
 from moegraft.injection.predict.gpu import GpuBudget, GpuRates, wants_gpu
 from moegraft.injection.predict.gpu_memory import GpuMemory, gpu_memory_of
 from moegraft.injection.predict.gpu_speed import predict_with_gpu
-from moegraft.injection.predict.kv_cache import KvCache, kv_cache
+from moegraft.injection.predict.kv_cache import KvCache, form_of, kv_cache
 from moegraft.injection.predict.layers import work_of
 from moegraft.injection.predict.measure import Measurements
 from moegraft.injection.predict.memory import Memory, activation_bytes, memory_of
@@ -81,11 +81,13 @@ def forecast(
     outline: Outline, plan: Plan, load: Load, machinery: Machinery, registry: OperatorRegistry, *, cache: KvCache | None = None
 ) -> Forecast:
     """Figures for a plan; `cache` is the model's where it is known, for finding it takes longer than all else."""
-    cache, budget, measured = cache or kv_cache(outline.skeleton), machinery.gpu, machinery.measured
+    plain, budget, measured = cache or kv_cache(outline.skeleton), machinery.gpu, machinery.measured
+    cache = replace(plain, form=form_of(plan, outline.skeleton))
     gpu = None if budget is None else gpu_memory_of(outline, plan, cache, load, budget, activation_bytes(outline, load))
     memory = memory_of(outline, plan, cache, load, on_gpu=gpu is not None)
     rates = budget.rates if budget is not None and gpu is not None else None
-    speed, why = _speed(outline, plan, load, cache, measured, gpu, rates)
+    # Attention reads the cache in the model's dtype, however it is kept.
+    speed, why = _speed(outline, plan, load, plain, measured, gpu, rates)
     found = Forecast(
         plan=plan,
         load=load,

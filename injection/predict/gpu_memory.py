@@ -9,7 +9,7 @@ from typing import Any
 from moegraft.injection.outline import Outline
 from moegraft.injection.plan import Plan, Swap
 from moegraft.injection.predict.gpu import GpuBudget, gpus_used, held_on_gpu, shares_experts
-from moegraft.injection.predict.kv_cache import KvCache
+from moegraft.injection.predict.kv_cache import KvCache, form_of
 from moegraft.injection.predict.speed import Load
 from moegraft.operators.experts.engine.room import MARGIN_BYTES, MARGIN_SHARE, kv_cache_bytes
 
@@ -105,7 +105,7 @@ def _shared(outline: Outline, plan: Plan, free_bytes: int) -> Iterator[Shared]:
         num_experts = module.num_experts
         assert isinstance(num_experts, int), "an experts module says how many it has"
         expert_bytes = _host_bytes(swaps[0]) // num_experts
-        kv_bytes = kv_cache_bytes(outline.source.config, options.cache.context, outline.dtype)
+        kv_bytes = kv_cache_bytes(outline.source.config, options.cache.context, outline.dtype, form_of(plan, outline.skeleton))
         room, captured = max(0, free_bytes - kv_bytes), options.on_gpu.captures
         plan_of_slots = options.cache.plan(len(swaps), num_experts, expert_bytes, room, captured=captured)
         stated = any(getattr(options.cache, name) is not None for name in ("ratio", "slots", "gpu_memory"))

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from moegraft.injection.plan import Plan
+from moegraft.operators.cache_form import WORKED_ON, QuantisedForm
+from moegraft.operators.kv_cache.operator import QuantizedKvCache, group_of
+from moegraft.operators.kv_cache.options import QuantizedKvCacheOptions
 from moegraft.operators.structure import kinds
 
 
@@ -23,16 +27,33 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """A model's cache; `exact` is False where it is from the config's numbers of heads instead of from the model itself."""
+    """A model's cache.
+
+    Attributes:
+        exact: False where it is from the config's numbers of heads instead of from the model itself.
+        itemsize: bytes of a value in the model's dtype.
+        form: of a quantised cache, of which one layer at a time is in that dtype as well.
+    """
 
     layers: tuple[LayerCache, ...]
     exact: bool
+    itemsize: int
+    form: QuantisedForm | None = None
 
     def nbytes(self, context: int, batch: int = 1) -> int:
         """For `batch` sequences of `context` tokens."""
+        if self.form is not None:
+            held = sum(self.form.layer_bytes(layer.bytes_per_token, self.itemsize, context) for layer in self.layers)
+            return batch * (held + WORKED_ON * context * max(layer.bytes_per_token for layer in self.layers))
         kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
         per_sequence = sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
         return batch * per_sequence
+
+
+def form_of(plan: Plan, skeleton: PreTrainedModel) -> QuantisedForm | None:
+    """What a plan's rules make of the cache; None: nothing."""
+    found = next((swap.options for swap in plan.swaps if swap.operator == QuantizedKvCache.name), None)
+    return found.form(group_of(skeleton.config, found)) if isinstance(found, QuantizedKvCacheOptions) else None
 
 
 def kv_cache(skeleton: PreTrainedModel) -> KvCache:
@@ -45,7 +66,7 @@ def kv_cache(skeleton: PreTrainedModel) -> KvCache:
     layers = tuple(
         LayerCache(after - before, 2 * before - after, window) for (before, window), (after, _) in zip(one, two, strict=True) if after
     )
-    return KvCache(layers, True) if layers else _by_config(skeleton)
+    return KvCache(layers, True, skeleton.dtype.itemsize) if layers else _by_config(skeleton)
 
 
 def _filled(skeleton: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:
@@ -81,4 +102,4 @@ def _by_config(skeleton: PreTrainedModel) -> KvCache:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layer = LayerCache(2 * heads * size * skeleton.dtype.itemsize, 0, None)
-    return KvCache((layer,) * config.num_hidden_layers, False)
+    return KvCache((layer,) * config.num_hidden_layers, False, skeleton.dtype.itemsize)

@@ -15,6 +15,7 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
@@ -165,7 +166,7 @@ class HybridExperts(Operator):
         sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft) if options.sparsity is not None else None
         group = None
         if options.on_gpu is not None:
-            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime)
+            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime, context.shared(CacheForm, CacheForm))
         return cls(read_layout(module), options, runtime, draft, sparsity, group)
 
     @property

@@ -37,6 +37,7 @@ class SpeculativeDraft(ModelOperator):
     name = "speculative_draft"
     options_type = SpeculativeOptions
     summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
+    uncaptured = "tokens are drafted with fewer experts, and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
         super().__init__()

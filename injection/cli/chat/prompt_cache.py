@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 logger = logging.getLogger(__name__)
 KEPT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -15,8 +15,8 @@ KEPT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 class PromptCache:
     """One cache and the tokens it holds.
 
-    Layers that attend to everything can be cut back to any earlier token. A sliding window that has moved on can only be continued, so a
-    turn that changes what was said is read anew; recurrent states are not kept at all. The log says so, once.
+    Layers that attend to everything can be cut back to any earlier token. A sliding window that has moved on, and a quantised cache, can
+    only be continued, so a turn that changes what was said is read anew; recurrent states are not kept at all. The log says so, once.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,9 @@ class PromptCache:
         if cache is None or not shared:
             return None, 0
         if shared < len(held):
-            if any(_moved_on(layer) for layer in cache.layers):
-                self._say_once("the conversation changed behind a sliding window, which cannot go back: it is read anew")
+            if isinstance(cache, QuantizedCache) or any(_moved_on(layer) for layer in cache.layers):
+                what = "in a quantised cache" if isinstance(cache, QuantizedCache) else "behind a sliding window"
+                self._say_once(f"the conversation changed {what}, which cannot go back: it is read anew")
                 return None, 0
             cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
         return cache, shared
@@ -53,7 +54,8 @@ class PromptCache:
     def keep(self, token_ids: list[int], cache: Any) -> None:
         """Takes what `generate` returned; `token_ids` are prompt and answer, whose last token it has not read."""
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
-        if type(cache) is not DynamicCache or not kinds <= set(KEPT_LAYERS):
+        known = type(cache) is DynamicCache and kinds <= set(KEPT_LAYERS)
+        if not known and not isinstance(cache, QuantizedCache):
             names = ", ".join(sorted(kind.__name__ for kind in kinds - set(KEPT_LAYERS))) or type(cache).__name__
             self._say_once(f"each turn reads the whole conversation anew: a cache of {names} cannot be taken up again")
             return

@@ -45,7 +45,8 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
     """
     tensors: dict[str, torch.Tensor] = {}
     lengths = []
-    layers: list[Any] = chat.cache.layers if chat.cache is not None else []  # of several kinds without a common type
+    # Of several kinds without a common type. A quantised cache is not saved: how it lies is its backend's affair.
+    layers: list[Any] = chat.cache.layers if type(chat.cache) is DynamicCache else []
     for index, layer in enumerate(layers):
         lengths.append(layer.get_seq_length())
         if lengths[-1]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from moegraft.operators.base import ModelOperator, Operator
+from moegraft.operators.base import Operator
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.static_cache import (
     Length,
@@ -215,8 +215,9 @@ class DecodeSteps:
         if len(engines) > 1 or len(self._groups) > 1:
             return "the layers are on several GPUs, or their experts of several kinds"
         own: Any = model  # torch types every attribute of a module as a tensor
-        if any(isinstance(operator, ModelOperator) for operator in own.moegraft.operators.values()):
-            return DRAFTS
+        operator = own.moegraft.model_operator
+        if operator is not None:
+            return str(operator.uncaptured)
         group = self._groups[0]
         if any(layer.sparse for layer in group.layers):
             return "neurons are left out of experts"

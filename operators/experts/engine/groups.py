@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.experts.engine.decode_steps import DecodeSteps
 from moegraft.operators.experts.engine.model_experts import ModelExperts
 from moegraft.operators.experts.engine.options import GpuOptions
@@ -17,11 +18,11 @@ class GpuGroups:
         self._groups: dict[GpuOptions, ModelExperts] = {}
         self._steps: DecodeSteps | None = None
 
-    def group(self, options: GpuOptions, runtime: Runtime) -> ModelExperts:
+    def group(self, options: GpuOptions, runtime: Runtime, cache_form: CacheForm) -> ModelExperts:
         """The layers whose rules give them these options."""
         found = self._groups.get(options)
         if found is None:
-            found = self._groups[options] = ModelExperts(options, runtime)
+            found = self._groups[options] = ModelExperts(options, runtime, cache_form)
         return found
 
     def __iter__(self) -> Iterator[ModelExperts]:

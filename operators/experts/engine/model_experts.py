@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.experts.devices.cuda import why_no_cuda
 from moegraft.operators.experts.engine.assembly import EngineParts, open_engine
 from moegraft.operators.experts.engine.gpu_layer import GpuLayer
@@ -57,6 +58,7 @@ class ModelExperts:
 
     options: GpuOptions
     runtime: Runtime
+    cache_form: CacheForm = field(default_factory=CacheForm)
     expected: int = 0
     engines: list[Engine] = field(default_factory=list)
     _members: dict[int, Member] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class ModelExperts:
         """`config` and `dtype` are the model's."""
         self._members[number] = member
         if len(self._members) == self.expected:
-            kv_bytes = kv_cache_bytes(config, self.options.cache.context, dtype)
+            kv_bytes = kv_cache_bytes(config, self.options.cache.context, dtype, self.cache_form.quantised)
             self._open([self._members[number] for number in sorted(self._members)], kv_bytes)
             self._members.clear()
 

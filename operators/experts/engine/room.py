@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moegraft.operators.cache_form import WORKED_ON, QuantisedForm
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -13,12 +15,19 @@ MARGIN_SHARE = 0.06  # of the GPU: activations of a prompt, PyTorch's own blocks
 MARGIN_BYTES = 768 << 20
 
 
-def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype) -> int:
-    """Keys and values of `context` tokens by the config's numbers of heads; a latent or windowed cache is smaller."""
+def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, form: QuantisedForm | None = None) -> int:
+    """Keys and values of `context` tokens by the config's numbers of heads; a latent or windowed cache is smaller.
+
+    Args:
+        form: of a quantised cache, of which one layer at a time is in `dtype` as well.
+    """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * heads * size * dtype.itemsize * context * text.num_hidden_layers)
+    per_token = int(2 * heads * size * dtype.itemsize)
+    if form is None:
+        return int(per_token * context * text.num_hidden_layers)
+    return int(form.layer_bytes(per_token, dtype.itemsize, context) * text.num_hidden_layers + WORKED_ON * per_token * context)
 
 
 def free_for_slots(device: torch.device, kv_bytes: int) -> int:

@@ -57,7 +57,7 @@ def test_the_cache_is_as_large_as_the_real_one(case: FamilyCase, tokens: int) ->
 
 
 def test_the_cache_by_hand() -> None:
-    cache = KvCache((LayerCache(100, 0, None), LayerCache(10, 7, 16)), True)
+    cache = KvCache((LayerCache(100, 0, None), LayerCache(10, 7, 16)), True, 4)
     assert cache.nbytes(8) == 800 + 80 + 7
     assert cache.nbytes(1000, batch=3) == 3 * (100_000 + 160 + 7)
 

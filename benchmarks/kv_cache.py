@@ -1,0 +1,107 @@
+"""What does a quantised key-value cache cost a model? Next-token probabilities over it, beside the exact cache, on held-out text.
+
+    python benchmarks/kv_cache.py                                  # the bundled model, bfloat16
+    python benchmarks/kv_cache.py --model FOLDER --text FILE --dtype float32
+
+Each window's first half is read at once, as a prompt; its second half is fed token by token, so that later tokens are quantised as they are
+in `generate`. `kl_nats` is a token's divergence from what the exact cache gives; `same_token` the share of equal likeliest tokens;
+`perplexity` that of the second halves; `cache_bytes` what the tensors of the cache hold at the end of a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_recipe import TEXT, split_text
+from record import write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from moegraft.injection.demo import demo_path
+from moegraft.operators.kv_cache.operator import group_of, quantised_cache
+from moegraft.operators.kv_cache.options import BITS, QuantizedKvCacheOptions
+
+WINDOW = 768  # tokens, of which the first half is the prompt
+STORED = ("keys", "values", "_quantized_keys", "_quantized_values")
+PACKED = ("_data", "_scale", "_shift")  # of quanto's tensors, which say that they are as large as what they stand for
+
+
+def held_bytes(value: Any) -> int:
+    """Of tensors anywhere within."""
+    if hasattr(value, "_data"):
+        return sum(held_bytes(getattr(value, name)) for name in PACKED if hasattr(value, name))
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(held_bytes, value.values()))
+    return sum(map(held_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(held_bytes(getattr(layer, name, None)) for layer in cache.layers for name in STORED)
+
+
+@torch.no_grad()
+def followed(model: PreTrainedModel, cache: Any, window: torch.Tensor) -> torch.Tensor:
+    """(tokens, V) float32 log probabilities after the prompt."""
+    call: Any = model
+    half = window.shape[1] // 2
+    call(input_ids=window[:, :half], past_key_values=cache)
+    logits = [call(input_ids=window[:, at : at + 1], past_key_values=cache).logits[0, -1] for at in range(half, window.shape[1] - 1)]
+    return torch.stack(logits).float().log_softmax(-1)
+
+
+def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iterator[dict[str, object]]:
+    config = model.config.get_text_config(decoder=True)
+    exact = [followed(model, DynamicCache(config=config), window) for window in windows]
+    kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend in BITS for bits in reversed(BITS[backend]))]
+    for options in kinds:
+        reason = None if options is None else options.why_not_here()
+        if reason is not None:
+            print(f"left out: {reason}")
+            continue
+        found, held = [], 0
+        for window in windows:
+            cache: Any = DynamicCache(config=config) if options is None else quantised_cache(model, options)
+            found.append(followed(model, cache, window))
+            held = cache_bytes(cache)
+        logs, right = torch.cat(found), torch.cat(exact)
+        following = torch.cat([window[0, window.shape[1] // 2 + 1 :] for window in windows])
+        yield {
+            "model": name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "backend": "exact" if options is None else options.backend,
+            "bits": 8 * model.dtype.itemsize if options is None else options.value_bits,
+            "group": "" if options is None or options.backend == "fp8" else group_of(config, options),
+            "tokens": len(logs),
+            "kl_nats": round(float((right.exp() * (right - logs)).sum(-1).mean()), 6),
+            "same_token": round(float((logs.argmax(-1) == right.argmax(-1)).float().mean()), 4),
+            "perplexity": round(float((-logs.gather(1, following[:, None])).mean().exp()), 3),
+            "window": WINDOW,
+            "cache_bytes": held,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo_path()))
+    parser.add_argument("--text", type=Path, help="by default the part of the bundled model's text that it was not trained on")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--windows", type=int, default=4)
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8") if options.text else split_text(TEXT.read_text(encoding="utf-8"))[1]
+    ids = torch.tensor([AutoTokenizer.from_pretrained(options.model).encode(text)])
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    windows = list(ids[:, : options.windows * WINDOW].split(WINDOW, dim=1))
+    name = "bundled" if options.model == str(demo_path()) else Path(options.model).name
+    found = list(rows(model, windows, name))
+    for row in found:
+        print(" ".join(f"{key}={value}" for key, value in row.items()))
+    print(write_rows("kv_cache", found, ("torch", "transformers", "hqq", "optimum-quanto")))
+
+
+if __name__ == "__main__":
+    main()
