@@ -182,6 +182,7 @@ def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
 
 
 def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
+    rows = [row for row in rows if row["experts"] != "resident_chosen" and row["renormalise"] == "false"]
     for row in {label(row): row for row in rows}.values():
         mine = [each for each in rows if label(each) == label(row) and each["decoding"] == "greedy" and int(each["judged"]) >= 10]
         x = [(float(each["confidence_from"]) + float(each["confidence_to"])) / 2 for each in mine]
@@ -212,14 +213,43 @@ def draw_tasks(axes: Axes, rows: list[dict[str, str]]) -> None:
     axes.legend(fontsize=7)
 
 
-def plot() -> Path:
-    figure = Figure(figsize=(12, 8.5), layout="constrained")
-    (positions, confidence), (good, kinds) = figure.subplots(2, 2)
-    draw_positions(positions, read("speculative_drafts"))
+def draw_sparsity(axes: Axes, rows: list[dict[str, str]], by_experts: list[dict[str, str]]) -> None:
+    """Against drafts of fewer experts, which read that share of the bytes."""
+    for top_k in dict.fromkeys(row["draft_top_k"] for row in rows):
+        mine = [row for row in rows if row["draft_top_k"] == top_k and row["decoding"] == "greedy"]
+        x = [float(row["bytes_share"]) for row in mine]
+        axes.plot(x, [float(row["tokens_per_round"]) for row in mine], "-o", markersize=3, label=f"{top_k} experts, neurons left out")
+        for row, at in zip(mine, x, strict=True):
+            axes.annotate(row["draft_sparsity"], (at, float(row["tokens_per_round"])), fontsize=6)
+    whole = max(int(row["draft_top_k"]) for row in rows)
+    fewer = [row for row in by_experts if row["experts"] == "any" and row["decoding"] == "greedy" and not float(row["tolerance"])]
+    x = [int(row["draft_top_k"]) / whole for row in fewer]
+    axes.plot(x, [float(row["tokens_per_round"]) for row in fewer], "-s", markersize=4, label="fewer experts, whole")
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy), by what a draft reads", xlabel="share of the experts' bytes")
+    axes.legend(fontsize=7)
+
+
+def draw_resident(axes: Axes, rows: list[dict[str, str]]) -> None:
+    mine = [row for row in rows if row["resident_ratio"]]
+    for experts, scaled, tolerance in dict.fromkeys((row["experts"], row["renormalise"], row["tolerance"]) for row in mine):
+        line = [row for row in mine if (row["experts"], row["renormalise"], row["tolerance"]) == (experts, scaled, tolerance)]
+        name = f"{experts}{', weights scaled' if scaled == 'true' else ''}{', adaptive' if float(tolerance) else ''}"
+        x, y = ([float(row[column]) for row in line] for column in ("resident_ratio", "tokens_per_round"))
+        axes.plot(x, y, "x" if scaled == "true" else "-o", markersize=4, label=name)
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
+    axes.legend(fontsize=7)
+
+
+def plot(path: Path = RESULTS / "speculative_drafts.png") -> Path:
+    figure = Figure(figsize=(17, 8.5), layout="constrained")
+    (positions, confidence, sparse), (good, kinds, resident) = figure.subplots(2, 3)
+    ways = [row for row in read("speculative_drafts") if row["renormalise"] == "false"]
+    draw_positions(positions, [row for row in ways if row["experts"] != "resident_chosen"])
     draw_confidence(confidence, read("speculative_confidence"))
     draw_quality(good, read("speculative_quality"))
     draw_tasks(kinds, read("speculative_tasks"))
-    path = RESULTS / "speculative_drafts.png"
+    draw_sparsity(sparse, read("speculative_sparsity"), ways)
+    draw_resident(resident, read("speculative_drafts"))
     figure.savefig(path, dpi=110)
     return path
 

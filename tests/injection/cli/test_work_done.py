@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.work_done import work_lines
 from moegraft.injection.demo import demo_path
+from moegraft.operators.experts.hybrid import HybridExperts
 
 VARS = {"gpu": "emulated", "weights": "stored", "cache": 0.5, "target": 0.0}
 
@@ -40,6 +42,17 @@ def test_leaving_neurons_out_goes_with_drafts() -> None:
     assert model.generate(prompt(8), do_sample=False, max_new_tokens=30).shape[1] > 20
     assert model.moegraft.model_operator.statistics()["rounds"] > 0
     assert model.moegraft.statistics()["sparsity"][0]["routed_sparsity"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("who", ["any", "resident"])
+def test_drafts_leave_out_more_neurons_where_the_shipped_file_is_told_to(who: str) -> None:
+    given = VARS | {"target": 0.3, "draft_sparsity": 0.8, "draft_top_k": 4, "draft_experts": who}
+    model = optimize_and_load(demo_path(), "all", vars=given, progress=False, threads=1)
+    assert model.generate(prompt(8), do_sample=False, max_new_tokens=30).shape[1] > 20
+    layer = next(module for module in model.modules() if isinstance(module, HybridExperts))
+    found: Any = layer.statistics()["sparsity"]
+    assert found["routed_sparsity"] == pytest.approx(0.3, abs=0.1) and found["draft_routed_sparsity"] == pytest.approx(0.8, abs=0.1)
+    assert model.moegraft.model_operator.statistics()["rounds"] > 0
 
 
 def test_of_a_stock_model_there_is_nothing_to_tell() -> None:
