@@ -27,10 +27,18 @@ def _drafts(found: Mapping[str, object]) -> str:
     seconds = {name: f"{_number(found[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
     shares = found["acceptance_by_position"]
     assert isinstance(shares, tuple), "a share for each position"
+    lossy = "" if found["agreement"] is None else f"; {_cost(found)}"
     return (
         f"{found['rounds']} rounds of {_number(found['tokens_per_round']):.2f} tokens; accepted by position "
         f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
-        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}"
+        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}{lossy}"
+    )
+
+
+def _cost(found: Mapping[str, object]) -> str:
+    """Of a mode that changes what the model says."""
+    return (
+        f"{_number(found['agreement']):.1%} as lossless decoding has it, perplexity {_number(found['perplexity']):.2f} under the full model"
     )
 
 

@@ -55,5 +55,18 @@ def test_drafts_leave_out_more_neurons_where_the_shipped_file_is_told_to(who: st
     assert model.moegraft.model_operator.statistics()["rounds"] > 0
 
 
+def test_a_mode_that_changes_the_text_says_by_how_much(tmp_path: Path) -> None:
+    rules = tmp_path / "lossy.yaml"
+    draft = "{class: speculative_draft, kwargs: {schedule: fixed, mode: adaptive, tolerance: 0.9}}"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- match: {{kind: model}}\n  replace: {draft}\n")
+    model = optimize_and_load(tiny(), rules, progress=False, threads=1)
+    model.generate(prompt(8), do_sample=False, max_new_tokens=30)
+    found = model.moegraft.model_operator.statistics()
+    (drafts,) = work_lines(model)
+    assert drafts.endswith(
+        f"{found['agreement']:.1%} as lossless decoding has it, perplexity {found['perplexity']:.2f} under the full model"
+    )
+
+
 def test_of_a_stock_model_there_is_nothing_to_tell() -> None:
     assert work_lines(tiny()) == []

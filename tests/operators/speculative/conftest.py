@@ -9,9 +9,10 @@ import pytest
 import torch
 from families import build_model, served_cases
 from family_rows import FamilyCase
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.demo import demo_path
 
 RULES = """
 version: 1
@@ -20,6 +21,7 @@ rules:
 - match: {{kind: model}}
   replace: {{class: speculative_draft, kwargs: {{{options}}}}}
 """
+DEMO = "demo"  # the bundled model, whose experts have learnt something
 Make = Callable[..., PreTrainedModel]
 
 
@@ -29,13 +31,14 @@ def case(model_type: str) -> FamilyCase:
 
 @pytest.fixture(scope="session")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """`drafting("qwen3_moe", draft_top_k=1, ...)`: that family's tiny model with `speculative_draft` and a fixed schedule."""
+    """`drafting("qwen3_moe", draft_top_k=1, ...)`: that family's tiny model, or `DEMO`, with `speculative_draft` and a fixed schedule."""
     rules = tmp_path_factory.mktemp("speculative") / "rules.yaml"
 
     def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
         options = {"schedule": "fixed", "max_draft": 4} | options
         rules.write_text(RULES.format(options=", ".join(f"{name}: {value}" for name, value in options.items())))
-        return optimize_and_load(build_model(case(model_type)).to(dtype), rules, progress=False)
+        source = demo_path() if model_type == DEMO else build_model(case(model_type)).to(dtype)
+        return optimize_and_load(source, rules, dtype=dtype if model_type == DEMO else None, progress=False)
 
     return make
 
@@ -43,4 +46,10 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def stock() -> Make:
     """`stock("qwen3_moe")`: the same model as transformers has it."""
-    return lambda model_type="qwen3_moe", dtype=torch.float32: build_model(case(model_type)).to(dtype)
+
+    def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        if model_type == DEMO:
+            return AutoModelForCausalLM.from_pretrained(demo_path(), dtype=dtype)
+        return build_model(case(model_type)).to(dtype)
+
+    return make

@@ -129,7 +129,7 @@ def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[i
     return sum(abs(one.get(text, 0) - other.get(text, 0)) for text in {*one, *other}) / 2
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, "demo"])
 @torch.no_grad()
 def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, drafting: Any, stock: Any, monkeypatch: Any) -> None:
     model, plain, ids = drafting(model_type), stock(model_type), prompt(8)
