@@ -55,6 +55,7 @@ SAMPLE = (
     "sparse qwen3.5-35b pair bfloat16 T=1",
     "sparse qwen3.5-35b union bfloat16 T=64",
     "sparse qwen3.5-35b sketch bfloat16 T=8",
+    "sparse slots qwen3-30b int4 union T=64",
 )
 Case = Callable[[], None]
 Row = dict[str, object]
@@ -81,17 +82,18 @@ def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int) -> Case
     return launch
 
 
-def sparse_slots_case(name: str, weights: str, tokens: int) -> Case:
+def sparse_slots_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dtype = BF16) -> Case:
     hidden, intermediate, num_experts, top_k = SHAPES[name]
     experts = SparseSlotExperts(ExpertsShape(num_experts, hidden, intermediate), GateSpec(), weights, META)
 
     def launch() -> None:
         experts.forward(
-            empty(tokens, hidden, dtype=BF16),
+            empty(tokens, hidden, dtype=dtype),
             empty(num_experts, experts.expert_bytes, dtype=torch.uint8),
             empty(tokens, top_k, dtype=torch.int32),
             empty(tokens, top_k, dtype=torch.float32),
             empty(tokens, hidden, dtype=torch.float32),
+            path,
         )
 
     return launch
@@ -152,8 +154,12 @@ def cases() -> Mapping[str, Case]:
                 found[f"slots qwen3-30b {weights} {label(dtype)} T={tokens}"] = slots_case("qwen3-30b", weights, dtype, tokens)
     for name in ("qwen3-30b", "mixtral"):
         for weights in ("bfloat16", "int8", "int4"):
-            for tokens in (1, 64):
-                found[f"sparse slots {name} {weights} T={tokens}"] = sparse_slots_case(name, weights, tokens)
+            for path, tokens in (("pair", 1), ("pair", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048)):
+                found[f"sparse slots {name} {weights} {path} T={tokens}"] = sparse_slots_case(name, weights, path, tokens)
+    for weights, dtype in (("float32", torch.float32), ("float16", torch.float16), ("int4", torch.float32), ("int8", torch.float16)):
+        for path in ("union", "dense"):
+            name = f"sparse slots qwen3-30b {weights} {label(dtype)} {path} T=64"
+            found[name] = sparse_slots_case("qwen3-30b", weights, path, 64, dtype)
     for weights in ("int8", "int4"):
         for tokens in (1, 16, 32, 64):
             found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
@@ -198,7 +204,7 @@ def quiet() -> Iterator[None]:
 
 def is_product(kernel: str) -> bool:
     """Whether tensor cores are to do its work."""
-    return "product" in kernel or kernel in ("up_union_kernel", "down_union_kernel")
+    return "product" in kernel or (kernel.endswith("_union_kernel") and kernel != "compact_union_kernel")
 
 
 def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:

@@ -16,9 +16,11 @@ from moegraft.operators.sparse.workspace import bucket_of
 
 logger = logging.getLogger(__name__)
 
+Defaults = Sequence[tuple[int, str]]  # up to so many tokens, that path
 # What is taken where nothing could be timed: an estimate from bytes read, no GPU has measured it.
 DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))
 DEFAULT_BEYOND = "dense"
+SLOT_DEFAULTS = ((16, "pair"), (512, "union"))  # of experts in slots, which have no path by order
 # A sparse path has to beat the dense ones by more than timings of one and the same program differ.
 LEAST_GAIN = 1.02
 
@@ -37,6 +39,7 @@ class TimedCase:
     gate: str
     sparsity: float  # of routed neurons, to 0.01
     gpu: str
+    resident: int | None = None  # experts with a slot, where they are in slots; `dtype` is then the type they are packed to
 
     @property
     def key(self) -> str:
@@ -51,8 +54,8 @@ def choices_path() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "sparse_paths.json"
 
 
-def default_path(tokens: int) -> str:
-    return next((path for most, path in DEFAULTS if tokens <= most), DEFAULT_BEYOND)
+def default_path(tokens: int, defaults: Defaults = DEFAULTS) -> str:
+    return next((path for most, path in defaults if tokens <= most), DEFAULT_BEYOND)
 
 
 def fastest(times_ms: Mapping[str, float], dense: Sequence[str]) -> str:
@@ -79,18 +82,30 @@ class PathChoices:
         self._file = file
         self._times: dict[str, dict[str, dict[str, float]]] = {}  # by case, bucket and path
         self._read = file is None
+        self._keys: dict[TimedCase, str] = {}  # asked for in every call, and looking versions up takes a millisecond
 
-    def path(self, case: TimedCase, tokens: int, dense: Sequence[str], measure: Callable[[int], Mapping[str, float]] | None) -> str:
+    def path(
+        self,
+        case: TimedCase,
+        tokens: int,
+        dense: Sequence[str],
+        measure: Callable[[int], Mapping[str, float]] | None,
+        defaults: Defaults = DEFAULTS,
+    ) -> str:
         """The path for a batch of `tokens`.
 
         Args:
-            measure: times the paths for a bucket, in ms; None where that cannot be done now, and what was not timed before gets a default.
+            measure: times the paths for a bucket, in ms; None where that cannot be done now, and what was not timed before gets a
+                default.
         """
         bucket = bucket_of(tokens)
-        times = self._known(case.key).get(str(bucket))
+        key = self._keys.get(case)
+        if key is None:
+            key = self._keys[case] = case.key
+        times = self._known(key).get(str(bucket))
         if times is None and measure is not None:
-            times = self._add(case.key, bucket, dict(measure(bucket)))
-        return default_path(tokens) if times is None else fastest(times, dense)
+            times = self._add(key, bucket, dict(measure(bucket)))
+        return default_path(tokens, defaults) if times is None else fastest(times, dense)
 
     def times(self) -> Iterator[tuple[str, int, Mapping[str, float]]]:
         """Case, bucket and ms by path of everything timed so far."""

@@ -114,7 +114,7 @@ def run_union(call: Call) -> None:
     rows = buffers.of_pairs("rows", weights.hidden, torch.float32)
     lists = _lists(call, groups.max_blocks, "block")
     exact_activations(call, act, groups)
-    compact_union(call, lists, act, groups)
+    compact_union(call.threshold, lists, act, groups, neuron_rows(weights))
     up_union(call, lists, act, gated, groups)
     down_union(call, lists, gated, rows, groups)
     combine(rows, call.ids, call.top_k_weights, call.out)

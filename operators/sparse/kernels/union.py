@@ -12,12 +12,13 @@ import triton.language as tl
 
 from moegraft.operators.kernels.activations import limited_up
 from moegraft.operators.kernels.availability import interpreted
-from moegraft.operators.kernels.finish import reaches
+from moegraft.operators.kernels.finish import Threshold, reaches
 from moegraft.operators.kernels.launch import LAUNCH
 from moegraft.operators.kernels.routing import PairGroups
 from moegraft.operators.kernels.units import dot
 from moegraft.operators.sparse.call import Call, Lists
-from moegraft.operators.sparse.kernels.rows import neuron_rows
+from moegraft.operators.sparse.kernels.packed_rows import PackedRows
+from moegraft.operators.sparse.kernels.rows import NeuronRows, neuron_rows
 
 
 @triton.jit
@@ -189,12 +190,11 @@ def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return 64, 64, 4
 
 
-def compact_union(call: Call, lists: Lists, act: torch.Tensor, groups: PairGroups) -> None:
+def compact_union(threshold: Threshold, lists: Lists, act: torch.Tensor, groups: PairGroups, rows: NeuronRows | PackedRows) -> None:
     """Fills `lists`, one for each block of pairs; of `act (P, I)` float32 what is left out becomes zeros."""
-    rows = neuron_rows(call.weights)
     _compact_union_kernel[groups.max_blocks,](
-        act, groups.pairs, groups.count, call.threshold.value, call.threshold.counts, lists.neurons, lists.lengths, groups.pair_count,
-        R=rows, GROUP=call.threshold.group, BM=groups.block_pairs, num_warps=4, **LAUNCH,
+        act, groups.pairs, groups.count, threshold.value, threshold.counts, lists.neurons, lists.lengths, groups.pair_count,
+        R=rows, GROUP=threshold.group, BM=groups.block_pairs, num_warps=max(4, rows.lanes // 128), **LAUNCH,
     )  # fmt: skip
 
 
