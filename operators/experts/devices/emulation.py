@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moegraft.operators.experts.devices.interface import Bytes, DeviceError, OutOfDeviceMemoryError, Work
+from moegraft.operators.experts.devices.interface import Bytes, DeviceError, Neurons, OutOfDeviceMemoryError, Work
 from moegraft.operators.experts.devices.profiles import INT4_BITS, MachineProfile
 
 if TYPE_CHECKING:
@@ -150,21 +150,21 @@ class Prices:
         self._cpu_ms = lru_cache(4096)(self._priced_cpu_ms)
 
     def gpu_ms(self, work: Work) -> float:
-        return self._gpu_ms(work.loads, work.expert_bytes) if work.cost_ms is None else work.cost_ms
+        return self._gpu_ms(work.loads, work.expert_bytes, work.neurons) if work.cost_ms is None else work.cost_ms
 
     def cpu_ms(self, work: Work) -> float:
-        return self._cpu_ms(work.loads, work.expert_bytes) if work.cost_ms is None else work.cost_ms
+        return self._cpu_ms(work.loads, work.expert_bytes, work.neurons) if work.cost_ms is None else work.cost_ms
 
     def copy_ms(self, nbytes: int) -> float:
         return 0.0 if self._profile is None else self._profile.transfer_ms(nbytes)
 
-    def _priced_gpu_ms(self, loads: tuple[int, ...], expert_bytes: int) -> float:
+    def _priced_gpu_ms(self, loads: tuple[int, ...], expert_bytes: int, neurons: Neurons | None) -> float:
         if self._profile is None:
             return 0.0
-        return float(self._profile.gpu_ms(loads, expert_bytes, self._bits_per_weight).sum())
+        return float(self._profile.gpu_ms(loads, expert_bytes, self._bits_per_weight, neurons).sum())
 
-    def _priced_cpu_ms(self, loads: tuple[int, ...], expert_bytes: int) -> float:
+    def _priced_cpu_ms(self, loads: tuple[int, ...], expert_bytes: int, neurons: Neurons | None) -> float:
         if self._profile is None or not any(loads):
             return 0.0
-        every = self._profile.cpu_ms(loads, expert_bytes, self._bits_per_weight).sum()
-        return float(every) + self._profile.first_cpu_ms(expert_bytes)
+        every = self._profile.cpu_ms(loads, expert_bytes, self._bits_per_weight, neurons).sum()
+        return float(every) + self._profile.first_cpu_ms(expert_bytes, neurons)

@@ -34,6 +34,19 @@ class OutOfDeviceMemoryError(DeviceError):
 
 
 @dataclass(frozen=True, slots=True)
+class Neurons:
+    """What a token needs of an expert where neurons are left out.
+
+    Attributes:
+        active: share of the neurons.
+        judged: share of an expert's weights that says which they are, and is always read: the gates.
+    """
+
+    active: float
+    judged: float
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a launch or a CPU job is, for devices that price it instead of measuring it.
 
@@ -41,12 +54,14 @@ class Work:
         loads: tokens of each expert that is computed.
         expert_bytes: packed bytes of one of these experts.
         cost_ms: charged as it is where given; `loads` is then not priced.
+        neurons: what a token needs of each expert; None: all of it.
     """
 
     kind: Literal["experts", "dense", "host"]
     loads: tuple[int, ...] = ()
     expert_bytes: int = 0
     cost_ms: float | None = None
+    neurons: Neurons | None = None
 
 
 class DeviceTimeoutError(DeviceError):

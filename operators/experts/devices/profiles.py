@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from moegraft.operators.experts.devices.interface import Neurons
 
 INT4_BITS = 4.5  # a weight with its share of the group's 16-bit scale
 
@@ -20,6 +22,10 @@ class MachineProfile:
     An expert costs the slower of reading its weights and of its arithmetic, plus a constant. `launch` is that constant: for the
     GPU an expert's kernels, for the CPU handing its blocks to the threads. The first expert of a layer on the CPU costs
     `first_cpu_share` of reading its weights and `first_cpu_overhead_ms` more than the next ones (HybriMoE, Figure 3e).
+
+    Where neurons are left out, the gates are read and computed whole, and of the other weights the rows that one of the expert's tokens
+    needs are read once; tokens are taken to need neurons independently of each other. The CPU computes what each token needs, the GPU
+    all of its tokens over all these rows, as tensor cores do. Transfers bring whole experts.
     """
 
     name: str
@@ -40,27 +46,49 @@ class MachineProfile:
             if field.name != "name" and not (value > 0 if rate else value >= 0):
                 raise ValueError(f"MachineProfile {self.name!r}: {field.name} is {value}; it must be {'above' if rate else 'at least'} 0")
 
-    def cpu_ms(self, loads: ArrayLike, expert_bytes: int, bits_per_weight: float = INT4_BITS) -> NDArray[np.float64]:
+    def cpu_ms(
+        self, loads: ArrayLike, expert_bytes: int, bits_per_weight: float = INT4_BITS, neurons: Neurons | None = None
+    ) -> NDArray[np.float64]:
         """What each expert takes on the CPU alone; no token, no time. `loads` (A,) are tokens."""
-        return _ms(loads, expert_bytes, bits_per_weight, self.cpu_gb_s, self.cpu_gflop_s, self.cpu_launch_ms)
+        tokens = np.asarray(loads, np.float64)
+        needed = 1.0 if neurons is None else _of_weights(neurons, neurons.active)
+        gflop = 2e-9 * tokens * needed * (expert_bytes * 8 / bits_per_weight)
+        read_gb = 1e-9 * expert_bytes * _read(tokens, neurons)
+        return _ms(tokens, read_gb / self.cpu_gb_s, gflop / self.cpu_gflop_s, self.cpu_launch_ms)
 
-    def gpu_ms(self, loads: ArrayLike, expert_bytes: int, bits_per_weight: float = INT4_BITS) -> NDArray[np.float64]:
+    def gpu_ms(
+        self, loads: ArrayLike, expert_bytes: int, bits_per_weight: float = INT4_BITS, neurons: Neurons | None = None
+    ) -> NDArray[np.float64]:
         """What each resident expert takes on the GPU; no token, no time. `loads` (A,) are tokens."""
-        return _ms(loads, expert_bytes, bits_per_weight, self.gpu_gb_s, self.gpu_tflop_s * 1e3, self.gpu_launch_ms)
+        tokens = np.asarray(loads, np.float64)
+        read = _read(tokens, neurons)
+        gflop = 2e-9 * tokens * read * (expert_bytes * 8 / bits_per_weight)
+        return _ms(tokens, 1e-9 * expert_bytes * read / self.gpu_gb_s, gflop / (self.gpu_tflop_s * 1e3), self.gpu_launch_ms)
 
     def transfer_ms(self, nbytes: int) -> float:
         return nbytes / self.link_gb_s / 1e6
 
-    def first_cpu_ms(self, expert_bytes: int) -> float:
-        """What the first expert of a layer on the CPU costs on top of `cpu_ms`."""
-        return self.first_cpu_share * expert_bytes / self.cpu_gb_s / 1e6 + self.first_cpu_overhead_ms
+    def first_cpu_ms(self, expert_bytes: int, neurons: Neurons | None = None) -> float:
+        """What the first expert of a layer on the CPU costs on top of `cpu_ms`; of neurons that are left out, for one token."""
+        read = 1.0 if neurons is None else _of_weights(neurons, neurons.active)
+        return self.first_cpu_share * expert_bytes * read / self.cpu_gb_s / 1e6 + self.first_cpu_overhead_ms
 
 
-def _ms(loads: ArrayLike, expert_bytes: int, bits_per_weight: float, gb_s: float, gflop_s: float, launch_ms: float) -> NDArray[np.float64]:
-    tokens = np.asarray(loads, np.float64)
-    flop = 2 * tokens * (expert_bytes * 8 / bits_per_weight)
-    busy: NDArray[np.float64] = launch_ms + np.maximum(expert_bytes / gb_s / 1e6, flop / gflop_s / 1e6)
-    return np.where(tokens > 0, busy, 0.0)
+def _of_weights(neurons: Neurons, share: ArrayLike) -> Any:
+    """The share of an expert's weights that the gates and a share of the neurons' other rows are."""
+    return neurons.judged + (1.0 - neurons.judged) * np.asarray(share)
+
+
+def _read(tokens: NDArray[np.float64], neurons: Neurons | None) -> NDArray[np.float64]:
+    """The share of an expert's weights that so many tokens need together, (A,)."""
+    if neurons is None:
+        return np.ones_like(tokens)
+    union: NDArray[np.float64] = _of_weights(neurons, 1.0 - (1.0 - neurons.active) ** tokens)
+    return union
+
+
+def _ms(tokens: NDArray[np.float64], read_s: NDArray[np.float64], busy_s: NDArray[np.float64], launch_ms: float) -> NDArray[np.float64]:
+    return np.where(tokens > 0, launch_ms + 1e3 * np.maximum(read_s, busy_s), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.cache.policies import make_policy
 from moegraft.operators.experts.devices.cuda import CudaDevice
-from moegraft.operators.experts.devices.interface import Device, DeviceError, Waiter
+from moegraft.operators.experts.devices.interface import Device, DeviceError, Neurons, Waiter
 from moegraft.operators.experts.devices.profiles import PROFILES
 from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.cuda_execution import CudaExecution, HostMirror, SlotKernels
@@ -33,7 +34,11 @@ from moegraft.operators.experts.transfer.arena import SlotPlan
 from moegraft.operators.experts.transfer.assembly import Loading, LoadingOptions, open_loading
 from moegraft.operators.experts.transfer.store import ExpertStore
 from moegraft.operators.experts.transfer.transfers import Urgency
+from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
+
+if TYPE_CHECKING:
+    from moegraft.operators.sparse.slot_timing import TimedSlotPaths
 
 logger = logging.getLogger(__name__)
 EMULATED_PROFILE = "a6000_10core"
@@ -59,6 +64,7 @@ class EngineParts:
     arena: SlotArena | None = None
     _slots: torch.Tensor | None = None
     _kernels: Sequence[SlotKernels] = ()
+    _paths: TimedSlotPaths | None = None
     _mirror: HostMirror = field(default_factory=HostMirror)
 
     def use(self, loading: Loading) -> None:
@@ -79,9 +85,35 @@ class EngineParts:
         first = self.packed[0]
         if sparsity is None:
             return SlotExperts(first.shape, first.gate_spec, first.weight_type).forward
-        kernels = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, torch.device(self.device))
+        kernels = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, torch.device(self.device), self._paths)
         sparsity.attach(kernels)
         return kernels.forward
+
+    def time_paths(self, resident: int, top_k: int, choices: PathChoices) -> None:
+        """Has the kernels of sparse experts take the path that is fastest, by what is timed now; slots are empty before and after.
+
+        Args:
+            resident: experts of a layer that have slots.
+        """
+        if self._slots is None or self.sparsity[0] is None or resident == 0:
+            return
+        from moegraft.operators.sparse.slot_timing import TimedSlotPaths
+        from moegraft.operators.sparse.slots import SparseSlotExperts
+
+        first, slots = self.packed[0], self._slots
+
+        def fill() -> torch.Tensor:
+            experts = first.buffer.reshape(first.shape.num_experts, -1)
+            for expert in range(resident):
+                slots[expert].copy_(torch.from_numpy(experts[expert].copy()))
+            return slots
+
+        paths = TimedSlotPaths(choices, first.shape.num_experts, resident)
+        measured = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, torch.device(self.device))
+        measured.set_threshold(0.0, self.sparsity[0].routed_target)
+        paths.time(measured, top_k, fill)
+        self._paths = paths
+        self._kernels = [self.kernels_of(sparsity) for sparsity in self.sparsity]
 
     @property
     def slot_memory(self) -> torch.Tensor:
@@ -109,6 +141,12 @@ class EngineParts:
         num_experts = self.packed[0].shape.num_experts
         return CudaExecution(cpu, tokens, kernels, self._slots, hidden_states, top_k_weights, num_experts)
 
+    def neurons_of(self, sparsity: LayerSparsity | None) -> Neurons | None:
+        """What a token is meant to need of an expert in a call of the calling thread; None: all of it."""
+        if sparsity is None:
+            return None
+        return Neurons(sparsity.share_needed, 1 / 3 if self.packed[0].shape.gated else 1 / 2)
+
     def kernels_for(self, layer: int) -> SlotKernels:
         """`SlotExperts.forward` for a layer, leaving out what the calling thread leaves out there."""
         sparsity = self.sparsity[layer]
@@ -131,6 +169,10 @@ class WarmUpJobs:
         self._kernels = None if parts.arena is not None else parts.kernels_of(self.sparsity)
         if self.sparsity is not None and of_model is not None and of_model.routed_target:
             self.sparsity.set_threshold(self._quantile(of_model.routed_target), of_model.routed_target)
+
+    @property
+    def neurons(self) -> Neurons | None:
+        return self._parts.neurons_of(self.sparsity)
 
     def _quantile(self, share: float) -> float:
         """The threshold that leaves out that share of the neurons of the tokens made up here."""
@@ -198,6 +240,7 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
         device.close()
         return None
     parts.use(loading)
+    parts.time_paths(min(loading.slots.capacity_of(0), store.num_experts), _top_k(parts), PathChoices(choices_path()))
     costs = CostModel(warm_up(device, loading, WarmUpJobs(parts)))
     engine = Engine(device, loading, _scheduler(options, loading), costs, policy, options.loading_ahead, observer)
     fill(engine)

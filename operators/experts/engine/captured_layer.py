@@ -148,6 +148,7 @@ class CapturedLayer:
             return part
         ids, part = slots.long(), torch.empty_like(tokens)
         arrays = (as_array(tokens), ids.numpy(), weights.numpy(), as_array(part))
-        work = Work("experts", (len(tokens),), self._parts.packed[0].expert_bytes)
+        neurons = self._parts.neurons_of(self._parts.sparsity[self._index])
+        work = Work("experts", (len(tokens),), self._parts.packed[0].expert_bytes, neurons=neurons)
         self._device.launch(self._device.stream("compute"), lambda: arena.runtime.forward(arena.experts, *arrays), work)
         return part.float()

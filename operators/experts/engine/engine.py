@@ -188,7 +188,7 @@ class Engine:
     def _start_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: LayerExecutor) -> CpuTicket | None:
         if not on_cpu.any():
             return None
-        work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes)
+        work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes, neurons=step.neurons)
         return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
 
     def _start_resident(self, step: LayerStep, on_cpu: NDArray[np.bool_], hold: _Hold, executor: LayerExecutor, reads: list[Event]) -> None:
@@ -221,7 +221,7 @@ class Engine:
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor, *, waited: bool) -> Event:
         """The event after it."""
-        work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes)
+        work = Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes, neurons=step.neurons)
         timed = self.observer.wants_launch()
         before = self._compute.record(timed=True) if timed else None
         self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots), work)

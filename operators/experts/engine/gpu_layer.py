@@ -146,7 +146,7 @@ class GpuLayer:
         predictions = [Prediction.of(layer, _real(host[f"ahead {layer}"].numpy(), self._packed)) for layer, _ in ahead]
         scores = host["scores"].numpy() if "scores" in host else None
         drafted = None if draft is None else draft.step(_real(host["whole"].numpy(), self._packed))
-        step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions, drafted)
+        step = LayerStep.of(self._index, _real(chosen, self._packed), scores, predictions, drafted, self._parts.neurons_of(self._sparsity))
         execution = self._execution(host, device)
         between = self._between(hidden_states)
         self.engine.run(step, execution, between)

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter
+from moegraft.operators.experts.devices.interface import CpuTicket, Event, Neurons, Waiter
 
 Ids = NDArray[np.int64]
 Loads = NDArray[np.int32]
@@ -70,6 +70,7 @@ class LayerStep:
         scores: (T, E) float32 of the router, where a cache learns from them.
         predictions: of later layers, the next one first.
         draft: where the call is of a draft.
+        neurons: what a token needs of each expert; None: all of it.
     """
 
     layer: int
@@ -79,6 +80,7 @@ class LayerStep:
     scores: NDArray[np.float32] | None = None
     predictions: Sequence[Prediction] = field(default=())
     draft: DraftStep | None = None
+    neurons: Neurons | None = None
 
     @classmethod
     def of(
@@ -88,9 +90,10 @@ class LayerStep:
         scores: NDArray[np.float32] | None = None,
         predictions: Sequence[Prediction] = (),
         draft: DraftStep | None = None,
+        neurons: Neurons | None = None,
     ) -> Self:
         """From a layer's routing (T, K)."""
-        return cls(layer, *loads_of(chosen), chosen, scores, predictions, draft)
+        return cls(layer, *loads_of(chosen), chosen, scores, predictions, draft, neurons)
 
 
 def loads_of(chosen: Ids) -> tuple[Ids, Loads]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Protocol
 
-from moegraft.operators.experts.devices.interface import Device, Waiter, Work
+from moegraft.operators.experts.devices.interface import Device, Neurons, Waiter, Work
 from moegraft.operators.experts.scheduling.cost_tables import CostTables, fit_first_expert
 from moegraft.operators.experts.transfer.assembly import Loading
 from moegraft.operators.experts.transfer.transfers import Transfer, Urgency
@@ -19,6 +19,11 @@ COUNTS = (1, 2, 4)  # experts of a job: a line through its times tells an expert
 
 class Jobs(Protocol):
     """The work that is measured, on tokens made up for it."""
+
+    @property
+    def neurons(self) -> Neurons | None:
+        """What a token needs of each expert; None: all of it."""
+        ...
 
     def on_cpu(self, experts: list[int], load: int) -> Callable[[], Waiter | None] | None:
         """A job for `Device.submit_cpu`: these experts of layer 0, `load` tokens each."""
@@ -79,8 +84,11 @@ class _WarmUp:
         experts = sorted((self._next_expert + offset) % num_experts for offset in range(count))
         self._next_expert += count
         start_ms = self._device.now_ms()
-        self._device.submit_cpu(self._jobs.on_cpu(experts, load), Work("experts", (load,) * count, self._expert_bytes)).wait()
+        self._device.submit_cpu(self._jobs.on_cpu(experts, load), self._work(load, count)).wait()
         return self._device.now_ms() - start_ms
+
+    def _work(self, load: int, count: int) -> Work:
+        return Work("experts", (load,) * count, self._expert_bytes, neurons=self._jobs.neurons)
 
     def _gpu_ms(self, slots: list[int], load: int) -> float:
         """An expert's share of a launch over several."""
@@ -88,7 +96,7 @@ class _WarmUp:
         times = []
         for _ in range(ROUNDS):
             before = compute.record(timed=True)
-            self._device.launch(compute, self._jobs.on_gpu(slots, load), Work("experts", (load,) * len(slots), self._expert_bytes))
+            self._device.launch(compute, self._jobs.on_gpu(slots, load), self._work(load, len(slots)))
             after = compute.record(timed=True)
             after.wait()
             times.append(self._device.elapsed_ms(before, after))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.sparsity.calibrate import sparse_layers
+from moegraft.operators.experts.devices.interface import Neurons
+from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.groups import GpuGroups
 from moegraft.operators.experts.engine.statistics import EngineStatistics
 from moegraft.operators.sparse.layer import WINDOW_TOKENS, SparseLayers
@@ -113,6 +116,26 @@ def test_every_setting_is_the_cpu_alone(more: str, weights: str, tmp_path: Path)
     assert error(found, expected) < 1e-5
     assert found_answer == answer
     assert counts_of(model) == counts_of(alone)
+
+
+def test_devices_are_told_what_a_token_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an emulated one charges for what is computed, and plans balance that."""
+    model = load("qwen3_moe", tmp_path, "gpu: emulated, cache: {slots: 2}, schedule: fixed")
+    told: dict[str, set[Neurons | None]] = {"submit_cpu": set(), "launch": set()}
+    for name, seen in told.items():
+        hand_over = getattr(VirtualDevice, name)
+
+        def spy(*arguments: Any, hand_over: Any = hand_over, seen: set[Neurons | None] = seen) -> Any:
+            seen.add(arguments[-1].neurons)
+            return hand_over(*arguments)
+
+        monkeypatch.setattr(VirtualDevice, name, spy)
+    for share in (0.0, SHARE):
+        for layer in sparse_layers(model).values():
+            layer.set_threshold(0.0, share)
+        with torch.no_grad():
+            model(input_ids=prompt(9, batch=2))
+    assert told["submit_cpu"] == told["launch"] == {Neurons(1.0, 1 / 3), Neurons(1 - SHARE, 1 / 3)}
 
 
 def test_statistics_and_drift_count_every_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

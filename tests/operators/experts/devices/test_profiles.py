@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moegraft.operators.experts.devices.interface import Neurons
 from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
 
 
@@ -22,6 +23,26 @@ def test_an_expert_of_deepseek_on_the_first_machine() -> None:
     # 100 tokens: 1.7302 GFLOP at 350 GFLOP/s and at 60 TFLOP/s, both slower than reading the weights.
     np.testing.assert_allclose(machine.cpu_ms([100], size), [4.943286857 + 0.010], rtol=1e-8)
     np.testing.assert_allclose(machine.gpu_ms([100], size), [0.0288358 + 0.040], rtol=1e-5)
+
+
+def test_neurons_that_are_left_out_are_not_paid_for() -> None:
+    machine, size = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
+    tenth = Neurons(active=0.1, judged=1 / 3)
+    # One token reads the gates and a tenth of the other rows: 1/3 + 2/30 = 0.4 of the 4.866 MB.
+    np.testing.assert_allclose(machine.cpu_ms([1], size, neurons=tenth), [0.4 * 0.0811008 + 0.010])
+    np.testing.assert_allclose(machine.gpu_ms([1], size, neurons=tenth), [0.4 * 0.0090112 + 0.040])
+    assert machine.first_cpu_ms(size, tenth) == pytest.approx(0.4 * 0.0405504 + 0.020)
+    assert machine.transfer_ms(size) == pytest.approx(0.202752), "whole experts are brought"
+    # Two read the rows of either: 1 - 0.9^2 = 0.19; two thirds of that and 1/3 are 0.46.
+    np.testing.assert_allclose(machine.gpu_ms([2], size, neurons=tenth), [0.46 * 0.0090112 + 0.040])
+    # A hundred read nearly all of them. The CPU computes 0.4 of the products of each, the GPU those of all rows that it has read.
+    np.testing.assert_allclose(machine.cpu_ms([100], size, neurons=tenth), [0.4 * 4.943286857 + 0.010], rtol=1e-8)
+    np.testing.assert_allclose(machine.gpu_ms([100], size, neurons=tenth), [0.0288358 + 0.040], rtol=1e-4)
+    for cost in (machine.cpu_ms, machine.gpu_ms):
+        every = cost(np.arange(600), size)
+        assert (np.diff(cost(np.arange(600), size, neurons=tenth)) >= 0).all()
+        assert (cost(np.arange(600), size, neurons=tenth) <= every).all()
+        np.testing.assert_allclose(cost(np.arange(600), size, neurons=Neurons(1.0, 0.5)), every)
 
 
 def test_costs_follow_the_weight_type() -> None:

@@ -7,6 +7,7 @@ import pytest
 from kernel_cases import make_layer
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.experts.devices.interface import Neurons
 from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
 from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.assembly import EngineParts, WarmUpJobs
@@ -21,6 +22,8 @@ from moegraft.operators.sparse.options import SparsityOptions
 
 
 class NoJobs:
+    neurons: Neurons | None = None
+
     def on_cpu(self, experts: list[int], load: int) -> None:
         return None
 
@@ -51,6 +54,19 @@ def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) ->
         assert costs.transfer_ms(nbytes) == pytest.approx(profile.transfer_ms(nbytes), rel=0.01)
 
 
+def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring() -> None:
+    profile, expert_bytes = PROFILES["a6000_10core"], MODELS["mixtral-8x7b"].expert_bytes()
+    jobs = NoJobs()
+    jobs.neurons = Neurons(active=0.1, judged=1 / 3)
+    device = VirtualDevice(profile)
+    costs = CostModel(warm_up(device, opened(device, "mixtral-8x7b", 8), jobs))
+    loads = np.array([1, 3, 17])
+    np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes, neurons=jobs.neurons), rtol=1e-6)
+    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes, neurons=jobs.neurons), rtol=0.1)
+    assert (costs.cpu_ms(loads) < 0.6 * profile.cpu_ms(loads, expert_bytes)).all()
+    assert costs.transfer_ms(expert_bytes) == pytest.approx(profile.transfer_ms(expert_bytes), rel=0.01)
+
+
 def test_long_jobs_end_the_warm_up() -> None:
     """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
     device = VirtualDevice(PROFILES["a6000_10core"])
@@ -77,6 +93,7 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     jobs.on_cpu([0, 1, 2, 3], 16)()()
     on_cpu = jobs.sparsity.counts.copy()
     jobs.on_gpu([0, 1], 8)()
+    assert jobs.neurons == Neurons(pytest.approx(0.3), 1 / 3), "so an emulated device charges for what is left"
     assert on_cpu[1] == 4 * 16 * 96 and jobs.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
     assert jobs.sparsity.achieved == pytest.approx(0.7, abs=0.05)
     assert not of_model.counts.any(), "the model has left nothing out yet"
