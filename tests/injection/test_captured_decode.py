@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from families import build_model, prompt, served_cases
-from transformers import PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.experts.devices.interface import DeviceError
+from moegraft.operators.experts.engine import decode_steps
 from moegraft.operators.experts.engine.captured_layer import CapturedLayer
 from moegraft.operators.experts.engine.decode_steps import DecodeSteps
 from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.experts.engine.static_cache import fixed, grown
 from moegraft.operators.experts.engine.trial import STEPS
 
 RULES = """
@@ -32,6 +34,8 @@ rules:
 NEW = 20
 GRAPH = "cache: {ratio: 0.5}, decode: graph"
 # Of full attention; each a router or a shared expert of its own.
+WINDOWED = ("gpt_oss", "mixtral", "gemma4_text", "phimoe", "afmoe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "mimo_v2_flash")
+WINDOW = 16  # tokens, of all of these
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe")
 
 
@@ -75,6 +79,63 @@ def test_captured_steps_answer_as_those_layer_by_layer(model_type: str, load, ca
     assert 0 < statistics.on_cpu < statistics.used
 
 
+@pytest.mark.parametrize("model_type", WINDOWED)
+@pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 8], ids="prompt of {}".format)
+def test_steps_over_sliding_windows_are_captured_too(length: int, model_type: str, load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    """Windows become full while answering, with the prompt or with the first token after it."""
+    ids = prompt(length)
+    tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), ids=ids)
+    model = load(model_type)
+    with caplog.at_level(logging.INFO, "moegraft"):
+        found, found_logits = answer(model, ids=ids)
+    assert not caplog.records, caplog.text
+    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared anew
+
+
+def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the step makes the masks of its windows itself, it does so from numbers."""
+    monkeypatch.setattr(decode_steps, "why_unseen_positions", lambda arguments, cache: None)
+    model, ids = load("gpt_oss"), prompt(10)
+    expected = model(input_ids=ids).logits
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with caplog.at_level(logging.WARNING, "moegraft"), torch.no_grad():
+        found = [model(input_ids=each, past_key_values=cache).logits for each in (ids[:, :4], *ids[:, 4:].split(1, dim=1))]
+    (record,) = caplog.records
+    assert "a captured step gave logits that are" in record.message
+    assert difference(torch.cat(found, dim=1), expected) < 1e-5
+    assert engine_of(model).statistics.replayed == 0
+
+
+def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model = load("gpt_oss")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with caplog.at_level(logging.WARNING, "moegraft"), torch.no_grad():
+        for ids in (prompt(5), *(torch.tensor([[token]]) for token in (3, 4, 5))):
+            model(input_ids=ids, past_key_values=cache)
+    (record,) = caplog.records
+    assert "the step is not given the masks of its sliding windows and its positions" in record.message
+
+
+@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 3 * WINDOW])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
+@torch.no_grad()
+def test_a_cache_that_is_fixed_and_grown_again_goes_on_as_it_was(model_type: str, length: int) -> None:
+    model: Any = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    ids, config = prompt(length + 12), model.config
+    expected = model(input_ids=ids, past_key_values=DynamicCache(config=config)).logits[:, length:]
+    held = DynamicCache(config=config)
+    model(input_ids=ids[:, :length], past_key_values=held)
+    cache: Any = fixed(held, config, length + 12)
+    found = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(length, length + 6)]
+    cache = grown(cache, config)
+    assert cache.get_seq_length() == length + 6
+    found.append(model(input_ids=ids[:, length + 6 :], past_key_values=cache).logits)
+    assert difference(torch.cat(found, dim=1), expected) < 1e-5
+
+
 @pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, scope: global, policy: lru}"])
 def test_any_number_of_slots_answers_the_same(cache: str, load) -> None:  # type: ignore[no-untyped-def]
     tokens, logits = answer(load("qwen3_moe", f"cache: {cache}, decode: eager"))
@@ -109,7 +170,7 @@ def test_several_sequences_are_captured_too(load) -> None:  # type: ignore[no-un
         ("qwen3_moe", {"cache_implementation": "dynamic"}, "the key-value cache (DynamicCache of DynamicLayer) is not of fixed size"),
         ("qwen3_moe", {"use_cache": False}, None),  # no step has one token
         ("qwen3_moe", {"ids": prompt(5, batch=5)}, "a step of 5 sequences is decided layer by layer; up to 4 are captured"),
-        ("mixtral", {}, "DynamicSlidingWindowLayer) is not of fixed size and full attention"),
+        ("qwen3_next", {}, "LinearAttentionLayer) is not of fixed size, full attention and sliding windows"),
     ],
 )
 def test_what_cannot_be_captured_runs_and_is_said_once(  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection.cli.chat.prompt_cache import PromptCache
 from moegraft.injection.cli.serve.job import Job
+from moegraft.injection.graft import decode_steps_of
 from moegraft.injection.prefill import read_ahead
 
 
@@ -70,13 +71,15 @@ class OneByOne:
         ids = job.ask.token_ids
         cache, job.kept_tokens = self._kept.take(ids)
         cache = read_ahead(self._model, ids, cache, self._chunk)
+        steps = decode_steps_of(self._model)
+        given = cache if steps is None else steps.fixed_cache(self._model, cache, len(ids) + job.ask.max_tokens)
         prompt = torch.tensor([ids], device=self._model.device)
         with torch.random.fork_rng():
             torch.manual_seed(job.seed % (1 << 63))
             made = self._model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                past_key_values=cache,
+                past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
                 max_new_tokens=job.ask.max_tokens,
@@ -86,7 +89,8 @@ class OneByOne:
                 return_dict_in_generate=True,
                 **_sampling(job),
             )
-        self._kept.keep(made.sequences[0].tolist(), made.past_key_values)
+        known = made.past_key_values
+        self._kept.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(self._model, known))
         job.finish("cancelled" if job.cancelled else "stop")
         self._job = None
 

@@ -1,8 +1,17 @@
 """Decode steps of a whole model, captured where that is possible: one object a model, asked at every forward pass.
 
 The first step on a cache runs layer by layer and is captured thereafter; the first of all is also replayed, and its logits compared,
-before any other is trusted to a graph. Whatever cannot be captured runs layer by layer, and the reason is said once. No GPU has run this
-yet. Hooks on modules do not see replayed steps.
+before any other is trusted to a graph: it was captured a token later, so that a model which counts in Python goes wrong there. A step
+is captured anew, and compared, when a sliding window becomes full. Whatever cannot be captured runs layer by layer, and the reason is
+said once:
+
+- drafts and their verification, whose tokens a step differ in number and in the experts that may run;
+- texts that the server decodes together, whose cache grows and shrinks with each that comes and goes;
+- prompts, and steps of more than `MOST_TOKENS` sequences, which gain more from a schedule for each layer;
+- caches that grow or are quantised, recurrent states, and windows whose masks and positions the step is not given;
+- experts without some of their neurons, several GPUs, and on an emulated device operators that it does not see.
+
+No GPU has run this yet. Hooks on modules do not see replayed steps.
 """
 
 from __future__ import annotations
@@ -18,14 +27,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from moegraft.operators.base import Operator
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.static_cache import (
-    Length,
+    Mark,
+    advance,
+    being_captured,
     fixed,
     grown,
     has_static_form,
     is_filled,
     names_a_cache,
+    phase,
     places,
     why_not_static,
+    why_unseen_positions,
 )
 from moegraft.operators.experts.engine.step_graph import StepGraph
 from moegraft.operators.experts.engine.trial import Trial
@@ -55,7 +68,8 @@ class _Step:
         def step() -> None:
             self._outputs = forward(**tree_unflatten(self._inputs, self._form), **{CACHE: arguments[CACHE]})
 
-        graph.capture(step)
+        with being_captured(arguments[CACHE]):
+            graph.capture(step)
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         leaves, _ = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
@@ -63,6 +77,7 @@ class _Step:
             if isinstance(kept, torch.Tensor):
                 kept.copy_(given, non_blocking=True)
         self._graph.replay()
+        advance(arguments[CACHE])
         return _copied(self._outputs, arguments[CACHE])
 
     def release(self) -> None:
@@ -80,7 +95,7 @@ class DecodeSteps:
         self._said: set[str] = set()
         self._never: str | None = None  # why no step will be captured
         self._looked = False
-        self._checked = False
+        self._checked: set[object] = set()  # by which windows are full
         self._form: object = None
         self._step: _Step | None = None
         self._turn = threading.Lock()
@@ -144,18 +159,20 @@ class DecodeSteps:
                 self._never = f"the device failed in a captured step: {error}"
                 raise
         self.release()
-        length = Length(arguments[CACHE])
+        mark = None if form[-1] in self._checked else Mark(arguments[CACHE])
         expected = plain(**arguments)  # also the warm-up that a capture wants
+        if phase(arguments[CACHE]) != form[-1]:
+            return expected  # it filled a window: the steps that follow are of another kind
         try:
             self._step, self._form = self._captured(plain, arguments), form
         except RuntimeError as error:  # DeviceError among them, and memory that is not there
             self._never = str(error)
             self._say(self._never)
             return expected
-        if self._checked:
+        if mark is None:
             return expected
-        self._checked = True
-        return self._compared(expected, plain, arguments, length)
+        self._checked.add(form[-1])
+        return self._compared(expected, plain, arguments, mark)
 
     def _captured(self, plain: Forward, arguments: Mapping[str, Any]) -> _Step:
         group = self._groups[0]
@@ -173,10 +190,10 @@ class DecodeSteps:
             for layer in layers:
                 layer.captured = None
 
-    def _compared(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], length: Length) -> Any:
-        """What the first captured step is worth, on the token that was just computed layer by layer."""
+    def _compared(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], mark: Mark) -> Any:
+        """What a captured step is worth, on the token that was just computed layer by layer."""
         assert self._step is not None, "compared after capture"
-        length.restore()
+        mark.restore()
         try:
             found, right = (_logits(outputs).float() for outputs in (self._step(arguments), expected))
             error = float((found - right).norm() / right.norm())
@@ -187,7 +204,7 @@ class DecodeSteps:
             self._never = f"the first captured step failed: {failure}"
         self._say(self._never)
         self.release()
-        length.restore()
+        mark.restore()
         return plain(**arguments)
 
     def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any], *, drafting: bool) -> str | None:
@@ -199,7 +216,7 @@ class DecodeSteps:
         if len(arguments["input_ids"]) > MOST_TOKENS:
             return f"a step of {len(arguments['input_ids'])} sequences is decided layer by layer; up to {MOST_TOKENS} are captured"
         cache = arguments.get(CACHE)
-        return why_not_static(cache) or (None if is_filled(cache) else "")
+        return why_not_static(cache) or why_unseen_positions(arguments, cache) or (None if is_filled(cache) else "")
 
     def _why_never(self, model: PreTrainedModel) -> str | None:
         """Looked for once, when the model is whole."""
@@ -232,11 +249,11 @@ class DecodeSteps:
             logger.log(logging.WARNING if self._mode == "graph" else logging.INFO, "decode steps run layer by layer: %s", reason)
 
 
-def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object]:
-    """What a captured step has fixed: forms of tensors, values of all else, and the memory of the cache."""
+def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object, object]:
+    """What a captured step has fixed: forms of tensors, values of all else, the memory of the cache, and which windows are full."""
     leaves, spec = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
     fixed: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return spec, fixed, places(arguments[CACHE])
+    return spec, fixed, places(arguments[CACHE]), phase(arguments[CACHE])
 
 
 def _copied(outputs: Any, cache: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -27,6 +28,7 @@ from serving import PATIENCE_S, Server, ask, messages, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation
 from moegraft.injection.cli.loading import LoadedModel, load_model
@@ -36,6 +38,7 @@ from moegraft.injection.cli.sampling import SamplingOptions
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.cli.serve.stop_text import StopText
 from moegraft.injection.cli.terminal import Terminal
+from moegraft.operators.experts.engine.groups import GpuGroups
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 ROOT = Path(__file__).parents[3]
@@ -295,6 +298,25 @@ def test_a_drafting_model_is_served_one_request_at_a_time(chat_folder: Path, tmp
         assert replies[-1].usage.completion_tokens == 12
         figures = server.get("/metrics")
         assert float(re.findall(r'moegraft_operator\{module="\(the model\)",name="rounds"\} (\S+)', figures)[0]) > 0
+
+
+def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: LoadedModel, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, eos_token_id=0, **sizes)
+    stock = LoadedModel("sliding", MixtralForCausalLM(config).eval(), loaded.tokenizer, lambda: [])
+    questions = ["hello", "a question that is longer than the window"]
+    expected = [wanted(stock, question) for question in questions]
+    rules = tmp_path / "rules.yaml"
+    experts = "{class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}, decode: graph}}"
+    rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
+    model = optimize_and_load(copy.deepcopy(stock.model), rules, progress=False, threads=1)
+    with serving(LoadedModel("sliding", model, loaded.tokenizer, lambda: [])) as server:
+        assert [ask(server, question).choices[0].message.content for question in questions] == expected
+        again = ask(server, questions[1], expected[1], "and more")
+        assert again.choices[0].message.content == wanted(stock, questions[1], expected[1], "and more")
+    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    assert group.engines[0].statistics.replayed > 20
 
 
 def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -> None:
