@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.plan import Plan
 from moegraft.operators.cache_form import WORKED_ON, QuantisedForm
+from moegraft.operators.experts.engine.room import token_bytes
 from moegraft.operators.kv_cache.operator import QuantizedKvCache, group_of
 from moegraft.operators.kv_cache.options import QuantizedKvCacheOptions
 from moegraft.operators.structure import kinds
@@ -99,7 +100,6 @@ def _without_experts(skeleton: PreTrainedModel) -> Iterator[None]:
 
 def _by_config(skeleton: PreTrainedModel) -> KvCache:
     config = skeleton.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer = LayerCache(2 * heads * size * skeleton.dtype.itemsize, 0, None)
-    return KvCache((layer,) * config.num_hidden_layers, False, skeleton.dtype.itemsize)
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    found = tuple(LayerCache(token_bytes(layer, skeleton.dtype), 0, None) for layer in layers)
+    return KvCache(found, False, skeleton.dtype.itemsize)

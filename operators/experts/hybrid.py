@@ -70,7 +70,8 @@ class HybridExpertsOptions:
         prefetch: what is loaded before it is asked for.
         decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, what has a
             slot on the GPU and the rest on the CPU; `auto`, the faster of them, measured on the first tokens of a real GPU. A
-            captured step needs a static key-value cache, full attention and sliding windows; where it cannot be, `eager` runs and the reason is said.
+            captured step needs a static key-value cache of full attention and sliding windows; where it cannot be, `eager` runs
+            and the reason is said.
     """
 
     weights: WEIGHT_TYPES = "stored"

@@ -22,13 +22,13 @@ def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, f
         form: of a quantised cache, of which one layer at a time is in `dtype` as well.
     """
     text = config.get_text_config()
-    per_token = [_token_bytes(layer, dtype) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers]
+    per_token = [token_bytes(layer, dtype) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers]
     if form is None:
         return context * sum(per_token)
     return sum(form.layer_bytes(size, dtype.itemsize, context) for size in per_token) + WORKED_ON * max(per_token) * context
 
 
-def _token_bytes(layer: PretrainedConfig, dtype: torch.dtype) -> int:
+def token_bytes(layer: PretrainedConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in one layer."""
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
