@@ -18,7 +18,8 @@ from moegraft.operators.experts.transfer.arrivals import Arrivals
 from moegraft.operators.experts.transfer.sender import ChunkSender, OnTransfer, default_chunk_bytes
 from moegraft.operators.experts.transfer.slots import SlotTable
 from moegraft.operators.experts.transfer.store import ExpertStore, HostSource
-from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Unsent, Urgency
+from moegraft.operators.experts.transfer.transfers import Transfer, TransferState, TransferStatistics, Urgency
+from moegraft.operators.experts.transfer.underway import Underway
 
 logger = logging.getLogger(__name__)
 DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
@@ -57,8 +58,8 @@ class TransferQueue:
         self._lock = slots.lock
         self._copy = device.stream("copy")
         self._past = self._copy.record()  # done before anything is sent
-        self._live: list[dict[int, Transfer]] = [{} for _ in range(store.layers)]
-        self._unsent = Unsent()
+        self._underway = Underway(device.name, store, slots, self.statistics)
+        self._unsent = self._underway.unsent
         self._sender = ChunkSender(
             device,
             store,
@@ -74,7 +75,6 @@ class TransferQueue:
         self.link = self._sender.link
         self._arrivals = Arrivals(self.link, self._unsent, store.expert_bytes)
         self._sending = False
-        self._prefetch_failed = False
         self._closed = False
         slots.on_room = self._pump
 
@@ -94,17 +94,15 @@ class TransferQueue:
             if self._closed:
                 raise DeviceError(f"the transfer queue of {self.device.name} is closed")
             self.statistics.requested += 1
-            transfer = self._live[layer].get(expert)
-            if transfer is not None and transfer.overtaken:
-                transfer = None
+            transfer = self._underway.find(layer, expert)
             if urgency is Urgency.DEMAND:
                 self.statistics.demanded += 1
                 return self._demand(layer, expert, transfer)
             if transfer is not None:
                 self.statistics.joined += 1
-                self._upgrade(transfer, urgency)
+                self._underway.upgrade(transfer, urgency)
             elif not self.slots.holds(layer, expert) and self.slots.capacity_of(layer) > 0:
-                transfer = self._enter(Transfer(self, layer, expert, urgency))
+                transfer = self._underway.enter(Transfer(self, layer, expert, urgency))
             self._pump()
             return transfer
 
@@ -116,13 +114,10 @@ class TransferQueue:
     def cancel(self, transfer: Transfer) -> bool:
         """Drops what was not handed over yet. False: all of it was, and it will land; or it is done."""
         with self._lock:
-            if transfer.done or transfer.sent_bytes >= self.store.expert_bytes:
-                return False
-            self._drop(transfer, TransferState.CANCELLED)
-            self.statistics.cancelled += 1
-            self.statistics.cancelled_bytes += transfer.sent_bytes
-            self._pump()
-            return True
+            cancelled = self._underway.cancel(transfer)
+            if cancelled:
+                self._pump()
+            return cancelled
 
     def replan(self, keep: Container[tuple[int, int]] = (), *, started: bool = False) -> int:
         """Drops prefetches, all but those of the `(layer, expert)` to keep, that have not started, or were suspended; how many."""
@@ -134,11 +129,7 @@ class TransferQueue:
     def in_flight(self, layer: int) -> dict[int, float]:
         """Experts of a layer with bytes on the way, and in how many ms each would be there if demanded now."""
         with self._lock:
-            return {
-                expert: self.arrival_ms(each)
-                for expert, each in self._live[layer].items()
-                if each.state is TransferState.RUNNING and not each.overtaken
-            }
+            return {expert: self.arrival_ms(each) for expert, each in self._underway.running(layer).items()}
 
     def arrival_ms(self, transfer: Transfer) -> float:
         """See `Transfer.arrival_ms`."""
@@ -200,8 +191,7 @@ class TransferQueue:
             self._closed = True
             self.slots.on_room = None
             for transfer in list(self._unsent):
-                self._drop(transfer, TransferState.CANCELLED)
-                self.statistics.cancelled += 1
+                self._underway.cancel(transfer)
             last = self._copy.record()
         try:
             last.wait(CLOSE_S)
@@ -228,9 +218,9 @@ class TransferQueue:
         transfer.pins.append(self.slots.pin_loading(transfer.reservation))
         if joins:
             self.statistics.joined += 1
-            self._upgrade(transfer, Urgency.DEMAND)
+            self._underway.upgrade(transfer, Urgency.DEMAND)
         else:
-            self._enter(transfer)
+            self._underway.enter(transfer)
         self._pump()
         return transfer
 
@@ -245,16 +235,6 @@ class TransferQueue:
                 self._sending = sending
                 transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=True)
         return transfer.reservation is not None
-
-    def _enter(self, transfer: Transfer) -> Transfer:
-        self._live[transfer.layer][transfer.expert] = transfer
-        self._unsent.add(transfer)
-        return transfer
-
-    def _upgrade(self, transfer: Transfer, urgency: Urgency) -> None:
-        if urgency < transfer.urgency:
-            self.statistics.upgraded += 1
-            self._unsent.upgrade(transfer, urgency)
 
     def _pump(self) -> None:
         if self._sending or self._closed:
@@ -285,46 +265,15 @@ class TransferQueue:
         try:
             self._sender.send(transfer)
         except DeviceError as error:
-            self._fail(transfer, error)
+            self._underway.fail(transfer, error)
             return
         if transfer.sent_bytes == self.store.expert_bytes:
-            assert transfer.reservation is not None, "it was sent somewhere"
-            self._unsent.remove(transfer)
-            self.slots.sent(transfer.reservation)
+            self._underway.sent(transfer)
 
     def _told(self, transfer: Transfer, error: DeviceError | None) -> None:
         """A chunk has landed, or failed: on the notifier."""
         if error is not None and not transfer.done:
-            self._fail(transfer, error)
+            self._underway.fail(transfer, error)
         elif transfer.state is TransferState.RUNNING and transfer.told_bytes == self.store.expert_bytes:
-            self._land(transfer)
+            self._underway.land(transfer)
         self._pump()
-
-    def _land(self, transfer: Transfer) -> None:
-        assert transfer.reservation is not None, "it was loaded somewhere"
-        transfer.state = TransferState.LANDED
-        self._forget(transfer)
-        self.statistics.landed += 1
-        self.statistics.landed_bytes += self.store.expert_bytes
-        self.slots.commit(transfer.reservation)
-
-    def _fail(self, transfer: Transfer, error: DeviceError) -> None:
-        transfer.error = error
-        self.statistics.failed += 1
-        if not transfer.pins and not self._prefetch_failed:
-            self._prefetch_failed = True
-            logger.warning("%s: a prefetch has failed, and others that fail will not be mentioned: %s", self.device.name, error)
-        self._drop(transfer, TransferState.FAILED)
-
-    def _drop(self, transfer: Transfer, state: TransferState) -> None:
-        transfer.state = state
-        self._forget(transfer)
-        if transfer.sent_bytes < self.store.expert_bytes:
-            self._unsent.remove(transfer)
-        if transfer.reservation is not None:
-            self.slots.cancel(transfer.reservation)
-
-    def _forget(self, transfer: Transfer) -> None:
-        live = self._live[transfer.layer]
-        if live.get(transfer.expert) is transfer:  # else it was overtaken, and asked for again
-            del live[transfer.expert]
