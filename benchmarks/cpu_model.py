@@ -37,6 +37,10 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{weights: {weights}}}}}
 - match: {{kind: attention}}
   replace: {{class: cpu_attention}}
+- match: {{kind: norm}}
+  replace: {{class: cpu_norm}}
+- match: {{kind: router}}
+  replace: {{class: cpu_router}}
 """
 LINEAR_RULE = """
 - match: {{kind: linear}}

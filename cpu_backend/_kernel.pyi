@@ -151,6 +151,60 @@ class PackedLinear:
     def pack_bias(self, array: NDArray[np.float32]) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...
 
+class NormSpec:
+    """A root-mean-square norm of rows: `x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`, sums in float32.
+
+    Args:
+        element_type: float32, float16 or bfloat16, of rows, weights and results.
+        cols: of a row.
+        rounds_first: the quotient is rounded to `element_type` before it meets the weight.
+
+    Raises:
+        ValueError: an unknown type, no columns, an epsilon that is no number of at least 0.
+    """
+
+    def __init__(self, element_type: str, cols: int, epsilon: float, weight_offset: float = 0.0, rounds_first: bool = False) -> None: ...
+
+class RouterSpec:
+    """A router's logits and its choice of experts, the best first, of equals the first.
+
+    Args:
+        hidden: columns of the weight.
+        experts: its rows.
+        element_type: float32, float16 or bfloat16, of hidden states and weight; logits are summed in float32.
+        logits_type, weights_type: of the results.
+        rounds_logits: they are rounded to `element_type` before they are scored.
+        score: `softmax` or `sigmoid` over all experts, or `chosen_softmax` over the logits of those chosen.
+        normalise: the weights of those chosen are made to sum to 1, before `scale`.
+        groups: of experts, of which the best `kept_groups` can be chosen from (DeepSeek-V3, arXiv:2412.19437), by the score of their
+            `largest` or the sum of their `two_largest`.
+        choice_bias: (experts,) float32, added to the scores for the choice alone; copied.
+        logit_bias: (experts,) float32, added to the logits; copied.
+
+    Raises:
+        ValueError: an unknown name, or sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        element_type: str,
+        logits_type: str,
+        weights_type: str,
+        rounds_logits: bool = False,
+        score: str = "softmax",
+        normalise: bool = False,
+        scale: float = 1.0,
+        groups: int = 1,
+        kept_groups: int = 1,
+        group_score: str = "two_largest",
+        choice_bias: NDArray[np.float32] | None = None,
+        logit_bias: NDArray[np.float32] | None = None,
+    ) -> None: ...
+
 class HostCall:
     """One forward call with its arguments, for a CUDA host function: pass `address` as its user data.
 
@@ -253,6 +307,16 @@ class Runtime:
         """Blocks until the submitted work is done and raises what it raised. Each ticket is waited for once."""
     def linear(self, linear: PackedLinear, x: Array, out: Array) -> None:
         """`out (T, rows) = x (T, cols) @ weight.T + bias`, accumulated in float32, rounded once; dtypes as in `forward`."""
+    def linear_at(self, linear: PackedLinear, element_type: int, x: int, tokens: int, out: int) -> None:
+        """`linear` for contiguous tensors by address; `element_type` is 0 for float32, 1 for float16, 2 for bfloat16.
+
+        This and the two below are for a step's small calls, where looking at arrays takes longer than the work. Nothing is checked: the
+        caller has seen to types, shapes and order, and keeps the tensors alive.
+        """
+    def norm_at(self, norm: NormSpec, x: int, weight: int, rows: int, out: int) -> None:
+        """Norms of `rows` contiguous rows at `x` into `out`, by address; `weight` 0 is none."""
+    def route_at(self, router: RouterSpec, x: int, weight: int, tokens: int, logits: int, weights: int, index: int) -> None:
+        """By address: x (T, hidden), weight (experts, hidden) as stored; results (T, experts), (T, top_k), and (T, top_k) int64."""
     def attention(
         self,
         query: Array,

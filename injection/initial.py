@@ -137,6 +137,8 @@ def _rules(choice: Choice, pattern: str | None, load: Load, figures: Forecast | 
         where = "  # where it is on the CPU" if choice.gpu else ""
         lines += ["- id: attention", f"  match: {{kind: attention}}{where}", "  replace: {class: cpu_attention}"]
         lines += _expect(counts.get("attention")) or ["  expect: any"]
+    for kind in ("norm", "router"):
+        lines += [f"- id: {kind}s", f"  match: {{kind: {kind}}}", f"  replace: {{class: cpu_{kind}}}", "  expect: any"]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from moegraft.operators.weights import WeightSource
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-Kind = Literal["experts", "router", "linear", "attention", "model"]
+Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 Shared = TypeVar("Shared")
 
 

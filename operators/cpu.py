@@ -16,6 +16,26 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)  # in the kernel's order
+ELEMENT_CODES = {dtype: code for code, dtype in enumerate(_ELEMENTS)}
+
+
+def element_name(dtype: torch.dtype) -> str:
+    """The kernel's name of a dtype: `bfloat16`.
+
+    Raises:
+        ValueError: the kernel has none.
+    """
+    if dtype not in ELEMENT_CODES:
+        raise ValueError(f"{dtype} is no dtype of the kernel")
+    return str(dtype).removeprefix("torch.")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the kernel may be given the address of a tensor's first element: on the CPU, contiguous, of a dtype that it has."""
+    return tensor.is_cpu and tensor.dtype in ELEMENT_CODES and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that the kernel has: float64, the only wider one, is rounded to float32."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor

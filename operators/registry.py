@@ -17,6 +17,8 @@ BUILT_IN = (
     "moegraft.operators.experts.sparse_experts:SparseExperts",
     "moegraft.operators.kv_cache.operator:QuantizedKvCache",
     "moegraft.operators.linear.quantized:QuantizedLinear",
+    "moegraft.operators.norm.operator:CpuNorm",
+    "moegraft.operators.router.operator:CpuRouter",
     "moegraft.operators.speculative.operator:SpeculativeDraft",
 )
 

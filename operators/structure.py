@@ -53,6 +53,15 @@ def is_attention(module: nn.Module) -> bool:
     return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS.get_interface(" in source_of(owner)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """A root-mean-square norm of one tensor: a vector of weights, no children, and a reciprocal root in its class's text."""
+    own = module._parameters
+    if set(own) != {"weight"} or own["weight"] is None or own["weight"].dim() != 1 or module._modules:
+        return False
+    owner: Any = type(module)
+    return isinstance(module, nn.RMSNorm) or "rsqrt(" in source_of(owner) or "pow(mean_squared, -0.5)" in source_of(owner)
+
+
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
     """Every kind that `module` at `path` (empty for the model itself) is."""
     found: set[Kind] = set()
@@ -66,4 +75,6 @@ def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
         found.add("linear")
     if is_attention(module):
         found.add("attention")
+    if is_norm(module):
+        found.add("norm")
     return frozenset(found)

@@ -108,7 +108,15 @@ class Attention(IdleInPlace):
     name, kind, options_type, summary = "cpu_attention", "attention", NoOptions, "a function of a layer"
 
 
-REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft, Attention])
+class Norm(IdleInPlace):
+    name, kind, options_type, summary = "cpu_norm", "norm", NoOptions, "a norm"
+
+
+class Router(IdleInPlace):
+    name, kind, options_type, summary = "cpu_router", "router", NoOptions, "a choice"
+
+
+REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft, Attention, Norm, Router])
 
 
 class TinyExperts(nn.Module):

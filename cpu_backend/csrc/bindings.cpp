@@ -9,6 +9,7 @@
 #include "bindings_arrays.h"
 #include "bindings_attention.h"
 #include "bindings_scheduler.h"
+#include "bindings_tokens.h"
 #include "bindings_weights.h"
 #include "isa.h"
 #include "machine.h"
@@ -133,6 +134,29 @@ class PyRuntime {
     runtime_->linear(args);
   }
 
+  void linear_at(const PackedLinear& linear, int type, Address x, std::int64_t tokens, Address out) {
+    if (type < 0 || type > static_cast<int>(ActivationType::kBFloat16)) refuse(std::to_string(type) + " is no element type");
+    const LinearArgs args = {&linear, at(x), at(out), static_cast<ActivationType>(type), tokens};
+    py::gil_scoped_release release;
+    runtime_->linear(args);
+  }
+
+  void norm_at(const PyNorm& norm, Address x, Address weight, std::int64_t rows, Address out) {
+    const NormArgs args = {at(x), at(weight), at(out), norm.type, rows, norm.cols, norm.form};
+    py::gil_scoped_release release;
+    runtime_->norm(args);
+  }
+
+  void route_at(const PyRouter& router, Address x, Address weight, std::int64_t tokens, Address logits, Address weights, Address index) {
+    const RouterArgs args = {at(x),      at(weight),         router.logit_bias.empty() ? nullptr : router.logit_bias.data(),
+                             router.type, tokens,             router.hidden,
+                             router.rounds_logits, router.selection, at(logits),
+                             router.logits_type, at(weights), router.weights_type,
+                             at<std::int64_t>(index)};
+    py::gil_scoped_release release;
+    runtime_->route(args);
+  }
+
  private:
   std::unordered_map<std::uint64_t, py::object> alive_;
   std::unique_ptr<Runtime> runtime_;
@@ -164,6 +188,9 @@ void bind_runtime(py::module_& module) {
            "acted"_a = py::none())
       .def("wait", &PyRuntime::wait, "ticket"_a)
       .def("linear", &PyRuntime::linear, "linear"_a, py::arg("x").noconvert(), py::arg("out").noconvert())
+      .def("linear_at", &PyRuntime::linear_at, "linear"_a, "element_type"_a, "x"_a, "tokens"_a, "out"_a)
+      .def("norm_at", &PyRuntime::norm_at, "norm"_a, "x"_a, "weight"_a, "rows"_a, "out"_a)
+      .def("route_at", &PyRuntime::route_at, "router"_a, "x"_a, "weight"_a, "tokens"_a, "logits"_a, "weights"_a, "index"_a)
       .def("attention", [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
                            const py::object& mask, bool causal, float softcap, const py::object& sinks) {
              attention(self.get(), {query, key, value, out, mask, sinks, scale, softcap, causal});
@@ -188,6 +215,7 @@ PYBIND11_MODULE(_kernel, module) {
   module.doc() = "The C++ experts kernel.";
   bind_specs(module);
   bind_weights(module);
+  bind_tokens(module);
   bind_runtime(module);
   bind_scheduler(module);
   module.def("activations", [] {

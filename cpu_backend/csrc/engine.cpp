@@ -25,6 +25,8 @@ void check_packed(const PackedExperts& experts, const std::vector<Segment>& segm
                                   experts.missing_parts(segment.expert) + " was packed");
 }
 
+constexpr std::int64_t kLoneElements = std::int64_t{1} << 15;  // a norm of fewer is done before another thread would have begun
+
 }  // namespace
 
 Engine::Engine(const Kernels& kernels, ThreadPool& pool)
@@ -89,6 +91,21 @@ void Engine::attention(const AttentionArgs& args, const OpenMp* shared) {
     AttentionTilesJob job(kernels_, args, visible_, pool_.threads(), phases);
     job.prepare(records_, lanes_, private_.data());
     pool_.run(job, shared);
+  }
+}
+
+void Engine::norm(const NormArgs& args, const OpenMp* shared) {
+  NormJob job(kernels_, args, rows_phase_);
+  if (args.rows * args.cols <= kLoneElements) job.run_rows(0, args.rows);
+  else pool_.run(job, shared);
+}
+
+void Engine::route(const RouterArgs& args, const OpenMp* shared) {
+  RouterJob job(kernels_, args, pool_.threads(), rows_phase_);
+  for (std::int64_t first = 0; first < args.tokens; first += kAttentionRows) {
+    job.prepare(first, static_cast<int>(std::min<std::int64_t>(kAttentionRows, args.tokens - first)), records_);
+    pool_.run(job, shared);
+    job.choose(selection_);
   }
 }
 

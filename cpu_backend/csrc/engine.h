@@ -8,7 +8,9 @@
 #include "aligned_memory.h"
 #include "attention.h"
 #include "kernels.h"
+#include "norm.h"
 #include "packed_experts.h"
+#include "router.h"
 #include "routing.h"
 #include "thread_pool.h"
 
@@ -45,6 +47,8 @@ class Engine {
   void forward(const ForwardArgs& args, const OpenMp* shared);
   void linear(const LinearArgs& args, const OpenMp* shared);
   void attention(const AttentionArgs& args, const OpenMp* shared);
+  void norm(const NormArgs& args, const OpenMp* shared);
+  void route(const RouterArgs& args, const OpenMp* shared);
 
  private:
   template <class AnyJob>
@@ -54,6 +58,7 @@ class Engine {
   ThreadPool& pool_;
   Routing routing_;
   VisibleKeys visible_;
+  SelectionScratch selection_;
   Phase encode_phase_;
   Phase neurons_phase_;
   Phase rows_phase_;

@@ -91,6 +91,22 @@ struct RowAddArgs {
   float* corrections;
 };
 
+// A root-mean-square norm as families have it: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
+struct NormForm {
+  float epsilon;
+  float weight_offset;  // 1 where weights are stored around 0
+  bool rounds_first;    // the quotient is rounded to the row's type before it meets the weight
+};
+
+struct NormRowArgs {
+  const std::byte* x;       // (cols)
+  const std::byte* weight;  // (cols), or null
+  std::byte* out;           // (cols)
+  ActivationType type;      // of all three
+  int cols;
+  NormForm form;
+};
+
 struct Kernels {
   const char* isa;
   int max_tokens[kFormats];
@@ -108,6 +124,7 @@ struct Kernels {
   void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
   void (*widen)(ActivationType type, const void* source, float* target, int count);
   void (*narrow)(ActivationType type, const float* source, void* target, int count);
+  void (*norm)(const NormRowArgs& args);
   AttentionKernels attention;
 };
 

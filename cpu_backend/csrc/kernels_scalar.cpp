@@ -5,6 +5,7 @@
 
 #include "kernels.h"
 #include "numbers.h"
+#include "norm_scalar.h"
 #include "scalar_rows.h"
 #include "super_blocks.h"
 
@@ -261,6 +262,7 @@ const Kernels& scalar_kernels() {
       accumulate,
       widen,
       narrow,
+      scalar_norm,
       scalar_attention(),
   };
   return kernels;

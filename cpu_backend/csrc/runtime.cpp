@@ -70,6 +70,18 @@ void Runtime::attention(const AttentionArgs& args) {
   engine_->attention(args, openmp_);
 }
 
+void Runtime::norm(const NormArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->norm(args, openmp_);
+}
+
+void Runtime::route(const RouterArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->route(args, openmp_);
+}
+
 std::uint64_t Runtime::submit(const ForwardArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(queue_->mutex);

@@ -41,6 +41,8 @@ class Runtime {
   void forward_on_own_threads(const ForwardArgs& args) { forward(args, nullptr); }
   void linear(const LinearArgs& args);
   void attention(const AttentionArgs& args);
+  void norm(const NormArgs& args);
+  void route(const RouterArgs& args);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
 

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "vector_activations.h"
 #include "vector_attention.h"
+#include "vector_norm.h"
 #include "vector_rows.h"
 #include "vector_super_blocks.h"
 #include "vector_tiles.h"
@@ -76,6 +77,7 @@ Kernels vector_kernels(const char* isa) {
       accumulate<T>,
       widen<T>,
       narrow<T>,
+      norm<T>,
       vector_attention<T>(),
   };
 }

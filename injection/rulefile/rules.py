@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moegraft.operators.base import Kind
 
 # The members of `Kind`, written out because whoever only reads a rule file should not wait for torch.
-KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "model")
+KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "norm", "model")
 LEAVE_ALONE = "default"  # the class of a rule that keeps its modules as they are
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
-from moegraft.operators.cpu import as_array, describe, rounded
+from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.traceable import linear, needs_gradient, register_linear
@@ -152,6 +152,11 @@ class QuantizedLinear(Operator):
             y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
             return y.to(x.device, x.dtype)
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        if type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features:
+            y = x.new_empty((*x.shape[:-1], self.out_features))
+            code = ELEMENT_CODES[x.dtype]
+            self._runtime.linear_at(self._packed, code, x.data_ptr(), x.numel() // self.in_features, y.data_ptr())
+            return y
         rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
         out = rows.new_empty(rows.shape[0], self.out_features)
         self._runtime.linear(self._packed, as_array(rows), as_array(out))

@@ -272,6 +272,38 @@ void attention_paths(const std::string& isa) {
       for (const MaskKind kind : {MaskKind::kNone, MaskKind::kCausal, MaskKind::kBool, MaskKind::kAdded}) attention_of(runtime, type, queries, kind);
 }
 
+std::vector<std::byte> elements(ActivationType type, const std::vector<float>& source) {
+  std::vector<std::byte> all(element_bytes(type) * source.size());
+  scalar_kernels().narrow(type, source.data(), all.data(), static_cast<int>(source.size()));
+  return all;
+}
+
+// Norms of rows on one thread and on several, and routers of one token and of many, with tails that fill no vector.
+void small_parts(const std::string& isa) {
+  Runtime runtime(3, isa);
+  for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16}) {
+    for (const std::int64_t rows : {1, 700}) {
+      const int cols = 77;
+      const auto x = elements(type, values(static_cast<std::size_t>(rows) * cols, 1)), weight = elements(type, values(cols, 2));
+      std::vector<std::byte> out(x.size());
+      runtime.norm({x.data(), weight.data(), out.data(), type, rows, cols, {1e-5f, 1.0f, true}});
+      runtime.norm({x.data(), nullptr, out.data(), type, rows, cols, {1e-5f, 0.0f, false}});
+    }
+    for (const std::int64_t tokens : {1, 11}) {
+      const int hidden = 45, experts = 12, top_k = 3;
+      const auto x = elements(type, values(static_cast<std::size_t>(tokens) * hidden, 3)), weight = elements(type, values(std::size_t{experts} * hidden, 4));
+      const auto bias = values(experts, 5);
+      const Selection selection = {Score::kSigmoid, experts, top_k, bias.data(), 4, 2, GroupScore::kTwoLargest, true, 2.5f};
+      std::vector<std::byte> logits(static_cast<std::size_t>(tokens) * experts * element_bytes(type));
+      std::vector<float> weights(static_cast<std::size_t>(tokens) * top_k);
+      std::vector<std::int64_t> index(weights.size());
+      runtime.route({x.data(), weight.data(), bias.data(), type, tokens, hidden, true, selection, logits.data(), type,
+                     reinterpret_cast<std::byte*>(weights.data()), ActivationType::kFloat32, index.data()});
+      for (std::size_t i = 0; i < index.size(); ++i) expect(index[i] >= 0 && index[i] < experts && weights[i] > 0.0f, "a router's choice");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -280,6 +312,7 @@ int main() {
     sparse_paths(isa);
     super_blocks_of_both_parts(isa);
     attention_paths(isa);
+    small_parts(isa);
   }
   tickets_and_errors();
   callers_take_turns();

@@ -79,7 +79,7 @@ def test_json_is_complete(run_json: RunJson, rules: Write, config_folder: Path) 
         ("model.layers.4.self_attn.q_proj", "linears", "not tried", "inside model.layers.4.self_attn, which rule 'attention' takes"),
         ("lm_head", "head", "won", "stays as it is"),
         ("lm_head", "experts", "not tried", "rule 'head' comes first"),
-        ("model.norm", "linears", "lost", "of no kind"),
+        ("model.rotary_emb", "linears", "lost", "of no kind"),
         ("model.norm", "queries", "lost", "in no layer"),
     ],
 )

@@ -73,7 +73,12 @@ def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     assert "# int4 experts: an error of about 15 % a layer\n" in run("init", "--model", config_folder, "--output", "-").stdout
     data = yaml.safe_load(text)
     assert data["requires"] == {"model_type": "qwen3_moe"}
-    assert [(rule["id"], rule["expect"]) for rule in data["rules"] if rule["id"] != "linears"] == [("experts", 11), ("attention", 12)]
+    assert [(rule["id"], rule["expect"]) for rule in data["rules"] if rule["id"] != "linears"] == [
+        ("experts", 11),
+        ("attention", 12),
+        ("norms", "any"),
+        ("routers", "any"),
+    ]
 
 
 def test_less_memory_gives_smaller_weights(run_json: RunJson, config_folder: Path) -> None:
@@ -118,7 +123,7 @@ def test_a_name_cannot_leave_its_comment(run: Run, config_folder: Path, tmp_path
     folder.mkdir()
     (folder / "config.json").write_text((config_folder / "config.json").read_text())
     data = yaml.safe_load(run("init", "--model", folder, "--output", "-").stdout)
-    assert len(data["rules"]) == 3
+    assert len(data["rules"]) == 5
 
 
 def test_a_gpu_budget_gives_a_hybrid_file(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""By which rule a family's router chooses experts, found by trying its module.
+
+Shapes: T tokens, H hidden size, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from moegraft.cpu_backend import RouterSpec, Runtime
+from moegraft.operators.cpu import as_array, element_name
+
+_TRIED = 8  # tokens
+_TOLERANCE = 1e-4  # relative, of weights in float32
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok")
+_GROUP_NAMES = (("num_group", "topk_group"), ("n_group", "topk_group"))
+_BIAS = "bias"  # of the logits; another vector of E numbers is added for the choice alone
+
+
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """The kernel's words for a router, as RouterSpec explains them.
+
+    Attributes:
+        order: where logits, weights and ids stand in what the module returns.
+    """
+
+    top_k: int
+    score: str
+    normalise: bool
+    groups: int
+    kept_groups: int
+    group_score: str
+    order: tuple[int, int, int]
+    scale: float = 1.0
+    rounds_logits: bool = False
+    logits_type: torch.dtype = torch.float32
+    weights_type: torch.dtype = torch.float32
+
+    def spec(self, weight: torch.Tensor, biases: Biases) -> RouterSpec:
+        """For a weight (E, H), whose dtype hidden states are to have."""
+        return RouterSpec(
+            weight.shape[1],
+            weight.shape[0],
+            self.top_k,
+            element_type=element_name(weight.dtype),
+            logits_type=element_name(self.logits_type),
+            weights_type=element_name(self.weights_type),
+            rounds_logits=self.rounds_logits,
+            score=self.score,
+            normalise=self.normalise,
+            scale=self.scale,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            group_score=self.group_score,
+            choice_bias=None if biases.choice is None else as_array(biases.choice),
+            logit_bias=None if biases.logits is None else as_array(biases.logits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """(E,) float32, each or None: added to the logits, and to the scores for the choice alone."""
+
+    logits: torch.Tensor | None
+    choice: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, experts: int) -> Self:
+        """
+        Raises:
+            ValueError: the module has more vectors of E numbers than one knows what to do with.
+        """
+        held = {**module._parameters, **module._buffers}
+        vectors = {name: tensor for name, tensor in held.items() if tensor is not None and tuple(tensor.shape) == (experts,)}
+        logits = vectors.pop(_BIAS, None)
+        if len(vectors) > 1:
+            raise ValueError(f"{', '.join(vectors)} might each be a bias")
+        choice = next(iter(vectors.values()), None)
+        return cls(*(None if bias is None else bias.detach().float().contiguous() for bias in (logits, choice)))
+
+
+def routed(
+    runtime: Runtime, spec: RouterSpec, form: RouterForm, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits (T, E), weights (T, K) and ids (T, K) of hidden states (T, H); all contiguous and on the CPU, x and weight of one dtype."""
+    tokens = x.shape[0]
+    logits = x.new_empty((tokens, weight.shape[0]), dtype=form.logits_type)
+    weights = x.new_empty((tokens, form.top_k), dtype=form.weights_type)
+    index = x.new_empty((tokens, form.top_k), dtype=torch.int64)
+    runtime.route_at(spec, x.data_ptr(), weight.data_ptr(), tokens, logits.data_ptr(), weights.data_ptr(), index.data_ptr())
+    return logits, weights, index
+
+
+def form_of(module: nn.Module, runtime: Runtime) -> RouterForm | None:
+    """The form that gives on random hidden states what `module` gives; None where none does.
+
+    The module is loaded, and holds a `weight` (E, H) on the CPU.
+
+    Tried in float32, where no two logits are equal and the choice has one answer; dtypes and rounding are read off a run in the
+    module's own.
+    """
+    weight = module._parameters["weight"]
+    assert weight is not None, "the caller has looked"
+    x = torch.randn(_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    wide = _in_float32(module)
+    try:
+        with torch.no_grad():
+            expected, own = wide(x), module(x[:2].to(weight.dtype))
+        biases = Biases.of(module, weight.shape[0])
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return None
+    order = _order(expected, weight.shape[0])
+    if order is None or _order(own, weight.shape[0]) != order:
+        return None
+    full = wide._parameters["weight"].detach()
+    parts = [expected[at] for at in order]
+    for form in _candidates(module, order):
+        scale = _scale(parts, routed(runtime, form.spec(full, biases), form, x, full))
+        if scale is not None:
+            return _typed(replace(form, scale=scale), own, weight.dtype)
+    return None
+
+
+def _in_float32(module: nn.Module) -> Any:
+    """The module with float32 copies of what it holds."""
+    made = copy.copy(module)
+    widened = {name: None if held is None else nn.Parameter(held.detach().float(), False) for name, held in module._parameters.items()}
+    buffers = {name: held.float() if held is not None and held.is_floating_point() else held for name, held in module._buffers.items()}
+    made.__dict__ = {**module.__dict__, "_parameters": widened, "_buffers": buffers}
+    return made
+
+
+def _order(output: Any, experts: int) -> tuple[int, int, int] | None:
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in output):
+        return None
+    index = [at for at, part in enumerate(output) if part.dtype == torch.int64]
+    wide = [at for at, part in enumerate(output) if part.is_floating_point() and part.shape[1] == experts]
+    if len(index) != 1 or len(wide) != 1 or output[index[0]].shape[1] == experts:
+        return None
+    return wide[0], 3 - wide[0] - index[0], index[0]
+
+
+def _candidates(module: nn.Module, order: tuple[int, int, int]) -> Iterator[RouterForm]:
+    top_k = next((value for name in _TOP_K_NAMES if isinstance(value := getattr(module, name, None), int)), None)
+    if top_k is None:
+        return
+    found = ((getattr(module, groups, None), getattr(module, kept, None)) for groups, kept in _GROUP_NAMES)
+    groups, kept = next(((a, b) for a, b in found if isinstance(a, int) and isinstance(b, int)), (1, 1))
+    grouped = [(groups, kept)] if (groups, kept) == (1, 1) or kept == groups else [(groups, kept), (1, 1)]
+    scores = (("softmax", False), ("softmax", True), ("sigmoid", True), ("sigmoid", False), ("chosen_softmax", False))
+    for (score, normalise), (groups, kept), by in itertools.product(scores, grouped, ("two_largest", "largest")):
+        yield RouterForm(top_k, score, normalise, groups, kept, by, order)
+
+
+def _scale(expected: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float | None:
+    """The one factor between the weights of the same experts, if logits and choices are the same and there is one."""
+    logits, weights, index = expected
+    if index.shape != found[2].shape or float((logits - found[0]).norm()) > _TOLERANCE * float(logits.norm()):
+        return None
+    order, own = index.argsort(dim=-1), found[2].argsort(dim=-1)
+    if not torch.equal(index.gather(-1, order), found[2].gather(-1, own)):
+        return None
+    ratios = weights.gather(-1, order) / found[1].gather(-1, own)
+    scale = float(ratios.median())
+    return scale if float((ratios / scale - 1).abs().max()) <= _TOLERANCE else None
+
+
+def _typed(form: RouterForm, own: tuple[torch.Tensor, ...], dtype: torch.dtype) -> RouterForm:
+    logits, weights = own[form.order[0]], own[form.order[1]]
+    rounds = dtype != torch.float32 and torch.equal(logits, logits.to(dtype).to(logits.dtype))
+    return replace(form, rounds_logits=rounds, logits_type=logits.dtype, weights_type=weights.dtype)

@@ -1,0 +1,167 @@
+"""The kernels of a step's small parts beside float64: norms, and routers' logits and choices, on every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moegraft.cpu_backend import NormSpec, RouterSpec, Runtime
+from moegraft.operators.norm.form import normalised
+
+ISAS = Runtime.available_isas()
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return Runtime(threads=2, isa=request.param)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (2, 128), (5, 257), (1, 2048), (9, 1000), (300, 130)])
+@pytest.mark.parametrize(("offset", "rounds_first", "weighted"), [(0.0, True, True), (1.0, False, True), (0.0, False, False)])
+def test_a_norm(runtime: Runtime, dtype: torch.dtype, rows: int, columns: int, offset: float, rounds_first: bool, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(rows * columns)
+    x = (torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
+    weight = torch.randn(columns, generator=generator).to(dtype) if weighted else None
+    found = normalised(runtime, NormSpec(name_of(dtype), columns, 1e-5, offset, rounds_first), x, weight)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    if rounds_first:
+        expected = expected.to(dtype).double()
+    if weight is not None:
+        expected = expected * (offset + weight.double())
+    assert float((found.double() - expected).norm()) <= DTYPES[dtype] * float(expected.norm())
+    torch.testing.assert_close(found.double(), expected, rtol=4 * DTYPES[dtype], atol=1e-6)
+
+
+def test_a_norm_of_what_is_not_finite(runtime: Runtime) -> None:
+    x = torch.ones(3, 40)
+    x[0, 3], x[1, 39] = torch.nan, torch.inf
+    found = normalised(runtime, NormSpec("float32", 40, 1e-6), x, None)
+    assert torch.isnan(found[0]).all()
+    assert torch.isnan(found[1, 39])
+    assert torch.equal(found[1, :39], torch.zeros(39))
+    torch.testing.assert_close(found[2], torch.ones(40))
+
+
+def test_rows_do_not_depend_on_each_other(runtime: Runtime) -> None:
+    """Nor on the number of threads: many rows are shared out, few are not."""
+    x = torch.randn(700, 96)
+    spec = NormSpec("float32", 96, 1e-6)
+    assert torch.equal(normalised(runtime, spec, x, None)[3:4], normalised(runtime, spec, x[3:4].contiguous(), None))
+
+
+def route(
+    runtime: Runtime, spec: RouterSpec, x: torch.Tensor, weight: torch.Tensor, top_k: int, **types: torch.dtype
+) -> list[torch.Tensor]:
+    tokens, experts = x.shape[0], weight.shape[0]
+    logits = torch.full((tokens, experts), torch.nan, dtype=types.get("logits", torch.float32))
+    weights = torch.full((tokens, top_k), torch.nan, dtype=types.get("weights", torch.float32))
+    index = torch.full((tokens, top_k), -7)
+    runtime.route_at(spec, x.data_ptr(), weight.data_ptr(), tokens, logits.data_ptr(), weights.data_ptr(), index.data_ptr())
+    return [logits, weights, index]
+
+
+def expected_choice(logits: torch.Tensor, top_k: int, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the definitions, in float64: ids, best first, and weights."""
+    score = options.get("score", "softmax")
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen_softmax": logits}[score]
+    bias = options.get("choice_bias")
+    choice = scores if bias is None else scores + torch.from_numpy(bias).double()
+    groups, kept = options.get("groups", 1), options.get("kept_groups", 1)
+    in_groups = choice.reshape(len(choice), groups, -1)
+    best = in_groups.sort(-1, descending=True).values
+    of_group = best[..., 0] if options.get("group_score") == "largest" else best[..., :2].sum(-1)
+    seen = torch.zeros_like(of_group).scatter(1, of_group.topk(kept).indices, 1.0).bool()
+    choice = in_groups.masked_fill(~seen[..., None], -torch.inf).reshape(choice.shape)
+    index = choice.topk(top_k).indices
+    weights = scores.gather(-1, index)
+    if score == "chosen_softmax":
+        weights = weights.softmax(-1)
+    elif options.get("normalise"):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return index, weights * options.get("scale", 1.0)
+
+
+BIAS = np.linspace(-0.4, 0.4, 24, dtype=np.float32)
+RULES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "normalised": {"normalise": True},
+    "scaled": {"score": "sigmoid", "normalise": True, "scale": 2.5},
+    "of the chosen": {"score": "chosen_softmax"},
+    "biased": {"score": "sigmoid", "normalise": True, "choice_bias": BIAS},
+    "groups": {"score": "sigmoid", "normalise": True, "choice_bias": BIAS, "groups": 6, "kept_groups": 3},
+    "groups by their best": {"groups": 4, "kept_groups": 2, "group_score": "largest"},
+    "groups of one": {"groups": 24, "kept_groups": 9},
+    "biased logits": {"logit_bias": BIAS[::-1].copy()},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("tokens", [1, 5, 19])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_router(runtime: Runtime, dtype: torch.dtype, tokens: int, rule: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 131, generator=generator).to(dtype)
+    weight = (torch.randn(24, 131, generator=generator) / 4).to(dtype)
+    spec = RouterSpec(131, 24, 5, element_type=name_of(dtype), logits_type="float32", weights_type="float32", **RULES[rule])
+    logits, weights, index = route(runtime, spec, x, weight, 5)
+    exact = x.double() @ weight.double().T
+    if "logit_bias" in RULES[rule]:
+        exact = exact + torch.from_numpy(RULES[rule]["logit_bias"]).double()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-4, atol=1e-4)
+    expected_index, expected_weights = expected_choice(logits.double(), 5, RULES[rule])
+    assert torch.equal(index, expected_index)
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_results_are_rounded_as_asked(runtime: Runtime) -> None:
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    kinds = {"element_type": "bfloat16", "logits_type": "bfloat16", "weights_type": "float16", "rounds_logits": True}
+    logits, weights, index = route(runtime, RouterSpec(64, 8, 3, **kinds), x, weight, 3, logits=torch.bfloat16, weights=torch.float16)
+    expected_index, expected = expected_choice(logits.double(), 3, {})
+    assert torch.equal(weights.double(), expected.half().double())
+    assert torch.equal(logits.float().gather(-1, index), logits.float().gather(-1, expected_index))
+
+
+def test_of_equals_the_first_is_chosen_and_nan_is_the_largest(runtime: Runtime) -> None:
+    weight = torch.zeros(6, 3)
+    spec = RouterSpec(3, 6, 3, element_type="float32", logits_type="float32", weights_type="float32", score="sigmoid")
+    assert route(runtime, spec, torch.ones(1, 3), weight, 3)[2].tolist() == [[0, 1, 2]]
+    weight[4] = torch.nan
+    assert route(runtime, spec, torch.ones(1, 3), weight, 3)[2].tolist() == [[4, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 9}, "top_k is 9 of 8 experts"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"groups": 3}, "8 experts in 3 groups"),
+        ({"groups": 4, "kept_groups": 5}, "kept_groups"),
+        ({"groups": 4, "kept_groups": 1}, "fewer than top_k"),
+        ({"score": "argmax"}, "'argmax' is no score"),
+        ({"group_score": "mean"}, "'mean' is no score of groups"),
+        ({"element_type": "int8"}, "'int8' is no element type"),
+        ({"choice_bias": np.zeros(7, np.float32)}, r"choice_bias has shape \(7,\)"),
+    ],
+)
+def test_a_router_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    types = {"element_type": "float32", "logits_type": "float32", "weights_type": "float32"}
+    given = {"hidden": 4, "experts": 8, "top_k": 3, **types, **change}
+    with pytest.raises(ValueError, match=message):
+        RouterSpec(**given)
+
+
+def test_a_norm_that_cannot_be() -> None:
+    for given in (("float64", 4, 1e-6), ("float32", 0, 1e-6), ("float32", 4, -1.0), ("float32", 4, float("nan"))):
+        with pytest.raises(ValueError, match=r"element type|columns|epsilon"):
+            NormSpec(*given)
