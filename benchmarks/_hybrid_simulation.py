@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.experts.cache.trace import Trace
-from moegraft.operators.experts.devices.interface import CpuTicket, Event, Waiter, Work
+from moegraft.operators.experts.devices.interface import CpuTicket, Event, Neurons, Waiter, Work
 from moegraft.operators.experts.devices.profiles import INT4_BITS, MachineProfile, ModelShape
 from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.engine import Engine
@@ -45,6 +45,7 @@ class System:
     Attributes:
         static: slots hold what was used most in the profile, for good.
         foresight: `perfect` knows what later layers will choose: a bound.
+        neurons: what a token needs of an expert; None: all of it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class System:
     prefetch: PrefetchOptions = field(default_factory=lambda: PrefetchOptions(policy="none", promote=False))
     static: bool = False
     foresight: Foresight = "router"
+    neurons: Neurons | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,10 @@ class _Counted:
         raise AssertionError("nothing fails in this simulation")
 
 
+@dataclass(frozen=True, slots=True)
 class _NoJobs:
+    neurons: Neurons | None
+
     def on_cpu(self, experts: list[int], load: int) -> None:
         return None
 
@@ -120,7 +125,7 @@ class Simulation:
         observer = Observer(self.device)
         loading = open_loading(self.device, store, policy.priority, options, on_span=observer.on_span, on_transfer=observer.on_transfer)
         assert loading is not None, "the modelled GPU has room"
-        costs = CostModel(warm_up(self.device, loading, _NoJobs()))
+        costs = CostModel(warm_up(self.device, loading, _NoJobs(system.neurons)))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
         self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, observer)
         self._fill(profile)
@@ -158,7 +163,7 @@ class Simulation:
             step_ms.append(device.now_ms() - began_ms)
         took_ms = device.now_ms() - start_ms
         shares = [(after - before) / took_ms for after, before in zip(self._busy_ms(), busy, strict=True)]
-        rest_and_host = (rest_ms + HOST_MS) * self.model.layers * len(step_ms)
+        rest_and_host = (rest_ms - shared_ms + HOST_MS) * self.model.layers * len(step_ms)
         return Figures(
             np.asarray(step_ms),
             engine.statistics.hit_rate,
@@ -175,7 +180,7 @@ class Simulation:
         for layer in range(self.model.layers):
             ahead = range(layer + 1, min(layer + 1 + depth, self.model.layers))
             predictions = [Prediction.of(later, self._foreseen(tokens, layer, later)) for later in ahead]
-            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions)
+            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions, neurons=self.system.neurons)
 
     def _foreseen(self, tokens: Trace, layer: int, later: int) -> NDArray[np.int64]:
         if self.system.foresight == "perfect":

@@ -17,7 +17,10 @@ from moegraft.injection.predict.layers import Work, weight_type
 from moegraft.injection.predict.measure import Measurements
 from moegraft.injection.predict.speed import Load, Speed, missing_rates, rate_of, seconds
 from moegraft.injection.routing import experts_per_token
+from moegraft.injection.sparsity.targets import experts_layer, sparsity_options
+from moegraft.operators.experts.devices.interface import Neurons
 from moegraft.operators.experts.devices.profiles import MachineProfile
+from moegraft.operators.experts.layout import read_layout
 from moegraft.operators.experts.scheduling.problem import UNBOUNDED, LayerProblem
 from moegraft.operators.experts.scheduling.scheduler import ScheduleName, make_scheduler
 
@@ -31,6 +34,7 @@ class ExpertsLayer:
 
     Attributes:
         resident: share of the experts that have a slot.
+        neurons: what a token needs of each; None: all of it.
     """
 
     num_experts: int
@@ -40,6 +44,7 @@ class ExpertsLayer:
     bits: float
     machine: MachineProfile
     schedule: ScheduleName
+    neurons: Neurons | None = None
 
     def milliseconds(self, tokens: int) -> float:
         """The mean over even routings: slots hit as often as their share, so that a cache that learns does better."""
@@ -74,11 +79,11 @@ class ExpertsLayer:
         machine = self.machine
         return LayerProblem(
             loads=loads,
-            cpu_ms=machine.cpu_ms(loads, self.expert_bytes, self.bits),
-            gpu_ms=machine.gpu_ms(loads, self.expert_bytes, self.bits),
+            cpu_ms=machine.cpu_ms(loads, self.expert_bytes, self.bits, self.neurons),
+            gpu_ms=machine.gpu_ms(loads, self.expert_bytes, self.bits, self.neurons),
             arrival_ms=np.where(has_slot, 0.0, math.inf),
             transfer_ms=machine.transfer_ms(self.expert_bytes),
-            first_cpu_ms=machine.first_cpu_ms(self.expert_bytes),
+            first_cpu_ms=machine.first_cpu_ms(self.expert_bytes, self.neurons),
             max_transfers=UNBOUNDED if slots else 0,  # one slot is enough to bring any number, one after another
         )
 
@@ -128,6 +133,9 @@ def _layers(memory: GpuMemory, measured: Measurements, rates: GpuRates, outline:
         module = outline.skeleton.get_submodule(group.swaps[0].module)
         count = sum(parameter.numel() for parameter in module.parameters()) / group.num_experts
         options: Any = group.swaps[0].options
+        sparsity = sparsity_options(options)
+        left_out = 0.0 if sparsity is None else experts_layer(group.swaps[0].module, outline.skeleton).routed_target(sparsity)
+        neurons = None if sparsity is None else Neurons.without(left_out, gated=read_layout(module).gated)
         machine = MachineProfile(
             "planned",
             cpu.decode_gbps,
@@ -138,6 +146,5 @@ def _layers(memory: GpuMemory, measured: Measurements, rates: GpuRates, outline:
             cpu_launch_ms=0.0,  # in the measured rate already, as is what a layer's first expert costs
             first_cpu_share=0.0,
         )
-        yield ExpertsLayer(
-            group.num_experts, top_k, group.resident, group.expert_bytes, 8 * group.expert_bytes / count, machine, options.schedule
-        )
+        bits = 8 * group.expert_bytes / count
+        yield ExpertsLayer(group.num_experts, top_k, group.resident, group.expert_bytes, bits, machine, options.schedule, neurons)

@@ -76,9 +76,9 @@ class LayerSparsity:
         return self._group.routed_target
 
     @property
-    def share_needed(self) -> float:
-        """The share of routed neurons that a call of the calling thread is meant to compute."""
-        return 1.0 - (self._draft_target if self.drafting else self.routed_target)
+    def target_in_force(self) -> float:
+        """The share of routed neurons that a call of the calling thread is to leave out."""
+        return self._draft_target if self.drafting else self.routed_target
 
     @property
     def achieved(self) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,11 @@ class Neurons:
 
     active: float
     judged: float
+
+    @classmethod
+    def without(cls, left_out: float, *, gated: bool) -> Self:
+        """Of experts whose gate is one of three matrices, or whose up, of two, is judged where they have none."""
+        return cls(1.0 - left_out, 1 / 3 if gated else 1 / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,7 @@ class EngineParts:
 
     def neurons_of(self, sparsity: LayerSparsity | None) -> Neurons | None:
         """What a token is meant to need of an expert in a call of the calling thread; None: all of it."""
-        if sparsity is None:
-            return None
-        return Neurons(sparsity.share_needed, 1 / 3 if self.packed[0].shape.gated else 1 / 2)
+        return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
     def kernels_for(self, layer: int) -> SlotKernels:
         """`SlotExperts.forward` for a layer, leaving out what the calling thread leaves out there."""

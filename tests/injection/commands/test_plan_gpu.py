@@ -18,6 +18,7 @@ from moegraft.injection.predict import store
 from moegraft.injection.predict.gpu import ASSUMED_RATES, GpuRates, budget_of
 from moegraft.injection.predict.gpu_speed import ExpertsLayer
 from moegraft.injection.predict.measure import Measurements, Rate, measure_gpu
+from moegraft.operators.experts.devices.interface import Neurons
 from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
 from moegraft.operators.experts.engine.options import STAGING
 from moegraft.operators.experts.engine.room import MARGIN_BYTES
@@ -170,6 +171,25 @@ def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dic
     rest_ms = model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)
     predicted_over_run = model.layers * (rest_ms + layer) / float(row["mean_ms"])
     assert 0.75 < predicted_over_run < 1.5
+
+
+@pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
+def test_neurons_that_are_left_out_cost_nothing(resident: float) -> None:
+    model, machine = MODELS["mixtral-8x7b"], PROFILES["a6000_10core"]
+    whole = ExpertsLayer(model.num_experts, model.top_k, resident, model.expert_bytes(), 4.5, machine, "fixed")
+    sparse = replace(whole, neurons=Neurons.without(0.9, gated=True))
+    assert 0.4 < sparse.milliseconds(1) / whole.milliseconds(1) < 0.6  # gates and a tenth of the rest are 0.4, and launches stay
+    assert whole.milliseconds(1) == replace(whole, neurons=Neurons.without(0.0, gated=True)).milliseconds(1)
+
+
+def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Neurons | None] = []
+    monkeypatch.setattr(ExpertsLayer, "milliseconds", lambda layer, tokens: seen.append(layer.neurons) or 1.0)
+    for sparsity, expected in (("", None), ("sparsity: {target: 0.9, counts: routed}, ", Neurons.without(0.9, gated=True))):
+        path = rules(EXPERTS.format(gpu="auto", cache="ratio: 0.5").replace("cache:", f"{sparsity}cache:"))
+        run_json("plan", path, "--model", config_folder, "--ram", "8GiB", "--gpu-memory", "24GiB")
+        assert seen and set(seen) == {expected}
+        seen.clear()
 
 
 def test_the_gpus_here_are_planned_for() -> None:
