@@ -13,6 +13,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from _hybrid_simulation import Simulation, _Counted, rest_layer_ms
@@ -26,6 +27,7 @@ from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Predict
 from moegraft.operators.speculative.schedule import Schedule
 from moegraft.operators.speculative.statistics import Round, Statistics
 
+Experts = Literal["any", "resident", "resident_chosen"]
 RESULTS = Path(__file__).parent / "results"
 NOISES = np.linspace(0.0, 1.2, 13)
 SAMPLE_TOKENS = 40
@@ -36,14 +38,20 @@ class DraftWay:
     """How drafts are drawn.
 
     Attributes:
+        experts: as in the options of `speculative_draft`.
         tolerance: 0 for lossless; one that the checkpoint was measured with.
         ahead: whether the verification's experts are loaded while drafting.
     """
 
     top_k: int
-    resident: bool
+    experts: Experts
     ahead: bool
     tolerance: float = 0.0
+
+    @property
+    def resident(self) -> bool:
+        """Whether only experts with a slot draft."""
+        return self.experts != "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +68,9 @@ class _Point:
 class MeasuredDrafts:
     """What the checkpoint's drafts did, greedy, by the share of the router's weight that they kept."""
 
-    def __init__(self, *, resident: bool, tolerance: float) -> None:
-        chosen = [row for row in _read("speculative_confidence") if _is(row, resident, tolerance)]
-        ways = {(row["draft_top_k"], row["resident_ratio"]): row for row in _read("speculative_drafts") if _is(row, resident, tolerance)}
+    def __init__(self, experts: Experts, tolerance: float) -> None:
+        chosen = [row for row in _read("speculative_confidence") if _is(row, experts, tolerance)]
+        ways = {(row["draft_top_k"], row["resident_ratio"]): row for row in _read("speculative_drafts") if _is(row, experts, tolerance)}
         found = []
         for (top_k, ratio), way in ways.items():
             bins = [row for row in chosen if (row["draft_top_k"], row["resident_ratio"]) == (top_k, ratio)]
@@ -89,13 +97,21 @@ class MeasuredDrafts:
         return float(np.interp(kept_share, [point.kept_share for point in self._points], [point.recall for point in self._points]))
 
 
+class CertainDrafts(MeasuredDrafts):
+    """The same, but that every token stands: what rounds cost does not depend on the luck of a few."""
+
+    def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
+        return 1.0, True
+
+
 def _read(name: str) -> list[dict[str, str]]:
     with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def _is(row: dict[str, str], resident: bool, tolerance: float) -> bool:
-    return bool(row["resident_ratio"]) == resident and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
+def _is(row: dict[str, str], experts: Experts, tolerance: float) -> bool:
+    same = row["experts"] == experts and row["renormalise"] == "false"
+    return same and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
 
 
 @dataclass(slots=True)
@@ -140,13 +156,16 @@ class Played:
 class DraftSimulation:
     """Writes a text with drafts over a `Simulation`'s engine; with none, plain steps."""
 
-    def __init__(self, base: Simulation, text: Text, way: DraftWay | None, schedule: Schedule | None, seed: int = 0) -> None:
+    def __init__(
+        self, base: Simulation, text: Text, way: DraftWay | None, schedule: Schedule | None, seed: int = 0, *, certain: bool = False
+    ) -> None:
         self._base = base
         self._text = text
         self._way = way
         self._schedule = schedule
         self._rng = np.random.default_rng(seed)
-        self._measured = None if way is None else MeasuredDrafts(resident=way.resident, tolerance=way.tolerance)
+        drafts = CertainDrafts if certain else MeasuredDrafts
+        self._measured = None if way is None else drafts(way.experts, way.tolerance)
         self._recalls = noise_recalls(base.model, text.real)
         self._compute = base.device.stream("compute")
         self.played = Played()
@@ -201,8 +220,9 @@ class DraftSimulation:
         for layer in range(self._base.model.layers):
             there = slots.slot_of(layer) >= 0
             logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
-            whole = np.argsort(-logits, kind="stable")[: self._base.model.top_k].astype(np.int64)
-            few = (whole[there[whole]] if way.resident else whole)[: way.top_k]
+            order = np.argsort(-logits, kind="stable").astype(np.int64)
+            whole = order[: self._base.model.top_k]
+            few = {"any": whole, "resident": order[there[order]], "resident_chosen": whole[there[whole]]}[way.experts][: way.top_k]
             scores = np.exp(logits - logits.max())
             kept.append(float(scores[few].sum() / scores[whole].sum()))
             step = LayerStep.of(

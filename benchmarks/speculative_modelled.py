@@ -16,10 +16,15 @@ The product's engine, prefetchers and schedules on the virtual clock, with made-
 weigh much.
 
 Ways, each with what is before it: `draft`, top-k experts, whichever they are; `+ ahead`, what the verification needs is loaded while
-drafting; `resident + ahead`, only experts with a slot draft; `marginal`: drafts as far as they are measured to pay, else a fixed length.
+drafting; `resident_chosen + ahead`, only those of a token's own that have a slot draft; `resident + ahead`, the likeliest of all that have
+one, as many as a token has or half of them; `marginal`: drafts as far as they are measured to pay, else a fixed length.
 `over_predicted` is `over_plain` over what the formula says with the run's own tau, U, misses: with c0 a layer without experts, g an
 expert, and t what a miss takes in plain decoding,
 `tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, m_v after what was loaded ahead.
+
+What no way to share a round between CPU, GPU and link can exceed on the hybrid engine, by the arithmetic of `_draft_bounds.py` and at the
+`acceptance` of a token that the run had: `bound` with drafts of the best length; `foreseen` if it were seen of each token, once it is
+drafted, whether it stands. `needed` is the acceptance at which `bound` is 1.15, the target.
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from _draft_bounds import Costs, DraftBound, Verification
 from _draft_simulation import DraftSimulation, DraftWay, Played, Text
 from _hybrid_simulation import Simulation, System, rest_layer_ms
 from _synthetic_routing import synthetic_trace
@@ -52,10 +58,12 @@ FIXED, LONGEST = 4, 6
 ABLATED_RATIO = 0.25  # all ways there, and elsewhere those with a schedule
 WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
 TOLERANCE = 0.3
+TARGET = 1.15
+BOUND_TOKENS = 48
 NAME = "speculative_modelled"
 SHOWN = (
     *("model", "cache_ratio", "engine", "way", "tolerance", "tokens_s", "over_load_on_demand", "over_plain", "over_predicted"),
-    *("tokens_per_round", "kept_share", "verify_experts", "verify_missing"),
+    *("tokens_per_round", "kept_share", "verify_experts", "verify_missing", "acceptance", "bound", "foreseen", "needed"),
 )
 Row = dict[str, object]
 
@@ -88,34 +96,69 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, Schedule]]:
     half = max(1, top_k // 2)  # acceptance was measured with half of the experts, among others
     for tolerance in (0.0, TOLERANCE):
         if ratio == ABLATED_RATIO:
-            yield f"draft, {FIXED} tokens", DraftWay(half, False, False, tolerance), FixedSchedule(FIXED)
-            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, False, True, tolerance), FixedSchedule(FIXED)
-            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, True, True, tolerance), FixedSchedule(FIXED)
-        yield "draft + ahead, marginal", DraftWay(half, False, True, tolerance), MarginalSchedule(LONGEST)
-        yield "resident + ahead, marginal", DraftWay(top_k, True, True, tolerance), MarginalSchedule(LONGEST)
+            yield f"draft, {FIXED} tokens", DraftWay(half, "any", False, tolerance), FixedSchedule(FIXED)
+            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, "any", True, tolerance), FixedSchedule(FIXED)
+            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, "resident", True, tolerance), FixedSchedule(FIXED)
+            yield "resident + ahead, 1 token", DraftWay(top_k, "resident", True, tolerance), FixedSchedule(1)
+            if not tolerance:
+                yield "resident + ahead, half the experts, 1 token", DraftWay(half, "resident", True), FixedSchedule(1)
+                yield f"resident_chosen + ahead, {FIXED} tokens", DraftWay(top_k, "resident_chosen", True), FixedSchedule(FIXED)
+                yield "resident_chosen + ahead, 1 token", DraftWay(top_k, "resident_chosen", True), FixedSchedule(1)
+                yield "resident_chosen + ahead, marginal", DraftWay(top_k, "resident_chosen", True), MarginalSchedule(LONGEST)
+        yield "draft + ahead, marginal", DraftWay(half, "any", True, tolerance), MarginalSchedule(LONGEST)
+        yield "resident + ahead, marginal", DraftWay(top_k, "resident", True, tolerance), MarginalSchedule(LONGEST)
 
 
-def rows_of(case: Case) -> Iterator[Row]:
+def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     warm, text = case.traces()
     baseline = DraftSimulation(case.simulation(LOAD_ON_DEMAND, warm, 0.0), text, None, None).run(BASELINE_TOKENS)
     yield _row(case, "gpu", "load_on_demand", 0.0, baseline, baseline, baseline, "")
-    for engine in ENGINES:
+    for engine in (each for each in ENGINES if each.name in engines):
         plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
         yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline, "")
+        bound = bound_of(case, engine, warm, text, plain) if engine.schedule == "two_threshold" else None
         for name, way, schedule in ways(case.model.top_k, case.ratio):
             played = DraftSimulation(case.simulation(engine, warm, case.ratio), text, way, schedule, case.seed).run(case.tokens)
             fixed = isinstance(schedule, FixedSchedule)
             share = played.statistics.tokens_per_round is not None and fixed
             predicted = predicted_gain(case, plain, played) if share else None
             over = "" if predicted is None else round(plain.ms_per_token / played.ms_per_token / predicted, 3)
-            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline, over)
+            limits = limits_of(bound, played) if bound is not None and way.resident else {}
+            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline, over) | limits
+
+
+def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) -> DraftBound:
+    """Of drafts by resident experts."""
+    model, machine = case.model, case.machine
+    size, one = model.expert_bytes(case.bits), np.ones(1)
+    gpu, cpu = (float(cost(one, size, case.bits)[0]) for cost in (machine.gpu_ms, machine.cpu_ms))
+    rest = [rest_layer_ms(model, machine, count + 1) for count in range(LONGEST + 1)]
+    costs = Costs(plain.ms_per_token / model.layers, rest, gpu, cpu, machine.first_cpu_ms(size), machine.transfer_ms(size))
+    way, verifications = DraftWay(model.top_k, "resident", True), []
+    for length in range(1, LONGEST + 1):
+        base = case.simulation(engine, warm, case.ratio)
+        found = DraftSimulation(base, text, way, FixedSchedule(length), certain=True).run(min(case.tokens, BOUND_TOKENS)).parts["verify"]
+        verifications.append(Verification(found.experts / found.layers, found.missing / found.layers))
+    return DraftBound(costs, verifications, model.top_k)
+
+
+def limits_of(bound: DraftBound, played: Played) -> Row:
+    """Columns of the most that could be gained by as many experts a draft as ran."""
+    judged = sum(played.statistics.judged_at)
+    if not judged:
+        return {}
+    bound = dataclasses.replace(bound, top_k=played.parts["draft"].experts / played.parts["draft"].layers)
+    acceptance, needed = sum(played.statistics.accepted_at) / judged, bound.acceptance_for(TARGET)
+    limits = {"bound": round(bound.best_gain(acceptance), 3), "foreseen": round(bound.foreseen_gain(acceptance), 3)}
+    return {"acceptance": round(acceptance, 3), **limits, "needed": "none" if needed is None else round(needed, 3)}
 
 
 def predicted_gain(case: Case, plain: Played, played: Played) -> float:
     """The formula, by one layer."""
     model, alone = case.model, np.ones(1)
     rest = rest_layer_ms(model, case.machine, 1)
-    rest_more = rest_layer_ms(model, case.machine, FIXED + 1)
+    drafted = played.statistics.drafted // played.statistics.rounds
+    rest_more = rest_layer_ms(model, case.machine, drafted + 1)
     expert = float(case.machine.gpu_ms(alone, model.expert_bytes(case.bits), case.bits)[0])
     each = {name: (part.experts / max(part.layers, 1), part.missing / max(part.layers, 1)) for name, part in played.parts.items()}
     missing = plain.parts["plain"].missing / plain.parts["plain"].layers
@@ -124,7 +167,7 @@ def predicted_gain(case: Case, plain: Played, played: Played) -> float:
     draft_ms = rest + each["draft"][0] * expert + each["draft"][1] * miss_ms
     verify_ms = rest_more + each["verify"][0] * expert + each["verify"][1] * miss_ms
     assert played.statistics.tokens_per_round is not None, "it drafted"
-    return played.statistics.tokens_per_round * plain_ms / (FIXED * draft_ms + verify_ms)
+    return played.statistics.tokens_per_round * plain_ms / (drafted * draft_ms + verify_ms)
 
 
 def _row(
@@ -154,6 +197,7 @@ def _row(
         "verify_missing": round(verify.missing / verify.layers, 2) if verify.layers else "",
         "tokens": played.tokens,
         "schedule": played.schedule,
+        **dict.fromkeys(("acceptance", "bound", "foreseen", "needed"), ""),
     }
 
 
@@ -198,10 +242,11 @@ def main() -> None:
     parser.add_argument("--bits", type=float, default=4.5, help="a weight")
     parser.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
+    parser.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default=NAME, help="of the file; only the usual one is drawn")
-    parser.add_argument("--append", action="store_true", help="keep the rows of the file that are of other models")
+    parser.add_argument("--append", action="store_true", help="keep the rows of the file that are of others")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     machine = PROFILES[arguments.machine]
@@ -210,12 +255,15 @@ def main() -> None:
     rows: list[Row] = []
     for model in arguments.models:
         for ratio in arguments.ratios:
-            for row in rows_of(Case(MODELS[model], machine, arguments.bits, ratio, arguments.tokens, arguments.seed)):
+            case = Case(MODELS[model], machine, arguments.bits, ratio, arguments.tokens, arguments.seed)
+            for row in rows_of(case, arguments.engines):
                 print(*(row[name] for name in SHOWN), flush=True)
                 rows.append(row)
             if not arguments.no_write:  # after each, for a run is long
-                kept = [row for row in _read(arguments.name) if row["model"] not in arguments.models] if arguments.append else []
-                write_rows(arguments.name, [*kept, *rows], ("torch", "numpy"))
+                again = {(row["model"], row["engine"], row["cache_ratio"]) for row in rows}
+                before = _read(arguments.name) if arguments.append else []
+                kept = [row for row in before if (row["model"], row["engine"], float(row["cache_ratio"])) not in again]
+                write_rows(arguments.name, [*rows, *kept], ("torch", "numpy"))
     if not arguments.no_write and arguments.name == NAME:
         print(plot(_read(NAME)))
 

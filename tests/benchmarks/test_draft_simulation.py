@@ -39,9 +39,42 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
 def test_the_schedule_loses_next_to_nothing_where_drafts_lose_much(bench: Any, model: str, engine: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
     top_k = SHAPES[model].top_k
-    for way in (bench.DraftWay(top_k, True, True), bench.DraftWay(max(1, top_k // 2), False, True)):
+    for way in (bench.DraftWay(top_k, "resident", True), bench.DraftWay(max(1, top_k // 2), "any", True)):
         always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
-        assert always.ms_per_token > 1.1 * plain.ms_per_token, "drafts that pay show nothing here"
+        assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
         found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
         assert found.ms_per_token <= 1.03 * plain.ms_per_token
         assert way.resident <= (found.draft_demands == 0), "drafts of experts that are there bring none"
+
+
+def test_rounds_take_no_less_than_the_arithmetic_says(bench: Any) -> None:
+    model = SHAPES["mixtral-8x7b"]
+    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, TOKENS, 0)
+    plain = played(bench, model.name, "hybrid", 0.25, None, None)
+    bound = bench.bound_of(case, bench.ENGINES[1], *case.traces(), plain)
+    way = bench.DraftWay(model.top_k, "resident", True)
+    for length in (1, 4):
+        found = played(bench, model.name, "hybrid", 0.25, way, FixedSchedule(length), FEW)
+        limits = bench.limits_of(bound, found)
+        assert plain.ms_per_token / found.ms_per_token <= limits["bound"] <= limits["foreseen"]
+        assert found.statistics.draft_ms / found.statistics.drafted >= model.layers * bound.draft_ms * 0.99
+        assert found.statistics.verify_ms / found.statistics.rounds >= model.layers * bound.verify_ms(length)
+
+
+def test_the_bound_by_hand(bench: Any) -> None:
+    costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=1.0, link=4.0)
+    bound = bench.DraftBound(costs, [bench.Verification(experts=3, missing=1.75)], top_k=2)
+    assert bound.draft_ms == 1.0
+    assert bound.verify_ms(1) == pytest.approx(0.5 + 3.0)  # one on the CPU until 3 ms, three quarters of one over the link
+    assert bound.gain(1.0, 1) == pytest.approx(2 * 3 / 4.5)
+    assert bound.gain(0.0, 1) < 1 < bound.best_gain(1.0)
+    needed = bound.acceptance_for(1.2)
+    assert needed is not None and bound.best_gain(needed) >= 1.2 > bound.best_gain(needed - 0.01)
+    assert bound.acceptance_for(1.5) is None
+    assert bound.foreseen_gain(0.0) == pytest.approx(3 / 4)  # it is seen to fall and not verified: 1 ms for nothing beside a plain step
+    assert bound.foreseen_gain(1.0) == pytest.approx(bound.best_gain(1.0))
+
+
+def test_a_cpu_whose_first_expert_costs_more_than_the_link_stays_out(bench: Any) -> None:
+    costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=50.0, link=4.0)
+    assert bench.DraftBound(costs, [bench.Verification(3, 1.0)], top_k=2).verify_ms(1) == pytest.approx(0.5 + 4.0)
