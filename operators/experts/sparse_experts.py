@@ -19,6 +19,7 @@ from moegraft.operators.kernels.availability import interpreted, why_unavailable
 from moegraft.operators.kernels.layout import block_bytes, round_up
 from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
+from moegraft.operators.sparse.margin import DEFAULT_MARGIN, SketchSamples, sample
 from moegraft.operators.sparse.options import SparsityOptions
 from moegraft.operators.sparse.weights import SparseWeights, sketch_of
 from moegraft.operators.sparse.workspace import Workspace
@@ -44,7 +45,8 @@ class SparseExpertsOptions:
         sparsity: which neurons of each expert are left out; it changes what the model says.
         gate: `exact` computes every gate; `sketch` looks a 4-bit copy of the gates up first (9% more memory) and computes exactly only
             those that come near the threshold: now and then it misses a neuron.
-        margin: with `sketch`: the share of the threshold that a sketched activation has to reach to be computed.
+        margin: with `sketch`: the share of the threshold that a sketched activation has to reach to be computed. By default one at which
+            a calibration at load misses one active neuron of a thousand; where thresholds come from a file, 0.8.
         group: this many neurons in a row are kept when one of them reaches the threshold.
         permute: put each expert's neurons in the order of how often a calibration at load finds them active.
         gpu: the device that holds the experts, such as `cuda:1`; `auto`: the first.
@@ -52,13 +54,13 @@ class SparseExpertsOptions:
 
     sparsity: SparsityOptions
     gate: Literal["exact", "sketch"] = "exact"
-    margin: float = 0.8
+    margin: float | None = None
     group: Literal[1, 4, 8, 16, 32] = 1
     permute: bool = False
     gpu: str = "auto"
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin <= 1:
+        if self.margin is not None and not 0 < self.margin <= 1:
             raise ValueError(f"margin is a share of the threshold, above 0 and up to 1, not {self.margin:g}")
         if self.gate == "sketch" and self.group != 1:
             raise ValueError("a sketch predicts single neurons: group must be 1 with gate 'sketch'")
@@ -105,6 +107,7 @@ class SparseExperts(Operator):
         self._weights: SparseWeights | None = None
         self._layer: SparseGpuLayer | None = None
         self._activity: torch.Tensor | None = None  # (E, I): how often each neuron was large while the layer was observed
+        self._samples = SketchSamples()
         self._number = register_experts(self)
 
     @classmethod
@@ -141,7 +144,8 @@ class SparseExperts(Operator):
 
     def statistics(self) -> Mapping[str, object]:
         times = [{"case": case, "tokens": tokens, "ms": dict(ms)} for case, tokens, ms in self._choices.times()]
-        return {"sparsity": self.sparsity.statistics(), "paths": times}
+        sketch = {"margin": self._layer.margin} if self._layer is not None and self.options.gate == "sketch" else {}
+        return {"sparsity": self.sparsity.statistics(), "paths": times, **sketch}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         layout, device = self.layout, self._workspace.device
@@ -180,7 +184,8 @@ class SparseExperts(Operator):
         from moegraft.operators.sparse.timing import TimedPaths
 
         choose = TimedPaths(self._choices)
-        self._layer = SparseGpuLayer(weights, self._workspace, choose, group=self.options.group, margin=self.options.margin)
+        margin = self.options.margin or self._samples.margin(self.sparsity.threshold) or DEFAULT_MARGIN
+        self._layer = SparseGpuLayer(weights, self._workspace, choose, group=self.options.group, margin=margin)
         self.sparsity.attach(self._layer)
 
     def ready(self, model: PreTrainedModel, path: str) -> None:
@@ -192,6 +197,7 @@ class SparseExperts(Operator):
                 self._weights.permute(self._activity.argsort(dim=-1, descending=True, stable=True))
         if self.options.gate == "sketch" and self._weights.sketch is None:
             self._use(replace(self._weights, sketch=sketch_of(self._weights)))
+            self._samples = SketchSamples()
         if self._layer is not None and self._workspace.device.type == "cuda":
             top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
             if top_k is not None:
@@ -226,10 +232,18 @@ class SparseExperts(Operator):
 
     def _observe(self, layer: SparseGpuLayer, x: torch.Tensor, ids: torch.Tensor) -> None:
         assert self.sparsity.observer is not None, "who observes is asked first"
+        exact = []
         for part, acted in layer.activations(x, ids):
             if self.options.permute:
                 self._count_activity(part, acted)
+            exact.append(sample(part, acted))
             self.sparsity.observer(part.long(), acted)
+        if self.options.gate == "sketch" and self.options.margin is None and layer.weights.sketch is None:
+            # made anew for each call of the calibration at load, which are few: neurons may still change their places
+            sketching = replace(layer.weights, sketch=sketch_of(layer.weights))
+            other = type(layer)(sketching, self._workspace, lambda *_: "pair")
+            for mine, (part, acted) in zip(exact, other.activations(x, ids, sketched=True), strict=True):
+                self._samples.add(mine, sample(part, acted))
 
     def _count_activity(self, ids: torch.Tensor, acted: torch.Tensor) -> None:
         magnitudes = acted[ids >= 0].abs()

@@ -8,7 +8,7 @@ import torch
 
 from moegraft.operators.kernels.finish import Threshold
 from moegraft.operators.sparse.call import Call
-from moegraft.operators.sparse.paths import PATHS, exact_activations, grouped
+from moegraft.operators.sparse.paths import PATHS, exact_activations, grouped, sketch_activations
 from moegraft.operators.sparse.weights import SparseWeights
 from moegraft.operators.sparse.workspace import Buffers, Workspace
 
@@ -104,11 +104,20 @@ class SparseGpuLayer:
         """The path of batches of that size; times it where that was not done before."""
         return self._choose(self, tokens, top_k)
 
-    def activations(self, hidden_states: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of `ids (T, K)` with `act(gate) (T', K, I)` float32, which holds anything for padded slots; valid until the next part."""
+    def activations(
+        self, hidden_states: torch.Tensor, ids: torch.Tensor, *, sketched: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of `ids (T, K)` with `act(gate) (T', K, I)` float32, which holds anything for padded slots; valid until the next part.
+
+        Args:
+            sketched: by the sketch of the gate.
+        """
         for first in range(0, len(ids), MOST_TOKENS):
             x, part = hidden_states[first : first + MOST_TOKENS], ids[first : first + MOST_TOKENS]
             call = self.call(x, part, part, x)
             act = call.buffers.of_pairs("act", self.weights.neurons, torch.float32)
-            exact_activations(call, act, grouped(call))
+            if sketched:
+                sketch_activations(call, act)
+            else:
+                exact_activations(call, act, grouped(call))
             yield part, act.view(*part.shape, -1)

@@ -96,6 +96,28 @@ def test_a_sketch_is_made_when_the_model_is_ready() -> None:
     torch.testing.assert_close(operator(*inputs()), exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("permute", [False, True])
+def test_a_calibration_at_load_finds_the_margin_of_a_sketch(permute: bool) -> None:
+    options = SparseExpertsOptions(SPARSITY, gate="sketch", permute=permute)
+    operator = built(stock(), options)
+    operator.sparsity.observer = lambda ids, acted: None
+    for _ in range(2):
+        operator(*inputs(6))
+    operator.sparsity.observer = None
+    operator.sparsity.set_threshold(0.25, 0.5)
+    operator._layer, layer = None, operator._layer
+    exact = operator(*inputs(6))  # the eager reference
+    operator._layer = layer
+    operator.ready(model(), "layers.0.experts")
+    margin = operator.statistics()["margin"]
+    assert isinstance(margin, float) and 0.3 < margin < 1 and margin != 0.8
+    torch.testing.assert_close(operator(*inputs(6)), exact, rtol=0.02, atol=0.02)
+    assert operator._samples.margin(0.25) is None, "what was sampled is let go"
+    plain = built(stock(), SparseExpertsOptions(SPARSITY, gate="sketch"))
+    plain.ready(model(), "layers.0.experts")
+    assert plain.statistics()["margin"] == 0.8, "nothing was calibrated"
+
+
 def test_a_calibration_sees_every_activation_and_orders_neurons() -> None:
     operator = built(stock(), SparseExpertsOptions(SPARSITY, permute=True))
     histogram = ActivationHistogram(4, 40)
