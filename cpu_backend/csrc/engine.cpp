@@ -15,7 +15,7 @@ namespace moegraft {
 namespace {
 
 constexpr int kPassTokens = 2048;  // a longer batch is cut: scratch stays small, and this many tokens make any pass bound by arithmetic
-constexpr int kSparsePassTokens = 256;
+constexpr int kSparsePassTokens = 512;  // whose sums are kept for each expert
 constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache as it lies is faster than packing it (measured on EPYC Zen 5)
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
@@ -35,6 +35,7 @@ Engine::Engine(const Kernels& kernels, ThreadPool& pool)
       encode_phase_(pool.threads()),
       neurons_phase_(pool.threads()),
       rows_phase_(pool.threads()),
+      sums_phase_(pool.threads()),
       private_(static_cast<std::size_t>(pool.threads())) {}
 
 template <class AnyJob>
@@ -55,7 +56,7 @@ void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, c
 }
 
 void Engine::forward(const ForwardArgs& args, const OpenMp* shared) {
-  const ExpertsPhases phases = {&encode_phase_, &neurons_phase_, &rows_phase_};
+  const ExpertsPhases phases = {&encode_phase_, &neurons_phase_, &rows_phase_, &sums_phase_};
   if (args.experts->kind() == LayoutKind::kSparse) {
     SparseJob job(kernels_, *args.experts, args.activations, {args.threshold, args.neuron_counts, args.acted, args.top_k}, pool_.threads(), phases);
     run_passes(job, args, kSparsePassTokens, shared);

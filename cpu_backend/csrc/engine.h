@@ -62,6 +62,7 @@ class Engine {
   Phase encode_phase_;
   Phase neurons_phase_;
   Phase rows_phase_;
+  Phase sums_phase_;
   AlignedMemory records_;
   AlignedMemory lanes_;
   AlignedMemory neurons_;

@@ -17,6 +17,7 @@ struct ExpertsPhases {
   Phase* encode;
   Phase* neurons;
   Phase* rows;
+  Phase* sums;  // sparse layouts only
 };
 
 struct ExpertsBatch {

@@ -15,6 +15,9 @@ struct Avx2 {
   static constexpr int kFloatTokens = 6;    // in halves: 12 sums, 2 weights and a broadcast in 16 registers
   static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums come and go once a group
   static constexpr int kWholeTokens = 1;    // a lone token reads each line once, in order
+  static constexpr int kDotRows = 2;    // times 4 tokens, of half the lanes: 8 sums and 2 rows
+  static constexpr int kDotTokens = 4;
+  static constexpr int kAddTokens = 2;  // times 4 columns, of half the lanes: 8 sums and 4 weights
   static constexpr bool kHasBf16 = false;
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -68,8 +71,14 @@ struct Avx2 {
     sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
   }
+  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
   template <int Index>
-  static I byte_of(I x) { return _mm256_and_si256(_mm256_srli_epi32(x, 8 * Index), _mm256_set1_epi32(255)); }
+  static I top_byte(I x) {
+    constexpr char kFrom = Index;
+    const __m128i order = _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order));
+  }
+  static I minus_bytes(I x, int value) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(value))); }
   static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 

@@ -17,13 +17,13 @@
 
 #include "attention_kernels.h"
 #include "block_layout.h"
+#include "row_kernels.h"
 #include "types.h"
 
 namespace moegraft {
 
 // A weight type together with the arithmetic that is used on it.
 enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4, kQ4K, kQ6K };
-constexpr int kFormats = 8;
 
 constexpr int words_per_group(Format format) {
   switch (format) {
@@ -71,26 +71,6 @@ struct GateArgs {
   float* out;              // (tokens, 32): 16 values are written at `out` when gated, 32 when not
 };
 
-// A row of the sparse layout times a token, whose record is in lanes: word w of group 16 * chunk + lane at (chunk * words + w) * 16 + lane.
-struct RowDotArgs {
-  const std::byte* scales;
-  const std::byte* lines;
-  const std::uint32_t* lanes;
-  int chunks;
-};
-
-// sums += coefficients[0] * row 0 + coefficients[1] * row 1, for some lines of one chunk: two rows at a time halve the traffic of the sums.
-// Column k of a line's groups goes to sums[k * 16 + lane]; integer codes are summed with their offset, 128 or 8, and `corrections` (16)
-// collects what it is to be multiplied with.
-struct RowAddArgs {
-  const std::byte* scales[2];
-  const std::byte* lines[2];
-  float coefficients[2];
-  int line_count;
-  float* sums;
-  float* corrections;
-};
-
 // A root-mean-square norm as families have it: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
 struct NormForm {
   float epsilon;
@@ -117,9 +97,7 @@ struct Kernels {
   void (*gate)(const GateArgs& args);
   // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
   void (*act)(const GateArgs& args);
-  // Null for formats that have no sparse layout.
-  float (*dot_row[kFormats])(const RowDotArgs& args);
-  void (*add_row[kFormats])(const RowAddArgs& args);
+  RowKernels rows;
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.
   void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
   void (*widen)(ActivationType type, const void* source, float* target, int count);

@@ -17,6 +17,9 @@ struct Avx512Base {
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
   static constexpr int kIntegerTokens = 8;   // 16 integer sums; the float sums come and go once a group (tuned on EPYC Zen 5)
   static constexpr int kWholeTokens = 12;
+  static constexpr int kDotRows = 4;    // times 4 tokens: 16 sums and 4 rows
+  static constexpr int kDotTokens = 4;
+  static constexpr int kAddTokens = 6;  // times 4 columns: 24 sums and 4 weights
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set(float value) { return _mm512_set1_ps(value); }
@@ -53,8 +56,14 @@ struct Avx512Base {
     const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
   }
+  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
   template <int Index>
-  static I byte_of(I x) { return _mm512_and_si512(_mm512_srli_epi32(x, 8 * Index), _mm512_set1_epi32(255)); }
+  static I top_byte(I x) {
+    constexpr char kFrom = Index;
+    const __m128i order = _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(order));
+  }
+  static I minus_bytes(I x, int value) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(value))); }
   static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
   static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
@@ -81,6 +90,13 @@ struct Avx512Base {
   }
   static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
   static F high_bf16(I x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))); }
+  // Each word: `low` in its lower half, `high` in its upper one, finite and rounded half up.
+  static void store_pairs(std::uint32_t* p, F low, F high) {
+    const I half = _mm512_set1_epi32(0x8000);
+    const I lower = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
+    const I upper = _mm512_add_epi32(_mm512_castps_si512(high), half);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, lower, upper));
+  }
   // In integers, because the instruction for it flushes subnormals.
   static void store_bf16(std::uint16_t* p, F x) {
     const I bits = _mm512_castps_si512(x);

@@ -10,8 +10,8 @@
 #include "kernels.h"
 #include "vector_activations.h"
 #include "vector_attention.h"
+#include "vector_items.h"
 #include "vector_norm.h"
-#include "vector_rows.h"
 #include "vector_super_blocks.h"
 #include "vector_tiles.h"
 
@@ -70,10 +70,7 @@ Kernels vector_kernels(const char* isa) {
        encode_integer<T, Format::kQ4K>, encode_integer<T, Format::kQ6K>},
       gate<T>,
       act<T>,
-      {dot_row<T, Format::kFloat32>, dot_row<T, Format::kFloat16>, dot_row<T, Format::kBFloat16>, dot_row<T, Format::kBFloat16Dot>,
-       dot_row<T, Format::kInt8>, dot_row<T, Format::kInt4>, nullptr, nullptr},
-      {add_row<T, Format::kFloat32>, add_row<T, Format::kFloat16>, add_row<T, Format::kBFloat16>, add_row<T, Format::kBFloat16Dot>,
-       add_row<T, Format::kInt8>, add_row<T, Format::kInt4>, nullptr, nullptr},
+      row_kernels<T>(),
       accumulate<T>,
       widen<T>,
       narrow<T>,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
+from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error, sqnr_db
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 
@@ -193,3 +193,62 @@ def test_a_dense_layout_counts_nothing(runtime: Runtime) -> None:
     with pytest.raises(ValueError, match="neurons are to be counted or shown but the experts are dense"):
         counts = np.zeros(2, np.int64)
         runtime.forward(layer.packed, x.numpy(), index.numpy(), weights.numpy(), torch.empty_like(x).numpy(), neuron_counts=counts)
+
+
+MANY = [
+    # tokens, top_k, experts, hidden, intermediate, share left out
+    (41, 2, 2, 544, 136, 0.0),  # all tokens on both experts, two chunks, the last run of neurons short
+    (41, 2, 2, 544, 136, 0.5),  # about half of the products wanted: rows meet all tokens
+    (41, 2, 2, 544, 136, 0.9),  # few: tokens pick their neurons
+    (23, 1, 3, 70, 33, 0.7),  # an odd number of neurons, columns that are mostly padding
+    (5, 2, 8, 1056, 40, 0.95),  # one or two tokens an expert, neurons that none of them needs
+]
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("weight_type", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_many_tokens_of_an_expert(runtime: Runtime, weight_type: str, shape: tuple[int, ...], gated: bool) -> None:
+    tokens, top_k, num_experts, hidden, intermediate, share = shape
+    layer = make_layer(weight_type, num_experts, hidden, intermediate, gated=gated, bias=True, sparse=True)
+    x, index, weights = make_batch(tokens, top_k, layer)
+    index[::5, 0] = -1
+    threshold = biased_threshold(layer, x, index, share)
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    assert relative_error(layer.forward(runtime, x, index, weights, threshold), expected) <= 2e-6
+
+
+def biased_threshold(layer: Layer, x: torch.Tensor, index: torch.Tensor, share: float) -> float:
+    """As threshold_for, of the neurons that are computed."""
+    if share == 0.0:
+        return 0.0
+    acted = acted_by_hand(layer, x, index)[index >= 0].abs().flatten().sort().values
+    middle = int(share * len(acted))
+    near = acted[max(0, middle - 50) : middle + 50]
+    gap = int((near[1:] - near[:-1]).argmax())
+    return float((near[gap] + near[gap + 1]) / 2)
+
+
+@pytest.mark.parametrize(("weight_type", "least_db"), [("int8", 37.0), ("int4", 37.0)])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_quantised_rows_keep_their_precision(runtime: Runtime, weight_type: str, least_db: float, tokens: int) -> None:
+    layer = make_layer(weight_type, 2, 512, 256, sparse=True)
+    batch = make_batch(tokens, 2, layer)
+    assert sqnr_db(layer.forward(runtime, *batch), layer.reference(*batch)) >= least_db
+
+
+@pytest.mark.parametrize("weight_type", ["int8", "bfloat16"])
+def test_bfloat16_activations_of_many_tokens(runtime: Runtime, weight_type: str) -> None:
+    layer = make_layer(weight_type, 2, 512, 256, sparse=True)
+    batch = make_batch(40, 2, layer, torch.bfloat16)
+    assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE[weight_type] + ROUNDING[torch.bfloat16]
+
+
+def test_a_token_that_is_not_finite_leaves_the_others_alone(runtime: Runtime) -> None:
+    layer = make_layer("int8", 2, 64, 72, sparse=True)
+    x, index, weights = make_batch(12, 2, layer)
+    x[7, 3] = float("inf")
+    out = layer.forward(runtime, x, index, weights, threshold=0.2)
+    others = [token for token in range(12) if token != 7]
+    assert torch.isnan(out[7]).all()
+    assert torch.isfinite(out[others]).all()
