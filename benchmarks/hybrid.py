@@ -8,6 +8,8 @@ what they stand for:
 - `on_demand`: LRU and loading what is missing, with `next_layer` prefetch it stands for AdapMoE;
 - `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and everything together;
 - `bound`: everything, knowing what later layers will choose; `all_gpu`: every expert has a slot.
+
+Shared experts run on the GPU while the CPU and the link serve the routed ones, under every system; `--alone` runs them after each other.
 """
 
 from __future__ import annotations
@@ -47,26 +49,30 @@ WARM_TOKENS = 200  # the profile that says which experts are hot
 DECODE_TOKENS = 60
 
 
-def decode_rows(model: str, machine: str, ratio: float, systems: Sequence[System], seed: int) -> Iterator[dict[str, object]]:
+def decode_rows(
+    model: str, machine: str, ratio: float, systems: Sequence[System], seed: int, *, beside: bool
+) -> Iterator[dict[str, object]]:
     """Time between tokens."""
     trace = synthetic_trace(model, WARM_TOKENS + DECODE_TOKENS, seed)
     warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
     for system in systems:
-        yield _row(model, machine, ratio, system, "decode", 1, _played(model, machine, ratio, system, warm, play, 1))
+        yield _row(model, machine, ratio, system, "decode", 1, _played(model, machine, ratio, system, warm, play, 1, beside))
 
 
-def prefill_rows(model: str, machine: str, ratio: float, systems: Sequence[System], seed: int) -> Iterator[dict[str, object]]:
+def prefill_rows(
+    model: str, machine: str, ratio: float, systems: Sequence[System], seed: int, *, beside: bool
+) -> Iterator[dict[str, object]]:
     """Time to the first token, by length of the prompt."""
     for prompt in PROMPTS:
         trace = synthetic_trace(model, WARM_TOKENS + prompt, seed)
         warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
         for system in systems:
-            yield _row(model, machine, ratio, system, "prefill", prompt, _played(model, machine, ratio, system, warm, play, prompt))
+            yield _row(model, machine, ratio, system, "prefill", prompt, _played(model, machine, ratio, system, warm, play, prompt, beside))
 
 
-def _played(model: str, machine: str, ratio: float, system: System, warm: Trace, play: Trace, batch: int) -> Figures:
+def _played(model: str, machine: str, ratio: float, system: System, warm: Trace, play: Trace, batch: int, beside: bool) -> Figures:
     share = 1.0 if system.name == "all_gpu" else ratio
-    return Simulation(MODELS[model], PROFILES[machine], share, system, warm).run(play, batch)
+    return Simulation(MODELS[model], PROFILES[machine], share, system, warm).run(play, batch, beside=beside)
 
 
 def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
@@ -112,6 +118,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="shared experts wait for the routed ones")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     systems = [system for system in SYSTEMS if system.name in arguments.systems]
@@ -120,7 +127,9 @@ def main() -> None:
         for ratio in arguments.ratios:
             for phase, measure in (("decode", decode_rows), ("prefill", prefill_rows)):
                 if phase in arguments.phases:
-                    found = with_speedups(list(measure(model, arguments.machine, ratio, systems, arguments.seed)))
+                    found = with_speedups(
+                        list(measure(model, arguments.machine, ratio, systems, arguments.seed, beside=not arguments.alone))
+                    )
                     for row in found:
                         print(*(f"{name}={value}" for name, value in row.items() if name not in ("device", "p20_ms", "p80_ms")), flush=True)
                     rows += found

@@ -83,6 +83,7 @@ class Engine:
         self._queue = loading.queue
         self._compute = device.stream("compute")
         self._expert_bytes = loading.queue.store.expert_bytes
+        self._beside_ms = 0.0  # of the GPU's other work in the layer at hand; that of the next layers is taken to be the same
         self._lock = Lock()
 
     def run(self, step: LayerStep, executor: LayerExecutor, between: Callable[[], None] | None = None) -> None:
@@ -107,6 +108,7 @@ class Engine:
         cpu: CpuTicket | None = None
         try:
             start_ms = self.device.now_ms()
+            self._beside_ms = 0.0 if between is None else self.observer.beside.ms(len(step.chosen))
             problem = self._problem(step, hold.pin)
             plan = self.scheduler.plan(step.layer, problem)
             self.observer.planned(step.layer, start_ms, on_cpu=int(plan.on_cpu.sum()), experts=len(step.experts), ms=plan.makespan_ms)
@@ -117,7 +119,7 @@ class Engine:
             cpu = self._start_cpu(step, plan.on_cpu, executor)
             self._start_resident(step, plan.on_cpu, hold, executor, reads)
             if between is not None:
-                between()
+                self.observer.beside.run(len(step.chosen), self._compute, between)
             self._start_arriving(step, hold, executor, reads)
             self._meanwhile(step, plan.on_cpu)
             executor.join(cpu, reads)
@@ -151,6 +153,7 @@ class Engine:
             arrival_ms=arrival_ms,
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
+            gpu_free_ms=self._beside_ms,
             link_free_ms=link_free_ms,
             max_transfers=UNBOUNDED if not (step.draft and step.draft.resident) and self._can_stream(step.layer) else 0,
         )

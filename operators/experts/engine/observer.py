@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.devices.interface import Device, Event
+from moegraft.operators.experts.devices.interface import Device, Event, Stream
 from moegraft.operators.experts.engine.timeline import Timeline
 from moegraft.operators.experts.scheduling.cost_model import CostModel
 
 GPU_EVERY = 16  # launches from one that is timed to the next: timed events cost the host a little
 MOST_PENDING = 64
+BESIDE_ALPHA = 0.1  # the newest measurement's weight in the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,47 @@ class _Launch:
     waited: bool  # for a transfer: its time is not the GPU's alone
 
 
+class BesideTimes:
+    """What the GPU's other work takes that is handed over between a layer's experts, by the tokens of a step: moving averages.
+
+    A plan that does not know of it would leave the GPU more experts than it can compute while the CPU is at work.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._average_ms: dict[int, float] = {}  # by the bits of the number of tokens
+        self._pending: deque[tuple[int, Event, Event]] = deque()
+        self._calls = 0
+
+    def ms(self, tokens: int) -> float:
+        """0 until it was measured."""
+        return self._average_ms.get(tokens.bit_length(), 0.0)
+
+    def run(self, tokens: int, compute: Stream, between: Callable[[], None]) -> None:
+        """Hands it over, and times it now and then."""
+        self._calls += 1
+        known = tokens.bit_length() in self._average_ms
+        if (known and self._calls % GPU_EVERY) or len(self._pending) == MOST_PENDING:
+            between()
+            return
+        before = compute.record(timed=True)
+        between()
+        self._pending.append((tokens.bit_length(), before, compute.record(timed=True)))
+
+    def collect(self) -> None:
+        """Takes in what is done. Never blocks."""
+        while self._pending and self._pending[0][2].done():
+            bits, before, after = self._pending.popleft()
+            ms = self._device.elapsed_ms(before, after)
+            self._average_ms[bits] = ms + (1 - BESIDE_ALPHA) * (self._average_ms.get(bits, ms) - ms)
+
+
 class Observer:
     """One engine's. Calls come under the engine's lock, but for the link's, which come from the device's notifier."""
 
     def __init__(self, device: Device) -> None:
         self.costs: CostModel | None = None
+        self.beside = BesideTimes(device)
         self._device = device
         self._timeline: Timeline | None = None
         self._origin: tuple[Event, float] | None = None  # of the GPU's clock on the host's
@@ -60,6 +98,7 @@ class Observer:
 
     def collect(self) -> None:
         """Takes in the launches that are done. Never blocks."""
+        self.beside.collect()
         while self._pending and self._pending[0].after.done():
             launch = self._pending.popleft()
             ms = self._device.elapsed_ms(launch.before, launch.after)

@@ -1,7 +1,8 @@
 """The transfer queue: experts go to the device in chunks, the most urgent first.
 
-Priority lives here and not on the device: at most two chunks are handed to the copy stream ahead of need, so a demand waits for two
-chunks at most, and what was not handed over can be dropped. Only what a stream waits for (`Transfer.ready`) is handed over whole.
+Priority lives here and not on the device: at most two chunks of demands are handed to the copy stream ahead of need, and one of anything
+else, so a demand waits for one chunk of what is loaded ahead, and what was not handed over can be dropped. Only what a stream waits for
+(`Transfer.ready`) is handed over whole.
 
 Threads: calls may come from any thread; the device's notifier sends the next chunk when one has landed. One lock, the slot table's,
 guards everything; nothing blocks under it but a ring of page-locked chunks that is full.
@@ -22,7 +23,9 @@ from moegraft.operators.experts.transfer.transfers import Transfer, TransferStat
 from moegraft.operators.experts.transfer.underway import Underway
 
 logger = logging.getLogger(__name__)
-DEPTH = 2  # chunks handed over ahead of need: one runs, one follows without a gap
+DEPTH = 2  # chunks of demands handed over ahead of need: one runs, one follows without a gap
+# Of what is loaded ahead: a gap of the link's matters less than a demand that waits. Modelled decode of four models gains 1 to 2 %.
+AHEAD_DEPTH = 1
 CLOSE_S = 1.0
 
 
@@ -250,9 +253,11 @@ class TransferQueue:
             self._sending = False
 
     def _next(self) -> Transfer | None:
-        """The most urgent that has a slot or can have one."""
-        room = True
+        """The most urgent that has a slot or can have one, and may go now."""
+        room, demands_alone = True, self._sender.enqueued >= AHEAD_DEPTH
         for transfer in self._unsent:
+            if demands_alone and transfer.urgency is not Urgency.DEMAND:
+                return None
             if transfer.reservation is not None:
                 return transfer
             room = room and self._find_slot(transfer, demand=False)

@@ -14,8 +14,11 @@ from kernel_cases import make_batch
 from torch import nn
 
 from moegraft.operators.experts.devices.interface import Work
+from moegraft.operators.experts.devices.profiles import MachineProfile
+from moegraft.operators.experts.devices.virtual import VirtualDevice
 from moegraft.operators.experts.engine.beside import Early, SharedBeside, shared_experts_of
 from moegraft.operators.experts.engine.host_execution import CpuPart, HostExecution, HostTokens
+from moegraft.operators.experts.engine.observer import BesideTimes
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
 from moegraft.operators.experts.engine.step import LayerStep
 
@@ -189,3 +192,42 @@ def test_the_gpu_works_while_the_cpu_does(between: bool) -> None:
         took_ms = device.now_ms() - began_ms
         assert cpu_ms > 1.5
         assert took_ms == pytest.approx(cpu_ms if between else cpu_ms + 1.5)
+
+
+def test_the_gpu_s_work_in_between_is_measured_and_planned_with() -> None:
+    device = VirtualDevice(MachineProfile("tiny", 50, 500, 500, 20, link_gb_s=20))
+    times, compute = BesideTimes(device), device.stream("compute")
+    assert times.ms(1) == 0.0, "until it was measured"
+    for cost_ms in [1.0] * 2 + [3.0] * 400:
+        times.run(1, compute, lambda cost_ms=cost_ms: device.launch(compute, None, Work("dense", cost_ms=cost_ms)))  # type: ignore[misc]
+        device.synchronize()
+        times.collect()
+        if cost_ms == 1.0:
+            assert times.ms(1) == pytest.approx(1.0)
+    assert 2.5 < times.ms(1) < 3.0, "it follows, from one measurement in sixteen"
+    assert times.ms(8) == 0.0, "of so many tokens nothing is known"
+
+
+def test_plans_leave_the_gpu_less_where_it_is_busy_in_between() -> None:
+    with engine_rig(Setting("two_threshold", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
+        layer, engine, compute = rig.layers[0], rig.engine, rig.engine.device.stream("compute")
+        x, index, weights = make_batch(8, 3, layer, torch.float32, 1)
+        host = HostTokens(x, index.numpy(), weights.numpy())
+        planned: list[float] = []
+        plan = engine.scheduler.plan
+
+        class Watching:
+            name, makespan, gains = engine.scheduler.name, engine.scheduler.makespan, engine.scheduler.gains
+
+            def plan(self, number: int, problem: Any) -> Any:
+                planned.append(problem.gpu_free_ms)
+                return plan(number, problem)
+
+        engine.scheduler = Watching()
+        for between in (lambda: engine.device.launch(compute, None, Work("dense", cost_ms=1.5)), None):
+            for _ in range(2):
+                execution = HostExecution(CpuPart(rig.runtime, layer.packed, host, torch.empty_like(x)), rig.arena, host, EXPERTS)
+                engine.run(LayerStep.of(0, index.numpy()), execution, between)
+                engine.device.synchronize()
+                engine.observer.collect()
+    assert planned == [0.0, pytest.approx(1.5), 0.0, 0.0]

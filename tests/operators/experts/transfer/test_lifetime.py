@@ -159,7 +159,7 @@ def test_spawned_processes_have_devices_of_their_own(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["virtual", "threaded"])
 def test_closing_takes_less_than_a_second(kind: str) -> None:
-    """The two chunks that were handed over end, 128 ms; the flood behind them is dropped."""
+    """The chunk that was handed over ends, 64 ms; the flood behind them is dropped."""
     rig = Rig(make_device(kind, SLOW), (5, 5))
     for layer in range(2):
         for expert in range(5):
