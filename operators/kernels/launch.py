@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,11 @@ from moegraft.operators.kernels.layout import UNIT_DTYPES
 
 # Fused multiply-adds are meant, whatever a Triton version's default is.
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on PyTorch's current device, wherever the tensors are: models over several GPUs do not change it for each layer."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

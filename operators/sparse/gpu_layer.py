@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moegraft.operators.kernels.finish import Threshold
+from moegraft.operators.kernels.launch import on
 from moegraft.operators.sparse.call import Call
 from moegraft.operators.sparse.paths import PATHS, exact_activations, grouped, sketch_activations
 from moegraft.operators.sparse.weights import SparseWeights
@@ -85,7 +86,8 @@ class SparseGpuLayer:
         for first in range(0, len(hidden_states), MOST_TOKENS):
             part = slice(first, first + MOST_TOKENS)
             call = self.call(hidden_states[part], ids[part], top_k_weights[part], out[part], threshold)
-            PATHS[path or self.choose(len(call.ids), call.top_k)](call)
+            with on(out.device):
+                PATHS[path or self.choose(len(call.ids), call.top_k)](call)
 
     def call(
         self,
@@ -116,8 +118,9 @@ class SparseGpuLayer:
             x, part = hidden_states[first : first + MOST_TOKENS], ids[first : first + MOST_TOKENS]
             call = self.call(x, part, part, x)
             act = call.buffers.of_pairs("act", self.weights.neurons, torch.float32)
-            if sketched:
-                sketch_activations(call, act)
-            else:
-                exact_activations(call, act, grouped(call))
+            with on(act.device):
+                if sketched:
+                    sketch_activations(call, act)
+                else:
+                    exact_activations(call, act, grouped(call))
             yield part, act.view(*part.shape, -1)

@@ -10,12 +10,13 @@ from statistics import median
 import torch
 
 from moegraft.operators.kernels.finish import Threshold
+from moegraft.operators.kernels.launch import on
 from moegraft.operators.sparse.choice import SLOT_DEFAULTS, PathChoices, TimedCase
 from moegraft.operators.sparse.slot_paths import DENSE_SLOT_PATHS, SLOT_PATHS, SlotCall
 from moegraft.operators.sparse.slots import SparseSlotExperts
 from moegraft.operators.sparse.timing import ROUTINGS, replay_ms
 
-BATCHES = tuple(1 << power for power in range(12))
+BATCHES = tuple(1 << power for power in range(10))  # beyond, all rows are needed; and slots leave little memory for timing that
 MOST_ACTIVATIONS = 1 << 24  # of whom a quantile is taken
 Fill = Callable[[], torch.Tensor]
 
@@ -73,8 +74,9 @@ class TimedSlotPaths:
 
     def _times(self, experts: SparseSlotExperts, arena: torch.Tensor, tokens: int, top_k: int) -> Mapping[str, float]:
         """Median milliseconds of each path."""
-        calls = synthetic_slot_calls(experts, arena, tokens, top_k, self.num_experts, self.resident)
-        return {name: median(replay_ms([partial(path, call) for call in calls], arena.device)) for name, path in SLOT_PATHS.items()}
+        with on(arena.device):
+            calls = synthetic_slot_calls(experts, arena, tokens, top_k, self.num_experts, self.resident)
+            return {name: median(replay_ms([partial(path, call) for call in calls], arena.device)) for name, path in SLOT_PATHS.items()}
 
 
 def synthetic_slot_calls(

@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from moegraft.operators.kernels.finish import Threshold
+from moegraft.operators.kernels.launch import on
 from moegraft.operators.sparse.call import Call
 from moegraft.operators.sparse.choice import PathChoices, TimedCase
 from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
@@ -97,7 +98,8 @@ def time_paths(layer: SparseGpuLayer, tokens: int, top_k: int, sparsity: float) 
     calls = synthetic_calls(layer, tokens, top_k, sparsity)
     names = [name for name in PATHS if name != "grouped_mm" or takes(layer.weights)]
     device = layer.weights.down_t.device
-    return {name: median(replay_ms([_run(PATHS[name], call) for call in calls], device)) for name in names}
+    with on(device):
+        return {name: median(replay_ms([_run(PATHS[name], call) for call in calls], device)) for name in names}
 
 
 def _run(path: Callable[[Call], None], call: Call) -> Callable[[], None]:
