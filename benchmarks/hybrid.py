@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from _hybrid_simulation import Figures, Simulation, System
@@ -26,6 +27,7 @@ from moegraft.operators.experts.cache.policies import CacheOptions
 from moegraft.operators.experts.cache.trace import Trace
 from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
 from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+from moegraft.operators.experts.engine.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)
@@ -47,6 +49,7 @@ SYSTEMS = (
 PROMPTS = (32, 128, 512, 1024)
 WARM_TOKENS = 200  # the profile that says which experts are hot
 DECODE_TOKENS = 60
+TRACED_TOKENS = 4
 
 
 def decode_rows(
@@ -73,6 +76,15 @@ def prefill_rows(
 def _played(model: str, machine: str, ratio: float, system: System, warm: Trace, play: Trace, batch: int, beside: bool) -> Figures:
     share = 1.0 if system.name == "all_gpu" else ratio
     return Simulation(MODELS[model], PROFILES[machine], share, system, warm).run(play, batch, beside=beside)
+
+
+def traced(model: str, machine: str, ratio: float, system: System, seed: int, *, beside: bool) -> Timeline:
+    """Who worked when while some tokens were decoded, by the virtual clock."""
+    trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
+    simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
+    timeline = simulation.engine.observer.timeline = Timeline(simulation.device.name)
+    simulation.run(trace.part(WARM_TOKENS, trace.num_tokens), beside=beside)
+    return timeline
 
 
 def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
@@ -119,9 +131,14 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alone", action="store_true", help="shared experts wait for the routed ones")
+    parser.add_argument("--trace", type=Path, help="only write who worked when, for the first model and ratio under the last system")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     systems = [system for system in SYSTEMS if system.name in arguments.systems]
+    if arguments.trace is not None:
+        model, ratio, beside = arguments.models[0], arguments.ratios[0], not arguments.alone
+        write_trace(arguments.trace, [traced(model, arguments.machine, ratio, systems[-1], arguments.seed, beside=beside)])
+        return
     rows: list[dict[str, object]] = []
     for model in arguments.models:
         for ratio in arguments.ratios:
