@@ -17,7 +17,8 @@ weigh much.
 
 Ways, each with what is before it: `draft`, top-k experts, whichever they are; `+ ahead`, what the verification needs is loaded while
 drafting; `resident_chosen + ahead`, only those of a token's own that have a slot draft; `resident + ahead`, the likeliest of all that have
-one, as many as a token has or half of them; `marginal`: drafts as far as they are measured to pay, else a fixed length.
+one, as many as a token has or half of them; `resident_chosen, scaled`, of rows that were not measured again since, with weights scaled to
+the sum of all; `marginal`: drafts as far as they are measured to pay, else a fixed length.
 `over_predicted` is `over_plain` over what the formula says with the run's own tau, U, misses: with c0 a layer without experts, g an
 expert, and t what a miss takes in plain decoding,
 `tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, m_v after what was loaded ahead.
