@@ -29,8 +29,23 @@ class LinearKernel(Protocol):
     def compute(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class AttentionKernel(Protocol):
+    """What computes attention: (B, heads, T, D), twice (B, KV heads, S, D) -> (B, T, heads, D of values)."""
+
+    def compute(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        causal: bool,
+    ) -> torch.Tensor: ...
+
+
 _experts: WeakValueDictionary[int, ExpertsKernel] = WeakValueDictionary()
 _linears: WeakValueDictionary[int, LinearKernel] = WeakValueDictionary()
+_attentions: WeakValueDictionary[int, AttentionKernel] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -45,6 +60,13 @@ def register_linear(kernel: LinearKernel) -> int:
     """A number under which graphs call `kernel` for as long as it lives."""
     number = next(_numbers)
     _linears[number] = kernel
+    return number
+
+
+def register_attention(kernel: AttentionKernel) -> int:
+    """A number under which graphs call `kernel` for as long as it lives."""
+    number = next(_numbers)
+    _attentions[number] = kernel
     return number
 
 
@@ -72,6 +94,38 @@ def linear(x: torch.Tensor, out_features: int, number: int) -> torch.Tensor:
 @linear.register_fake
 def _(x: torch.Tensor, out_features: int, number: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op("moegraft::attention", mutates_args=(), tags=_tags)
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    number: int,
+) -> torch.Tensor:
+    """The attention registered under `number`; for inference only: who traces leaves calls with gradients to PyTorch."""
+    return _attentions[number].compute((query, key, value), mask, sinks, scale, softcap, causal)
+
+
+@attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    causal: bool,
+    number: int,
+) -> torch.Tensor:
+    batch, heads, queries, _ = query.shape
+    return query.new_empty(batch, queries, heads, value.shape[3])
 
 
 def needs_gradient(*inputs: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import as_array
 from moegraft.operators.structure import source_of
-from moegraft.operators.traceable import needs_gradient
+from moegraft.operators.traceable import attention, needs_gradient, register_attention
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +63,35 @@ def implementation_for(module: nn.Module, config: PretrainedConfig) -> str:
     return Implementation.of(config._attn_implementation) if compares else IMPLEMENTATION
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class AttentionState:
     """What one attention module's calls share.
 
     Attributes:
         config: the module's own before it was given ours; says which function it would call, even after `set_attn_implementation`.
+        said: reasons why a call was left to PyTorch that the log has.
+        number: under which graphs of `torch.compile` call it.
     """
 
     runtime: Runtime
     config: PretrainedConfig
     said: set[str] = field(default_factory=set)
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = register_attention(self)
+
+    def compute(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        causal: bool,
+    ) -> torch.Tensor:
+        """What graphs call."""
+        return compute(self.runtime, tensors, mask, Meaning(scale, softcap, causal, sinks))
 
     def stock(self, module: nn.Module) -> Function:
         """The function that the module would call."""
@@ -99,9 +117,14 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers' attention functions: (B, T, heads, D of values) and no weights; the stock function where the kernel cannot."""
     state: AttentionState = module.config._moegraft_attention  # type: ignore[union-attr,assignment] # `ready` put it there
-    if torch.compiler.is_compiling() or _is_left_to_pytorch(state, (query, key, value), attention_mask, kwargs):
-        return state.stock(module)(module, query, key, value, attention_mask, **kwargs)
-    return compute(state.runtime, module, (query, key, value), attention_mask, kwargs), None
+    tensors = query, key, value
+    if torch.compiler.is_compiling():
+        if _why_stock(state, tensors, attention_mask, kwargs) is None:
+            meaning = Meaning.of(module, query, attention_mask, kwargs)
+            return attention(*tensors, attention_mask, meaning.sinks, meaning.scale, meaning.softcap, meaning.causal, state.number), None
+    elif not _is_left_to_pytorch(state, tensors, attention_mask, kwargs):
+        return compute(state.runtime, tensors, attention_mask, Meaning.of(module, query, attention_mask, kwargs)), None
+    return state.stock(module)(module, query, key, value, attention_mask, **kwargs)
 
 
 def _is_left_to_pytorch(
@@ -152,35 +175,46 @@ def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
     return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries and mask.shape[3] >= key.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a call's arguments ask for, beside its tensors and mask; `sinks` is (heads,) or None."""
+
+    scale: float
+    softcap: float
+    causal: bool
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Self:
+        """By the rules of transformers' own functions."""
+        is_causal, scaling = kwargs.get("is_causal"), kwargs.get("scaling")
+        causal = query.shape[2] > 1 and mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        return cls(scale, float(kwargs.get("softcap") or 0.0), causal, kwargs.get("s_aux"))
+
+
 def compute(
-    runtime: Runtime,
-    module: nn.Module,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
+    runtime: Runtime, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None, meaning: Meaning
 ) -> torch.Tensor:
-    """The kernel's answer, by the rules of transformers' own functions: (B, T, heads, D of values)."""
+    """The kernel's answer: (B, T, heads, D of values)."""
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
-    batch, heads, queries, columns = query.shape
-    is_causal = kwargs.get("is_causal")
-    causal = queries > 1 and mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if causal and key.shape[2] > queries:  # a static cache that is still empty behind the prompt
+    batch, heads, queries, _ = query.shape
+    if meaning.causal and key.shape[2] > queries:  # a static cache that is still empty behind the prompt
         key, value = key[:, :, :queries], value[:, :, :queries]
     if mask is not None:
         mask = mask[..., : key.shape[2]]
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-    scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     out = query.new_empty(batch, queries, heads, value.shape[3])
     runtime.attention(
         as_array(query),
         as_array(key),
         as_array(value),
         as_array(out),
-        scale=columns**-0.5 if scaling is None else float(scaling),
+        scale=meaning.scale,
         mask=None if mask is None else as_array(mask),
-        causal=causal,
-        softcap=float(kwargs.get("softcap") or 0.0),
-        sinks=None if sinks is None else as_array(sinks.float().contiguous()),
+        causal=meaning.causal,
+        softcap=meaning.softcap,
+        sinks=None if meaning.sinks is None else as_array(meaning.sinks.float().contiguous()),
     )
     return out
 
@@ -210,7 +244,7 @@ def why_different(module: nn.Module, state: AttentionState) -> str | None:
             expected = state.stock(module)(module, query, key, value, mask, **kwargs)[0]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         return f"its function cannot be tried ({type(error).__name__}: {error})"
-    found = compute(state.runtime, module, (query, key, value), mask, kwargs)
+    found = compute(state.runtime, (query, key, value), mask, Meaning.of(module, query, mask, kwargs))
     if expected.shape != found.shape or not float((expected - found).norm()) <= _TOLERANCE * float(expected.norm()):
         return "its function computes something of its own"
     return None

@@ -33,7 +33,7 @@ class CpuAttention(InPlaceOperator):
     arXiv:1805.02867).
 
     What the kernel does not know is computed as before: tensors on a GPU, gradients, dropout, paged caches, attention weights that are
-    asked for, graphs of `torch.compile`, and functions of a family's own that a test on random tensors finds to differ.
+    asked for, and functions of a family's own that a test on random tensors finds to differ. Graphs of `torch.compile` call the kernel.
     """
 
     name = "cpu_attention"
