@@ -144,7 +144,8 @@ def hybrid_modelled() -> str:
     head = ["", *(f"{model}, tokens/s" for model in models), f"s to the first token, 512 tokens, {float(ratios[0]):.0%}"]
     return (
         f"Modelled, not measured: the engine as it is on a virtual clock that charges what an A6000 and 10 CPU cores are assumed to take, "
-        f"with made-up routing; {shares} of the experts have a slot:\n\n{table(head, body)}\n\n{provenance(rows)}"
+        f"with made-up routing, shared experts on the GPU beside the routed ones; {shares} of the experts have a slot:\n\n"
+        f"{table(head, body)}\n\n{provenance(rows)}"
     )
 
 
