@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
@@ -115,6 +116,10 @@ class InPlaceOperator(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While it lasts, `module`, in which this operator works, computes as the stock model's does."""
+        return nullcontext()
 
 
 class ModelOperator(InPlaceOperator):

@@ -33,7 +33,13 @@ def element_name(dtype: torch.dtype) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the kernel may be given the address of a tensor's first element: on the CPU, contiguous, of a dtype that it has."""
-    return tensor.is_cpu and tensor.dtype in ELEMENT_CODES and tensor.layout is torch.strided and tensor.is_contiguous()
+    return (
+        tensor.is_cpu
+        and tensor.dtype in ELEMENT_CODES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,18 @@ class ExpertsLayer:
     schedule: ScheduleName
     neurons: Neurons | None = None
 
-    def milliseconds(self, tokens: int) -> float:
-        """The mean over even routings: slots hit as often as their share, so that a cache that learns does better."""
-        if self.schedule == "layer_map":
-            on_gpu, on_cpu = (self._mean(tokens, name, share) for name, share in (("on_demand", 1.0), ("all_cpu", 0.0)))
-            return self.resident * on_gpu + (1 - self.resident) * on_cpu
-        return self._mean(tokens, self.schedule, self.resident)
+    def milliseconds(self, tokens: int, beside_ms: float = 0.0) -> float:
+        """The mean over even routings: slots hit as often as their share, so that a cache that learns does better.
 
-    def _mean(self, tokens: int, schedule: Any, resident: float) -> float:
+        Args:
+            beside_ms: what the GPU computes first while the CPU and the link are at work: shared experts, which the result includes.
+        """
+        if self.schedule == "layer_map":
+            on_gpu, on_cpu = (self._mean(tokens, name, share, beside_ms) for name, share in (("on_demand", 1.0), ("all_cpu", 0.0)))
+            return self.resident * on_gpu + (1 - self.resident) * on_cpu
+        return self._mean(tokens, self.schedule, self.resident, beside_ms)
+
+    def _mean(self, tokens: int, schedule: Any, resident: float, beside_ms: float) -> float:
         scheduler = make_scheduler(schedule)
         rng = np.random.default_rng(0)
         slots = round(resident * self.num_experts)
@@ -63,7 +67,8 @@ class ExpertsLayer:
             has_slot = np.zeros(self.num_experts, bool)
             has_slot[rng.permutation(self.num_experts)[:slots]] = True
             active = np.flatnonzero(chosen)
-            times.append(scheduler.plan(0, self._problem(chosen[active], has_slot[active], slots)).makespan_ms)
+            plan = scheduler.plan(0, self._problem(chosen[active], has_slot[active], slots, beside_ms))
+            times.append(max(beside_ms, plan.makespan_ms))
         return float(np.mean(times))
 
     def _routing(self, tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
@@ -75,7 +80,7 @@ class ExpertsLayer:
         counts = rng.multinomial(tokens * self.top_k, np.full(self.num_experts, 1 / self.num_experts))
         return np.minimum(counts, tokens).astype(np.int32)
 
-    def _problem(self, loads: NDArray[np.int32], has_slot: NDArray[np.bool_], slots: int) -> LayerProblem:
+    def _problem(self, loads: NDArray[np.int32], has_slot: NDArray[np.bool_], slots: int, beside_ms: float) -> LayerProblem:
         machine = self.machine
         return LayerProblem(
             loads=loads,
@@ -84,6 +89,7 @@ class ExpertsLayer:
             arrival_ms=np.where(has_slot, 0.0, math.inf),
             transfer_ms=machine.transfer_ms(self.expert_bytes),
             first_cpu_ms=machine.first_cpu_ms(self.expert_bytes, self.neurons),
+            gpu_free_ms=beside_ms,
             max_transfers=UNBOUNDED if slots else 0,  # one slot is enough to bring any number, one after another
         )
 
@@ -108,14 +114,20 @@ def predict_with_gpu(
         return Speed(None, None, tuple(sorted(missing)))
     layers = outline.source.config.get_text_config().num_hidden_layers
     overhead_s = layers * (measured.layer_overhead_ms + HOST_MS) / 1e3
-    gpu = [work for work in works if work.device == "gpu"]
+    beside = [work for work in works if work.device == "gpu" and work.beside]
+    gpu = [work for work in works if work.device == "gpu" and not work.beside]
+    experts_layers = sum(len(group.swaps) for group in memory.shared)
+
+    def on_gpu_s(some: Iterable[Work], tokens: int) -> float:
+        return sum(max(work.nbytes / rates.gbps / 1e9, 2 * work.weight_count * work.share * tokens / rates.tflops / 1e12) for work in some)
 
     def taken_s(tokens: int) -> float:
+        beside_ms = 1e3 * on_gpu_s(beside, tokens) / experts_layers if experts_layers else 0.0
         experts_ms = sum(
-            len(group.swaps) * layer.milliseconds(tokens)
+            len(group.swaps) * layer.milliseconds(tokens, beside_ms)
             for group, layer in zip(memory.shared, _layers(memory, measured, rates, outline), strict=True)
         )
-        own_s = sum(max(work.nbytes / rates.gbps / 1e9, 2 * work.weight_count * work.share * tokens / rates.tflops / 1e12) for work in gpu)
+        own_s = on_gpu_s(gpu if experts_layers else [*gpu, *beside], tokens)
         return float(overhead_s + own_s + experts_ms / 1e3 + sum(seconds(work, measured, tokens) for work in on_cpu))
 
     return Speed(load.batch / (taken_s(load.batch) + kv_bytes / rates.gbps / 1e9), load.prompt / taken_s(load.prompt))

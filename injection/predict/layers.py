@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from moegraft.injection.plan import Plan, Swap
 from moegraft.injection.predict.gpu import held_on_gpu, shares_experts
 from moegraft.injection.routing import experts_per_token
 from moegraft.injection.sparsity.targets import experts_layer, sparsity_options
+from moegraft.operators.experts.engine.beside import SHARED_NAMES
 from moegraft.operators.structure import kinds
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
@@ -30,6 +31,7 @@ class Work:
         share: of them, that one token needs: K / E of experts.
         left_out: share of neurons whose up and down a token does not need.
         device: `cpu`, `gpu`, or `shared` for experts in host memory and in slots.
+        beside: of shared experts, which a GPU computes while the routed ones are under way.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Work:
     share: float
     left_out: float = 0.0
     device: str = "cpu"
+    beside: bool = False
 
 
 def weight_type(swap: Swap, stored: torch.dtype) -> str | None:
@@ -64,13 +67,18 @@ def work_of(outline: Outline, plan: Plan, *, on_gpu: bool = False) -> list[Work]
             continue
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if path in swaps:
-            found.append(_replaced(swaps[path], module, outline, on_gpu))
+            found.append(replace(_replaced(swaps[path], module, outline, on_gpu), beside=_is_shared(path)))
         elif own and not isinstance(module, nn.Embedding):
             experts = "experts" in kinds(path, module, skeleton)
             size = own * skeleton.dtype.itemsize
             share = _share(module, outline) if experts else 1.0
-            found.append(Work("linear", NAMES[skeleton.dtype], size, own, share, device="gpu" if on_gpu else "cpu"))
+            device = "gpu" if on_gpu else "cpu"
+            found.append(Work("linear", NAMES[skeleton.dtype], size, own, share, device=device, beside=_is_shared(path)))
     return list(_summed(found))
+
+
+def _is_shared(path: str) -> bool:
+    return any(part in SHARED_NAMES for part in path.split("."))
 
 
 def _outer(path: str) -> Iterator[str]:
@@ -99,8 +107,8 @@ def _share(module: nn.Module, outline: Outline) -> float:
 
 
 def _summed(works: list[Work]) -> Iterator[Work]:
-    groups: dict[tuple[str, str, float, float, str], list[Work]] = {}
+    groups: dict[Work, list[Work]] = {}
     for work in works:
-        groups.setdefault((work.kind, work.weights, work.share, work.left_out, work.device), []).append(work)
-    for (kind, weights, share, left_out, device), group in groups.items():
-        yield Work(kind, weights, sum(work.nbytes for work in group), sum(work.weight_count for work in group), share, left_out, device)
+        groups.setdefault(replace(work, nbytes=0, weight_count=0), []).append(work)
+    for alike, group in groups.items():
+        yield replace(alike, nbytes=sum(work.nbytes for work in group), weight_count=sum(work.weight_count for work in group))

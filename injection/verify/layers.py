@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,18 +52,17 @@ def stock_in_place(model: PreTrainedModel, stock: StockModules, found: list[Laye
     """While it lasts, every injected module gives the stock module's output, and its own is compared with that.
 
     The model so computes what the stock model does with one stock module in memory at a time, and each comparison is on
-    the activations of the stock model: an early layer's error does not blur those after it.
+    the activations of the stock model: an early layer's error does not blur those after it. Operators that work within a stock module
+    are set aside meanwhile; what they change shows in the logits alone.
     """
-    hooks = [
-        operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
-        for path, operator in injection_of(model).operators.items()
-        if not isinstance(operator, InPlaceOperator)  # these change how a model is driven, or a function within a stock module
-    ]
-    try:
+    with ExitStack() as undone:
+        for path, operator in injection_of(model).operators.items():
+            if isinstance(operator, InPlaceOperator):  # works within a stock module, or drives the model
+                undone.enter_context(operator.set_aside(model.get_submodule(path)))
+            else:
+                hook = operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
+                undone.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _comparing(path: str, operator: Operator, stock: StockModules, found: list[LayerError]) -> Callable[..., torch.Tensor]:

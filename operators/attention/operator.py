@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -73,6 +75,17 @@ class CpuAttention(InPlaceOperator):
         own._attn_implementation_internal = implementation_for(module, config)
         own.__dict__["_moegraft_attention"] = state
         module.config = own
+
+    @contextmanager
+    def set_aside(self, module: nn.Module) -> Iterator[None]:
+        held: Any = module  # torch types every attribute of a module as a tensor
+        own = held.config
+        if self._state is not None:
+            held.config = self._state.config
+        try:
+            yield
+        finally:
+            held.config = own
 
     def placement(self) -> str:
         where = f"the CPU ({describe(self._runtime)})" if self._state is not None else "as before"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from moegraft.cpu_backend import NormSpec, Runtime
 from moegraft.operators.base import BuildContext, InPlaceOperator
 from moegraft.operators.cpu import describe, is_plain
-from moegraft.operators.norm.form import normalised, spec_of
+from moegraft.operators.in_place import as_it_was, compute_by
+from moegraft.operators.norm.form import epsilon_name, normalised, spec_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,17 @@ class NormState:
     runtime: Runtime
     spec: NormSpec
     dtype: torch.dtype
-    columns: int
+    shape: torch.Size  # of the weight
+    epsilon_name: str
+    epsilon: float
 
 
 class CpuNorm(InPlaceOperator):
     """A root-mean-square norm (Zhang and Sennrich 2019, arXiv:1910.07467) in one call where PyTorch makes eight.
 
     The module stays, with its weight. What it computes, whether weights are stored around 0 or 1 and where it rounds, is found by trying
-    it on random rows. Tensors on a GPU, gradients, other dtypes and graphs of `torch.compile` are the module's own, as before.
+    it on random rows. Tensors on a GPU, gradients, other dtypes or sizes than at load and graphs of `torch.compile` are the module's own,
+    as before.
     """
 
     name = "cpu_norm"
@@ -65,32 +69,34 @@ class CpuNorm(InPlaceOperator):
         if weight is None or not is_plain(weight):
             logger.info("cpu_norm: %s has no weight on the CPU and stays as it is", path)
             return
-        columns = weight.numel()
-        spec = spec_of(module, self._runtime, weight.dtype, columns)
-        if spec is None:
+        name = epsilon_name(module)
+        spec = spec_of(module, self._runtime, weight.dtype, weight.numel())
+        if name is None or spec is None:
             logger.info("cpu_norm: %s (%s) computes something of its own and stays as it is", path, type(module).__name__)
             return
-        module.__dict__["_moegraft_norm"] = NormState(self._runtime, spec, weight.dtype, columns)
-        module.forward = MethodType(_forward, module)
+        state = NormState(self._runtime, spec, weight.dtype, weight.shape, name, getattr(module, name))
+        compute_by(module, _forward, state)
         self._placed = True
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return as_it_was(module)
 
     def placement(self) -> str:
         return f"norm: {self.name}, {f'the CPU ({describe(self._runtime)})' if self._placed else 'as before'}"
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of a module that has its norm from the kernel."""
-    if not torch.compiler.is_compiling() and len(args) == 1 and not kwargs:
-        state: NormState = self._moegraft_norm  # type: ignore[assignment] # `ready` put it there
-        x, weight = args[0], self._parameters["weight"]
-        if (
-            type(x) is torch.Tensor
-            and x.dtype == state.dtype == weight.dtype  # type: ignore[union-attr]
-            and x.is_cpu
-            and weight.is_cpu  # type: ignore[union-attr]
-            and x.is_contiguous()
-            and x.shape[-1] == state.columns
-            and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))  # type: ignore[union-attr]
-        ):
-            return normalised(state.runtime, state.spec, x, weight)
-    return type(self).forward(self, *args, **kwargs)
+def _forward(module: nn.Module, state: NormState, x: Any) -> torch.Tensor | None:
+    """What the kernel gives for `x`; None for what is left to the module."""
+    weight = module._parameters["weight"]
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not torch.Tensor
+        or weight is None
+        or not x.dtype == weight.dtype == state.dtype
+        or not x.shape[-1:] == weight.shape == state.shape
+        or not (is_plain(x) and is_plain(weight))
+        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        or module.__dict__.get(state.epsilon_name) != state.epsilon
+    ):
+        return None
+    return normalised(state.runtime, state.spec, x, weight)

@@ -17,7 +17,9 @@ from torch import nn
 from moegraft.cpu_backend import RouterSpec, Runtime
 from moegraft.operators.cpu import as_array, element_name
 
-_TRIED = 8  # tokens
+# Tokens: where groups are scored by their best expert or by their best two, a few of them often choose the same.
+_TRIED = 512
+_FIRST = 8
 _TOLERANCE = 1e-4  # relative, of weights in float32
 _TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 _GROUP_NAMES = (("num_group", "topk_group"), ("n_group", "topk_group"))
@@ -30,6 +32,7 @@ class RouterForm:
 
     Attributes:
         order: where logits, weights and ids stand in what the module returns.
+        flattens: (B, T, H) is taken as (B * T, H).
     """
 
     top_k: int
@@ -39,6 +42,7 @@ class RouterForm:
     kept_groups: int
     group_score: str
     order: tuple[int, int, int]
+    flattens: bool = False
     scale: float = 1.0
     rounds_logits: bool = False
     logits_type: torch.dtype = torch.float32
@@ -78,13 +82,23 @@ class Biases:
         Raises:
             ValueError: the module has more vectors of E numbers than one knows what to do with.
         """
-        held = {**module._parameters, **module._buffers}
-        vectors = {name: tensor for name, tensor in held.items() if tensor is not None and tuple(tensor.shape) == (experts,)}
+        vectors = vectors_of(module, experts)
         logits = vectors.pop(_BIAS, None)
         if len(vectors) > 1:
             raise ValueError(f"{', '.join(vectors)} might each be a bias")
         choice = next(iter(vectors.values()), None)
         return cls(*(None if bias is None else bias.detach().float().contiguous() for bias in (logits, choice)))
+
+
+def vectors_of(module: nn.Module, experts: int) -> dict[str, torch.Tensor]:
+    """What a router holds beside its weight: vectors of a number for each expert, by name."""
+    held = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None and tuple(tensor.shape) == (experts,)}
+
+
+def top_k_name(module: nn.Module) -> str | None:
+    """The attribute that says how many experts a token takes."""
+    return next((name for name in _TOP_K_NAMES if isinstance(getattr(module, name, None), int)), None)
 
 
 def routed(
@@ -109,24 +123,40 @@ def form_of(module: nn.Module, runtime: Runtime) -> RouterForm | None:
     """
     weight = module._parameters["weight"]
     assert weight is not None, "the caller has looked"
+    experts = weight.shape[0]
     x = torch.randn(_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    wide = _in_float32(module)
+    wide, plain = _in_float32(module), type(module).forward  # no hook is told of made-up tokens
     try:
         with torch.no_grad():
-            expected, own = wide(x), module(x[:2].to(weight.dtype))
-        biases = Biases.of(module, weight.shape[0])
+            expected, own = plain(wide, x), plain(module, x[:2].to(weight.dtype))
+        biases = Biases.of(module, experts)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
         return None
-    order = _order(expected, weight.shape[0])
-    if order is None or _order(own, weight.shape[0]) != order:
+    order = _order(expected, experts)
+    if order is None or _order(own, experts) != order:
         return None
     full = wide._parameters["weight"].detach()
     parts = [expected[at] for at in order]
-    for form in _candidates(module, order):
-        scale = _scale(parts, routed(runtime, form.spec(full, biases), form, x, full))
+    fitting = []
+    for form in _candidates(module, experts, order):
+        spec = form.spec(full, biases)
+        # Most fail on the first tokens.
+        if _scale([part[:_FIRST] for part in parts], routed(runtime, spec, form, x[:_FIRST], full)) is None:
+            continue
+        scale = _scale(parts, routed(runtime, spec, form, x, full))
         if scale is not None:
-            return _typed(replace(form, scale=scale), own, weight.dtype)
-    return None
+            fitting.append(_typed(replace(form, scale=scale, flattens=_flattens(wide, x)), own, weight.dtype))
+    grouping = {(form.groups, form.kept_groups, form.group_score) for form in fitting}
+    return fitting[0] if len(grouping) == 1 else None  # two that fit would differ on other tokens
+
+
+def _flattens(wide: Any, x: torch.Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            found = type(wide).forward(wide, x[None, :2])
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    return isinstance(found, tuple) and all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in found)
 
 
 def _in_float32(module: nn.Module) -> Any:
@@ -148,16 +178,25 @@ def _order(output: Any, experts: int) -> tuple[int, int, int] | None:
     return wide[0], 3 - wide[0] - index[0], index[0]
 
 
-def _candidates(module: nn.Module, order: tuple[int, int, int]) -> Iterator[RouterForm]:
-    top_k = next((value for name in _TOP_K_NAMES if isinstance(value := getattr(module, name, None), int)), None)
-    if top_k is None:
+def _candidates(module: nn.Module, experts: int, order: tuple[int, int, int]) -> Iterator[RouterForm]:
+    name = top_k_name(module)
+    if name is None:
         return
+    top_k = getattr(module, name)
+    scores = (("softmax", False), ("softmax", True), ("sigmoid", True), ("sigmoid", False), ("chosen_softmax", False))
+    for (score, normalise), (groups, kept, by) in itertools.product(scores, _groupings(module, experts, top_k)):
+        yield RouterForm(top_k, score, normalise, groups, kept, by, order)
+
+
+def _groupings(module: nn.Module, experts: int, top_k: int) -> list[tuple[int, int, str]]:
+    """Groups, those kept, and how they are scored; some modules hold numbers of groups that they do not use."""
     found = ((getattr(module, groups, None), getattr(module, kept, None)) for groups, kept in _GROUP_NAMES)
     groups, kept = next(((a, b) for a, b in found if isinstance(a, int) and isinstance(b, int)), (1, 1))
-    grouped = [(groups, kept)] if (groups, kept) == (1, 1) or kept == groups else [(groups, kept), (1, 1)]
-    scores = (("softmax", False), ("softmax", True), ("sigmoid", True), ("sigmoid", False), ("chosen_softmax", False))
-    for (score, normalise), (groups, kept), by in itertools.product(scores, grouped, ("two_largest", "largest")):
-        yield RouterForm(top_k, score, normalise, groups, kept, by, order)
+    usable = 1 <= kept < groups and experts % groups == 0 and top_k <= experts // groups * kept
+    grouped = [(groups, kept, "two_largest")] if usable and experts > groups else []  # of groups of one, both say the same
+    if usable and kept < top_k:  # else the best experts are in the best groups: no group is left out that matters
+        grouped.append((groups, kept, "largest"))
+    return [*grouped, (1, 1, "two_largest")]
 
 
 def _scale(expected: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from moegraft.cpu_backend import RouterSpec, Runtime
 from moegraft.operators.base import BuildContext, InPlaceOperator
 from moegraft.operators.cpu import describe, is_plain
-from moegraft.operators.router.form import Biases, RouterForm, form_of, routed
+from moegraft.operators.in_place import as_it_was, compute_by
+from moegraft.operators.router.form import Biases, RouterForm, form_of, routed, top_k_name, vectors_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +35,30 @@ class RouterState:
     runtime: Runtime
     spec: RouterSpec
     form: RouterForm
+    dtype: torch.dtype
+    shape: torch.Size  # of the weight
+    top_k_name: str
+    biases: Mapping[str, tuple[int, int]]  # which tensors the spec has copies of: where they were, and their versions
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the module still says what was copied from it."""
+        return module.__dict__.get(self.top_k_name) == self.form.top_k and all(
+            _mark(module._parameters.get(name, module._buffers.get(name))) == mark for name, mark in self.biases.items()
+        )
+
+
+def _mark(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Another once a tensor was replaced or, outside of inference mode, written to."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
 class CpuRouter(InPlaceOperator):
     """A router of up to 8 tokens in one call: logits, scores, the choice and its weights.
 
     The module stays, with its weight, which is read as it is stored; families that widen it to float32 for each call (DeepSeek-V3's)
-    move five times the bytes. By which rule it chooses is found by trying it. More tokens, tensors on a GPU, gradients, other dtypes
-    and graphs of `torch.compile` are the module's own, as before. Logits are summed in another order than PyTorch's: where rounding makes
-    two of them equal, the first expert is chosen.
+    move five times the bytes. By which rule it chooses is found by trying it. More tokens, tensors on a GPU, gradients, other dtypes or
+    sizes than at load, graphs of `torch.compile`, and a module whose `top_k` or biases have changed are left to the module, as before.
+    Logits are summed in another order than PyTorch's: where rounding makes two of them equal, the first expert is chosen.
     """
 
     name = "cpu_router"
@@ -69,34 +86,39 @@ class CpuRouter(InPlaceOperator):
         if weight is None or form is None:
             logger.info("cpu_router: %s (%s) chooses by a rule of its own, or elsewhere, and stays as it is", path, type(module).__name__)
             return
-        spec = form.spec(weight, Biases.of(module, weight.shape[0]))
-        module.__dict__["_moegraft_router"] = RouterState(self._runtime, spec, form)
-        module.forward = MethodType(_forward, module)
+        name, experts = top_k_name(module), weight.shape[0]
+        assert name is not None, "no form was found without"
+        marks = {name: _mark(tensor) for name, tensor in vectors_of(module, experts).items()}
+        spec = form.spec(weight, Biases.of(module, experts))
+        compute_by(module, _forward, RouterState(self._runtime, spec, form, weight.dtype, weight.shape, name, marks))
         self._placed = True
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return as_it_was(module)
 
     def placement(self) -> str:
         return f"router: {self.name}, {f'the CPU ({describe(self._runtime)})' if self._placed else 'as before'}"
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of a router that has its choice from the kernel."""
-    if not torch.compiler.is_compiling() and len(args) == 1 and not kwargs:
-        state: RouterState = self._moegraft_router  # type: ignore[assignment] # `ready` put it there
-        weight = self._parameters["weight"]
-        x = args[0]
-        assert weight is not None, "it had one when it was tried"
-        if (
-            type(x) is torch.Tensor
-            and x.dtype == weight.dtype
-            and x.is_cpu
-            and weight.is_cpu
-            and x.shape[-1] == weight.shape[1]
-            and x.numel() <= FEW_TOKENS * weight.shape[1]
-            and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        ):
-            parts = routed(state.runtime, state.spec, state.form, x.reshape(-1, weight.shape[1]).contiguous(), weight)
-            placed: list[torch.Tensor | None] = [None, None, None]
-            for at, part in zip(state.form.order, parts, strict=True):
-                placed[at] = part
-            return tuple(placed)
-    return type(self).forward(self, *args, **kwargs)
+def _forward(module: nn.Module, state: RouterState, x: Any) -> tuple[torch.Tensor, ...] | None:
+    """What the kernel chooses for `x`; None for what is left to the module."""
+    weight = module._parameters["weight"]
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not torch.Tensor
+        or weight is None
+        or not x.dtype == weight.dtype == state.dtype
+        or weight.shape != state.shape
+        or not (x.dim() == 2 or (x.dim() == 3 and state.form.flattens))
+        or x.shape[-1] != weight.shape[1]
+        or x.numel() > FEW_TOKENS * weight.shape[1]
+        or not (x.is_cpu and is_plain(weight))
+        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        or not state.holds(module)
+    ):
+        return None
+    parts = routed(state.runtime, state.spec, state.form, x.reshape(-1, x.shape[-1]).contiguous(), weight)
+    placed: list[torch.Tensor] = [*parts]
+    for at, part in zip(state.form.order, parts, strict=True):
+        placed[at] = part
+    return tuple(placed)

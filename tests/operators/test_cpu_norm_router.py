@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +15,12 @@ import torch
 from families import build_model, prompt, served_cases
 from transformers import PreTrainedModel
 
+from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
+from moegraft.operators.in_place import as_it_was
 from moegraft.operators.norm import operator as norm
 from moegraft.operators.router import operator as router
+from moegraft.operators.router.form import form_of
 
 RULES = """
 version: 1
@@ -98,7 +104,9 @@ def test_bfloat16_rounds_where_the_module_does(tmp_path: Path) -> None:
     gate = next(m for name, m in model.named_modules() if name.endswith("mlp.gate"))
     states = torch.randn(4, gate.weight.shape[1]).bfloat16()
     with torch.no_grad():
-        ours, theirs = gate(states), type(gate).forward(gate, states)
+        ours = gate(states)
+        with as_it_was(gate):
+            theirs = gate(states)
     assert [part.dtype for part in ours] == [part.dtype for part in theirs]
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-2, atol=1e-2)
 
@@ -166,6 +174,110 @@ def test_a_weight_that_is_changed_later_is_read(tmp_path: Path) -> None:
         before = module(x)
         module.weight.mul_(2)
         torch.testing.assert_close(module(x), 2 * before)
+
+
+def router_of(model: PreTrainedModel) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+
+
+@pytest.mark.parametrize("method", ["group_limited_greedy", "greedy"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept", "top_k"), [(160, 8, 3, 6), (16, 4, 3, 3), (8, 2, 1, 2), (20, 8, 3, 6), (16, 8, 1, 4)]
+)
+def test_groups_are_not_taken_for_others(method: str, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """On a few tokens the best expert of a group and the best two often choose the same."""
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    if method != "greedy" and (experts % groups or top_k > experts // groups * kept):
+        return
+    runtime = Runtime(threads=1)
+    config = stock("deepseek_v2").config
+    config.n_routed_experts, config.n_group, config.topk_group = experts, groups, kept
+    config.num_experts_per_tok, config.topk_method = top_k, method
+    for seed in range(12):
+        module = DeepseekV2TopkRouter(config)
+        module.weight.data = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(seed)) / 10
+        form = form_of(module, runtime)
+        if method == "greedy":
+            assert form is not None
+            assert form.groups == 1
+        elif form is not None:
+            same = kept >= top_k  # the best experts are then in the best groups
+            assert (form.groups, form.kept_groups, form.group_score) == ((1, 1, "two_largest") if same else (groups, kept, "largest"))
+
+
+def test_what_has_changed_since_it_was_loaded_is_the_modules(tmp_path: Path) -> None:
+    def agree(module: Any, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            ours = module(x)
+            with as_it_was(module):
+                theirs = module(x)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one.sort(-1).values, other.sort(-1).values, rtol=1e-4, atol=1e-5)
+
+    model = injected(stock("deepseek_v3"), tmp_path)
+    gate = router_of(model)
+    x = torch.randn(3, gate.weight.shape[1])
+    agree(gate, x)
+    with torch.no_grad():
+        gate.e_score_correction_bias += torch.linspace(-3, 3, len(gate.e_score_correction_bias))
+    agree(gate, x)
+    gate.top_k = 1
+    agree(gate, x)
+    for dtype in (torch.bfloat16, torch.float16):
+        gate.to(dtype)
+        agree(gate, x.to(dtype))
+    norm_module = model.model.norm
+    columns = norm_module.weight.numel()
+    rows = torch.randn(3, columns)
+    norm_module.variance_epsilon = 0.5
+    agree(norm_module, rows)
+    norm_module.weight = torch.nn.Parameter(torch.randn(columns, 2)[:, 1])
+    agree(norm_module, rows)
+
+
+def test_windows_of_tokens_are_shaped_as_the_module_does(tmp_path: Path) -> None:
+    for model_type in ("qwen3_moe", "gpt_oss"):
+        model = stock(model_type)
+        gate = next(m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router")))
+        x = torch.randn(1, 3, gate.weight.shape[1])
+        with torch.no_grad():
+            expected = [part.shape for part in gate(x)]
+            injected(model, tmp_path)
+            assert [part.shape for part in gate(x)] == expected
+
+
+def test_no_hook_is_told_of_made_up_tokens(tmp_path: Path) -> None:
+    model = stock("qwen3_moe")
+    calls: list[object] = []
+    for module in (router_of(model), model.model.norm):
+        module.register_forward_hook(lambda *call: calls.append(call))
+    injected(model, tmp_path)
+    assert not calls
+
+
+def test_the_model_goes_when_it_is_let_go(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    gate = weakref.ref(router_of(model))
+    last = weakref.ref(model.model.norm)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gate() is None
+        assert last() is None
+    finally:
+        gc.enable()
+
+
+def test_class_and_signature_are_the_modules_own(tmp_path: Path) -> None:
+    model = stock("lfm2_moe")
+    kinds = [(type(m).__name__, inspect.signature(m.forward)) for m in model.modules()]
+    plain = type(model.model.layers[0].operator_norm)
+    injected(model, tmp_path)
+    assert [(type(m).__name__, inspect.signature(m.forward)) for m in model.modules()][1:] == kinds[1:]
+    assert isinstance(model.model.layers[0].operator_norm, plain)
 
 
 def test_placement_says_where(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from moegraft.operators.base import Operator
 from moegraft.operators.experts.devices.interface import DeviceError
 from moegraft.operators.experts.engine.static_cache import (
     Mark,
@@ -238,7 +237,7 @@ class DecodeSteps:
         group = self._groups[0]
         if any(layer.sparse for layer in group.layers):
             return "neurons are left out of experts"
-        others = [module for module in model.modules() if isinstance(module, Operator)]
+        others = own.moegraft.operators  # those that leave their module in its place among them
         if engines[0].device.torch_device.type != "cuda" and len(others) > len(group.layers):
             return "other operators compute on the CPU, unseen by an emulated device"
         return None

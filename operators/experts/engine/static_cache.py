@@ -140,6 +140,8 @@ def fixed(cache: DynamicCache | None, config: PretrainedConfig, tokens: int) -> 
     made: Any = StaticCache(config=config, max_cache_len=tokens)
     layers: list[Any] = [] if cache is None else cache.layers  # of several kinds without a common type
     for number, layer in enumerate(layers):
+        if not layer.is_initialized:
+            continue
         made.update(layer.keys, layer.values, number)
         held = layer.keys
         gone = layer.cumulative_length - held.shape[2] if isinstance(layer, DynamicSlidingWindowLayer) and held is not None else 0
@@ -155,6 +157,8 @@ def grown(cache: StaticCache, config: PretrainedConfig) -> DynamicCache:
     made: Any = DynamicCache(config=config)
     layers: list[Any] = cache.layers
     for number, layer in enumerate(layers):
+        if not layer.is_initialized:
+            continue
         window = type(layer) is StaticSlidingWindowLayer
         tokens = layer.cumulative_length_int if window else int(layer.cumulative_length)
         made.update(layer.keys[:, :, :tokens].clone(), layer.values[:, :, :tokens].clone(), number)
