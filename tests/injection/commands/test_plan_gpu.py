@@ -162,7 +162,8 @@ def modelled() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", modelled(), ids=lambda row: f"{row['model']}-{row['phase']}-{row['cache_ratio']}")
 def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dict[str, str]) -> None:
-    """Slots are taken to hit by chance and nothing is loaded ahead: decode is predicted slower than the engine is, by half at most."""
+    """Slots are taken to hit by chance and nothing is loaded ahead: decode is predicted slower than the engine is, by half at
+    most; prompts, whose transfers do not fill the link at all times, faster by less than a third."""
     model, machine = MODELS[row["model"]], PROFILES[row["device"].removeprefix("modelled ")]
     tokens = int(row["tokens"])
     rest_ms = model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)
@@ -171,7 +172,7 @@ def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dic
         model.num_experts, model.top_k, float(row["cache_ratio"]), model.expert_bytes(), 4.5, machine, "two_threshold"
     ).milliseconds(tokens, beside_ms)
     predicted_over_run = model.layers * (rest_ms - beside_ms + layer) / float(row["mean_ms"])
-    assert 0.75 < predicted_over_run < 1.5
+    assert 0.7 < predicted_over_run < 1.5
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
@@ -185,7 +186,7 @@ def test_neurons_that_are_left_out_cost_nothing(resident: float) -> None:
 
 def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Neurons | None] = []
-    monkeypatch.setattr(ExpertsLayer, "milliseconds", lambda layer, tokens: seen.append(layer.neurons) or 1.0)
+    monkeypatch.setattr(ExpertsLayer, "milliseconds", lambda layer, tokens, beside_ms: seen.append(layer.neurons) or 1.0)
     for sparsity, expected in (("", None), ("sparsity: {target: 0.9, counts: routed}, ", Neurons.without(0.9, gated=True))):
         path = rules(EXPERTS.format(gpu="auto", cache="ratio: 0.5").replace("cache:", f"{sparsity}cache:"))
         run_json("plan", path, "--model", config_folder, "--ram", "8GiB", "--gpu-memory", "24GiB")
