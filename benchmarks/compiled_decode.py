@@ -1,7 +1,8 @@
 """Does `torch.compile` make decoding on the CPU faster? An injected model's steps over one static cache, as they are and compiled.
 
 The whole step is one graph (`fullgraph=True`), which calls our kernels as custom operations and fuses what is between them. Both ways
-decode the same tokens with the same cache; the time of the first compiled call, which compiles, is a column.
+decode the same tokens with the same cache; the time of the first compiled call, which compiles unless the compiler's cache on disk has
+it, is a column. It does not pay (`results/compiled_decode.csv`), so no rule asks for it; near ties of random weights fall differently.
 """
 
 from __future__ import annotations
