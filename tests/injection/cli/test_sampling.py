@@ -16,6 +16,7 @@ from moegraft.injection.cli.sampling import SamplingOptions
         ({}, False, {"do_sample": False, "temperature": 1.0, "top_k": 50}),
         ({"temperature": 0.7}, False, {"do_sample": True, "temperature": 0.7}),  # the shape of a draw asks for drawing
         ({"temperature": 0.0}, True, {"do_sample": False, "temperature": 1.0}),
+        ({"temperature": 1e-40}, True, {"do_sample": False, "temperature": 1.0}),  # nothing can be divided by it
         ({"do_sample": False}, True, {"do_sample": False, "top_p": 1.0, "min_p": None}),  # the model's own shape is taken back
         ({"top_k": 0, "min_p": 0.1}, False, {"do_sample": True, "top_k": 0, "min_p": 0.1}),
         ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}, False, {"do_sample": False, "repetition_penalty": 1.2}),
@@ -32,6 +33,11 @@ def test_options_become_arguments_of_generate(given: dict[str, Any], model_sampl
         ({"do_sample": False, "top_p": 0.9}, "--no-do-sample leaves --top-p without effect"),
         ({"do_sample": True, "temperature": 0.0}, "give one of them"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty must be above 0"),
+        ({"do_sample": True, "temperature": 1e-40}, "give one of them"),
+        ({"repetition_penalty": 1e-40}, "--repetition-penalty must be above 0"),
+        ({"repetition_penalty": float("nan")}, "--repetition-penalty must be a finite number"),
+        ({"temperature": float("nan")}, "--temperature must be a finite number"),
+        ({"min_p": float("nan")}, "--min-p must be a finite number"),
         ({"top_p": 0.0}, "--top-p must be above 0"),
     ],
 )
