@@ -89,7 +89,8 @@ def read_request(kind: Kind, body: bytes) -> Request:
         raise RequestError(400, "the body is not a JSON object")
     for name in data:
         if name not in KNOWN:
-            raise RequestError(422, f"unknown parameter {name[:60]!r}", param=name[:60])
+            shown = name[:60].encode(errors="replace").decode()  # a reply cannot hold the lone surrogates that JSON can
+            raise RequestError(422, f"unknown parameter {shown!r}", param=shown)
         if name in REFUSED and data[name] not in REFUSED[name]:
             raise RequestError(422, f"{name} is not served here", param=name)
     options = _typed(data, "stream_options", dict) or {}

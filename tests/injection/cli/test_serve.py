@@ -225,6 +225,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ({**CHAT, "n": 2}, 422, "n is not served"),
         ({**CHAT, "tools": [{}]}, 422, "tools"),
         ({**CHAT, "temprature": 1}, 422, "'temprature'"),
+        (b'{"\\ud800": 1}', 422, "unknown parameter"),
         ({**CHAT, "model": "gpt-5"}, 404, "no model 'gpt-5'"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 422, "4096"),
     ],
