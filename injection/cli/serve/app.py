@@ -24,7 +24,6 @@ from moegraft.injection.cli.serve.service import Service
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # how often to look whether the client is still there
 OPEN = ("/", "/favicon.ico", "/health")  # need no key
-FAILED = "the model failed on this request; the server's log has the reason"
 
 
 class KeyCheck:
@@ -167,7 +166,7 @@ async def _complete(service: Service, kind: Kind, request: Request) -> Response:
         return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     text = "".join([piece.text async for piece in answer])
     if job.ending == "failed":
-        return _error(500, FAILED)
+        return _error(500, job.error)
     if job.ending == "cancelled":  # nobody reads this, unless the server is going down
         return _error(503, "the request was cancelled")
     return JSONResponse(reply.whole(text, job))
@@ -198,7 +197,7 @@ async def _stream(reply: Reply, job: Job, answer: AsyncIterator[Piece], *, inclu
         if piece.text:
             yield _event(reply.chunk(piece.text))
         if piece.ending in ("failed", "cancelled"):
-            yield _event(error_body(500, FAILED if piece.ending == "failed" else "the request was cancelled"))
+            yield _event(error_body(500, job.error if piece.ending == "failed" else "the request was cancelled"))
             return
         if piece.ending is not None:
             yield _event(reply.chunk("", piece.ending))

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 class Batch:
     """Texts that grow by one token a step, together. Shorter ones begin with padding, which nothing attends to.
 
-    The order of texts is the caller's: `add` appends one, `remove` gives back what it held.
+    The order of texts is the caller's: `add` appends one.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -24,33 +24,43 @@ class Batch:
         return len(self._padding)
 
     def add(self, cache: DynamicCache) -> None:
-        """Takes over the cache of one text."""
+        """Take over the cache of one text. Where that fails, as for lack of memory, the texts under way are as they were."""
         if self._cache is None:
             self._cache, self._padding = cache, [0]
             return
         mine, new = self._cache.get_seq_length(), cache.get_seq_length()
         length = max(mine, new)
-        for layer, other in zip(_layers(self._cache), _layers(cache), strict=True):
-            for name in ("keys", "values"):
-                pair = [pad(getattr(one, name), (0, 0, length - held, 0)) for one, held in ((layer, mine), (other, new))]
-                setattr(layer, name, torch.cat(pair))
+        try:
+            for layer, other in zip(_layers(self._cache), _layers(cache), strict=True):
+                pairs = [(getattr(layer, name), getattr(other, name)) for name in ("keys", "values")]
+                joined = [torch.cat([pad(one, (0, 0, length - one.shape[-2], 0)) for one in pair]) for pair in pairs]
+                layer.keys, layer.values = joined
+        except Exception:
+            for layer in _layers(self._cache):  # views, which take no memory
+                layer.keys, layer.values = (states[: len(self), :, states.shape[-2] - mine :] for states in (layer.keys, layer.values))
+            raise
         self._padding = [*(padding + length - mine for padding in self._padding), length - new]
 
-    def remove(self, row: int) -> DynamicCache:
-        """Takes one text out; gives its cache, without padding."""
+    def copy(self, row: int) -> DynamicCache:
+        """Return the cache of one text, without padding."""
+        assert self._cache is not None, "there is a text to copy"
+        copied, padding = DynamicCache(config=self._model.config.get_text_config(decoder=True)), self._padding[row]
+        for layer, other in zip(_layers(self._cache), _layers(copied), strict=True):
+            other.update(layer.keys[row : row + 1, :, padding:].clone(), layer.values[row : row + 1, :, padding:].clone())
+        return copied
+
+    def remove(self, row: int) -> None:
+        """Take one text out."""
         assert self._cache is not None, "there is a text to remove"
-        gone = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        padding = self._padding.pop(row)
+        self._padding.pop(row)
         common = min(self._padding, default=0)
         rest = [index for index in range(len(self._padding) + 1) if index != row]
-        for layer, other in zip(_layers(self._cache), _layers(gone), strict=True):
-            other.update(layer.keys[row : row + 1, :, padding:].clone(), layer.values[row : row + 1, :, padding:].clone())
-            if rest:
+        if rest:
+            for layer in _layers(self._cache):
                 layer.keys, layer.values = layer.keys[rest, :, common:], layer.values[rest, :, common:]
         self._padding = [padding - common for padding in self._padding]
         if not rest:
             self._cache = None
-        return gone
 
     def step(self, tokens: list[int]) -> torch.Tensor:
         """Feeds each text its next token; logits of what follows, (B, V) float32."""
@@ -69,6 +79,13 @@ class Batch:
         )
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
+
+
+def cut(cache: DynamicCache, tokens: int) -> DynamicCache:
+    """Cut every layer to the first `tokens`, also where a failed forward pass has left layers of different lengths."""
+    for layer in _layers(cache):
+        layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+    return cache
 
 
 def _layers(cache: DynamicCache) -> list[Any]:

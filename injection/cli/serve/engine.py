@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from moegraft.injection.cli.serve.job import Ending, Job
+from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 from moegraft.injection.cli.serve.times import Times
 from moegraft.injection.cli.serve.work import Counts, difference
 
@@ -28,13 +28,16 @@ class StoppedError(Exception):
 
 
 class Decoder(Protocol):
-    """Answers the jobs it admitted, a step at a time."""
+    """Answers the jobs it admitted, a step at a time. A job whose own work fails ends alone, without an exception."""
 
     @property
     def jobs(self) -> list[Job]: ...
     @property
     def has_room(self) -> bool: ...
-    def admit(self, job: Job) -> None: ...
+    def admit(self, job: Job) -> None:
+        """Begin with a job; where that raises, the job is not among `jobs`."""
+        ...
+
     def step(self) -> None: ...
     def forget(self) -> None: ...
 
@@ -42,7 +45,8 @@ class Decoder(Protocol):
 class Engine:
     """Starts its thread when made; `close` ends it. `submit` may be called from any thread.
 
-    A request that fails ends alone or with those decoded beside it; the engine goes on. Requests are taken in the order they came.
+    A request that fails ends alone, or with those in the same forward pass where that fails; the engine goes on. Where it cannot, the
+    requests that run or wait fail and later ones are refused. Requests are taken in the order they came.
 
     Args:
         counts: what the model did so far; asked between steps.
@@ -74,7 +78,8 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._closing
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,7 +99,7 @@ class Engine:
         """
         with self._wake:
             self._drop_cancelled()
-            if self._closing or not self.alive:
+            if not self.alive:
                 raise StoppedError
             if len(self._waiting) >= self._max_queue:
                 self.rejected += 1
@@ -106,31 +111,50 @@ class Engine:
         """Ends every request and the thread."""
         with self._wake:
             self._closing = True
+            for job in [*self._waiting, *self._decoder.jobs]:
+                job.cancel()
             self._wake.notify()
-        for job in [*self._waiting, *self._decoder.jobs]:
-            job.cancel()
         self._thread.join(timeout=60)
 
     def _run(self) -> None:
-        while self._admit():
-            jobs = self._decoder.jobs
-            self._begin(jobs)
-            before = [job.completion_tokens for job in jobs]
-            try:
-                with torch.inference_mode():
-                    self._decoder.step()
-            except Exception:  # whatever it was, the other requests are to be served
-                logger.exception("serve: a step failed; its requests are ended and the server goes on")
-                self._fail(jobs)
-            self._account(jobs, before)
-        for job in [*self._waiting, *self._decoder.jobs]:
-            job.finish("cancelled")
-            job.tell_end()
-
-    def _fail(self, jobs: list[Job]) -> None:
+        error: AnswerError | None = None
+        try:
+            while self._admit():
+                self._step()
+        except BaseException:  # nothing is above this frame that could tell those who wait
+            logger.critical("serve: the thread that owns the model ends; the server has to be started again", exc_info=True)
+            error = AnswerError("the model cannot be used any more; the server has to be started again")
+        with self._wake:
+            self._closing = True  # from here on no job is added
+            jobs = list(dict.fromkeys([*self._before, *self._decoder.jobs, *self._waiting]))
         for job in jobs:
-            job.finish("failed")
-        self._decoder.forget()
+            if error is not None:
+                job.fail(error)
+            job.finish("cancelled")
+            self._settle(job)
+
+    def _step(self) -> None:
+        jobs = self._decoder.jobs
+        self._begin(jobs)
+        before = [job.completion_tokens for job in jobs]
+        try:
+            with torch.inference_mode():
+                self._decoder.step()
+        except torch.AcceleratorError:  # the device computes nothing after it
+            raise
+        except Exception as error:  # whatever it was, the other requests are to be served
+            logger.exception("serve: a step failed; its requests are ended and the server goes on")
+            for job in jobs:
+                job.fail(error)
+            self._decoder.forget()
+        self._account(jobs, before)
+
+    def _settle(self, job: Job) -> None:
+        """Count an answer that ended and tell its listener."""
+        assert job.ending is not None, "the answer has ended"
+        self.endings[job.ending] += 1
+        self._before.pop(job, None)
+        job.tell_end()
 
     def _begin(self, jobs: list[Job]) -> None:
         """Notes what the model had done before the jobs that are new, and which jobs are not alone."""
@@ -154,30 +178,20 @@ class Engine:
                 self._wake.wait()
             self._drop_cancelled()
             while self._waiting and self._decoder.has_room:
-                self._take(self._waiting.popleft())
+                job = self._waiting[0]  # among those that wait until it is admitted, so that it ends with them if the thread does
+                with job.failing_alone():
+                    self._decoder.admit(job)
+                self._waiting.popleft()
+                if job.ending is not None:
+                    self._settle(job)
             return not self._closing
-
-    def _take(self, job: Job) -> None:
-        """Admits a job; where that fails, caches may be half-cut, and it ends with those under way."""
-        running = self._decoder.jobs
-        try:
-            self._decoder.admit(job)
-        except Exception:  # as for a step
-            logger.exception("serve: a request could not be begun; the server goes on")
-            ended = list(dict.fromkeys([*running, job]))
-            self._fail(ended)
-            for one in ended:
-                self.endings["failed"] += 1
-                self._before.pop(one, None)
-                one.tell_end()
 
     def _drop_cancelled(self) -> None:
         """Makes room where clients left while they waited."""
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
             job.finish("cancelled")
-            self.endings["cancelled"] += 1
-            job.tell_end()
+            self._settle(job)
 
     def _account(self, jobs: list[Job], before: list[int]) -> None:
         now = time.perf_counter()
@@ -195,7 +209,5 @@ class Engine:
         ended = [job for job in jobs if job.ending is not None]
         after = self._counts_now() if ended else self.work
         for job in ended:
-            assert job.ending is not None, "just looked at"
-            self.endings[job.ending] += 1
-            job.work = difference(after, self._before.pop(job))
-            job.tell_end()
+            job.work = difference(after, self._before[job])
+            self._settle(job)

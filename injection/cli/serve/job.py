@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +14,29 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.streamer import AnswerStreamer
+from moegraft.injection.cli.sampling import LEAST_TEMPERATURE
 from moegraft.injection.cli.serve.stop_text import StopText
 
+logger = logging.getLogger(__name__)
 Ending = Literal["stop", "length", "cancelled", "failed"]
+FAILED = "the model failed on this request; the server's log has the reason"
+LEAST_TOP_P = torch.finfo(torch.float32).tiny
+
+
+class AnswerError(Exception):
+    """A failure of one answer whose message is safe to show to the client."""
+
+
+class BadLogitsError(AnswerError):
+    """No token can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits for this request are not numbers (NaN or infinite)")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt and how to go on from it; temperature 0 takes the likeliest token, top_k 0 draws from all."""
+    """A prompt and how to go on from it; top_k 0 draws from all tokens."""
 
     token_ids: list[int]
     max_tokens: int
@@ -28,6 +45,11 @@ class Ask:
     top_k: int = 0
     seed: int | None = None
     stop: Sequence[str] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: asked for by 0, and by values that a float32 step cannot divide by or tell from 0."""
+        return self.temperature < LEAST_TEMPERATURE or self.top_p < LEAST_TOP_P
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +63,10 @@ class Piece:
 class Job:
     """An `Ask` being answered. The engine's thread writes; whoever asked may call `cancel` from any other.
 
+    A failure in the answer's own work, such as decoding its tokens to text, ends it with "failed" and raises nothing.
+
     Attributes:
+        error: the message for the client of an answer that failed.
         work: what the model did between the job's first step and its last, by name; None until its end.
         together: others were answered meanwhile, so that `work` is theirs too.
     """
@@ -56,6 +81,7 @@ class Job:
         self.kept_tokens = 0  # of the prompt, known from an earlier request
         self.completion_tokens = 0
         self.ending: Ending | None = None
+        self.error = FAILED
         self.cancelled = False
         self.work: Mapping[str, int] | None = None
         self.together = False
@@ -81,7 +107,8 @@ class Job:
         if token in self._end_tokens:
             self.finish("stop")
         else:
-            self._streamer.put(torch.tensor([token]))
+            with self.failing_alone():
+                self._streamer.put(torch.tensor([token]))
             if self._stop.stopped:
                 self.finish("stop")
             elif self.completion_tokens >= self.ask.max_tokens:
@@ -94,8 +121,31 @@ class Job:
         """Ends the answer, once; `tell_end` says so."""
         if self.ending is not None:
             return
-        self._streamer.end()
-        self.ending = ending
+        with self.failing_alone():
+            self._streamer.end()
+        self.ending = self.ending or ending
+
+    def fail(self, error: Exception) -> None:
+        """End the answer with an error. Shows no text that is held back: decoding it may be what failed."""
+        if self.ending is None:
+            self.ending = "failed"
+            if isinstance(error, AnswerError):
+                self.error = str(error)
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Turn an exception of the block into the failure of this answer.
+
+        Raises:
+            torch.AcceleratorError: the device itself failed, which concerns every answer.
+        """
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # whatever it is, the other answers go on
+            logger.exception("serve: a request failed; the others go on")
+            self.fail(error)
 
     def tell_end(self) -> None:
         """Tells the listener of the end, once, with the text that was held back."""
@@ -121,5 +171,11 @@ class Job:
             self._tell(Piece(safe))
 
     def _tell(self, piece: Piece) -> None:
-        if self.listener is not None:
+        if self.listener is None:
+            return
+        try:
             self.listener(piece)
+        except Exception:  # whoever asked cannot be reached, for example because its event loop is closed
+            logger.exception("serve: nobody takes an answer any more; it is cancelled")
+            self.listener = None
+            self.cancel()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection.cli.chat.prompt_cache import PromptCache
-from moegraft.injection.cli.serve.job import Job
+from moegraft.injection.cli.serve.choice import usable
+from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.graft import decode_steps_of
 from moegraft.injection.prefill import read_ahead
 
@@ -40,6 +41,19 @@ class _Ended(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         stop = self._job.ending is not None or self._job.cancelled
         return torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
+
+
+class _Usable(LogitsProcessor):
+    """Fails the job where no token can be chosen. The zeros it returns then let `generate` come to its end with a cache that is whole."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(usable(scores).all()):
+            return scores
+        self._job.fail(BadLogitsError())
+        return torch.zeros_like(scores)
 
 
 class OneByOne:
@@ -82,6 +96,7 @@ class OneByOne:
                 past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
+                logits_processor=[_Usable(job)],
                 max_new_tokens=job.ask.max_tokens,
                 max_length=None,
                 num_beams=1,
@@ -92,6 +107,10 @@ class OneByOne:
         known = made.past_key_values
         self._kept.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(self._model, known))
         job.finish("cancelled" if job.cancelled else "stop")
+        if job.ending == "failed":  # what it added may be bad, what it had taken over is not
+            cache, shared = self._kept.take(ids[: job.kept_tokens + 1])
+            if shared == job.kept_tokens:
+                self._kept.keep(ids, cache)
         self._job = None
 
     def forget(self) -> None:
@@ -101,6 +120,6 @@ class OneByOne:
 
 
 def _sampling(job: Job) -> dict[str, Any]:
-    if job.ask.temperature == 0:
+    if job.ask.greedy:
         return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # neutral, over the model's own
     return {"do_sample": True, "temperature": job.ask.temperature, "top_p": job.ask.top_p, "top_k": job.ask.top_k}

@@ -98,8 +98,8 @@ class Service:
         return Ask(
             token_ids=token_ids,
             max_tokens=min(request.max_tokens or own.max_new_tokens or limit, limit, room),
-            temperature=0.0 if request.top_p == 0 else temperature,
-            top_p=request.top_p if request.top_p else _own(own, "top_p", 1.0),
+            temperature=float(temperature),  # generate refuses an integer
+            top_p=float(request.top_p if request.top_p is not None else _own(own, "top_p", 1.0)),
             top_k=request.top_k if request.top_k is not None else _own(own, "top_k", 0),
             seed=None if request.seed is None else request.seed & ((1 << 63) - 1),
             stop=request.stop,

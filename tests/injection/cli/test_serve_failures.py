@@ -1,0 +1,326 @@
+"""What fails in one request ends that request: the others get what each gets alone, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.error import HTTPError
+
+import openai
+import pytest
+import torch
+from serving import Server, ask, serving, until
+
+from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.serve.choice import choose, generator, usable
+from moegraft.injection.cli.serve.job import Ask
+from moegraft.injection.cli.serve.protocol import read_request
+from moegraft.injection.cli.serve.service import Limits
+
+KNOWN = len("hello") + 3 + 12 - 1  # tokens of a first question with its answer, of which the last is not read
+LONG = "a question that is a good deal longer than those of the others, " * 2
+Hook = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+@pytest.fixture(params=["together", "one by one"])
+def model(request: pytest.FixtureRequest, loaded: LoadedModel) -> LoadedModel:
+    """The model served in either way; a repetition penalty is what only `generate` applies."""
+    if request.param == "together":
+        return loaded
+    alone = copy.deepcopy(loaded.model)
+    alone.generation_config.repetition_penalty = 1.0001
+    return LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+
+
+@pytest.fixture
+def slowly(loaded: LoadedModel) -> Iterator[None]:
+    """A forward pass takes at least 5 ms, so that answers overlap."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def after_each_forward(loaded: LoadedModel, hook: Hook) -> Iterator[None]:
+    handle = loaded.model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def said(server: Server, question: str, **options: Any) -> str:
+    return str(ask(server, question, **options).choices[0].message.content)
+
+
+def cached(server: Server, *questions: str) -> int:
+    return int(ask(server, *questions, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
+
+
+def neighbour(pool: ThreadPoolExecutor, server: Server) -> Future[str]:
+    """An answer under way, its prompt read; with draws of its own, which must not shift."""
+    before = server.service.engine.completion_tokens
+    answer = pool.submit(said, server, "hello", max_tokens=60, temperature=1.5, seed=3)
+    until(lambda: server.service.engine.completion_tokens > before + 2)
+    return answer
+
+
+SMALL: list[dict[str, Any]] = [
+    {"temperature": 1e-40},  # a float32 denormal: quotients are infinite
+    {"temperature": 5e-324},  # 0 in float32
+    {"temperature": 1e-37},  # a normal float32, and quotients of logits above 34 are infinite
+    {"temperature": 1.0, "top_p": 5e-324},  # 0 in float32: not even the likeliest token is below it
+    {"temperature": 1.0, "top_p": 0},
+]
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("small", SMALL)
+def test_values_too_small_to_divide_by_are_greedy(model: LoadedModel, small: dict[str, Any]) -> None:
+    with serving(model) as server, ThreadPoolExecutor(1) as pool:
+        greedy = said(server, "how are you", temperature=0)
+        expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
+        other = neighbour(pool, server)
+        assert said(server, "how are you", **small) == greedy
+        assert other.result() == expected
+        assert server.service.engine.endings["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": (1 << 63) - 1},
+        {"seed": -(1 << 63)},
+        {"extra_body": {"top_k": 10**30}},
+        {"top_p": 1e-30},
+        {"stop": ["\0", "x" * 100_000]},
+        {"temperature": 2, "top_p": 1 - 1e-16},
+        {"temperature": 1, "top_p": 1},  # whole numbers, as JSON clients may write them
+    ],
+)
+def test_extreme_values_are_answered(model: LoadedModel, extreme: dict[str, Any]) -> None:
+    with serving(model) as server:
+        assert len(said(server, "hello", **{"temperature": 1.5, **extreme})) > 0
+
+
+@pytest.mark.parametrize(
+    ("logits", "good"),
+    [
+        ([1.0, float("-inf"), 2.0], True),  # a masked token
+        ([1.0, float("nan"), 2.0], False),
+        ([1.0, float("inf"), 2.0], False),
+        ([float("-inf")] * 3, False),
+    ],
+)
+def test_rows_no_token_can_be_chosen_from(logits: list[float], good: bool) -> None:
+    beside = torch.tensor([[0.0, 1.0, 2.0], logits])
+    assert usable(beside).tolist() == [True, good]
+
+
+def test_a_top_p_below_the_first_probability_leaves_the_likeliest() -> None:
+    logits, least = torch.tensor([0.0, 3.0, 1.0]), 2e-38  # the first value that is not greedy
+    assert {choose(logits, Ask([1], 1, temperature=1.0, top_p=least), generator(seed, logits.device)) for seed in range(20)} == {1}
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("place", ["prompt", "answer"])
+def test_a_row_without_usable_logits_ends_alone(loaded: LoadedModel, bad: float, temperature: float, place: str) -> None:
+    """The long prompt's row is spoiled, in the pass that reads it or once it is decoded beside the other."""
+
+    def spoil(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            if place == "prompt" and kwargs["past_key_values"].get_seq_length() > len(LONG):
+                output.logits[..., 5] = bad
+        elif place == "answer":
+            output.logits[positions[:, 0] > len(LONG), :, 5] = bad
+
+    with serving(loaded) as server, ThreadPoolExecutor(1) as pool:
+        expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
+        first = said(server, "hello")
+        other = neighbour(pool, server)
+        with after_each_forward(loaded, spoil):
+            with pytest.raises(openai.InternalServerError, match="NaN or infinite"):
+                ask(server, "hello", first, LONG, max_tokens=100, temperature=temperature)
+            assert other.result() == expected
+        assert server.service.engine.endings["failed"] == 1
+        assert cached(server, "hello", first, LONG) == KNOWN, "what the failed answer took over is used again, what it added is not"
+
+
+def test_logits_that_are_bad_alone_end_an_answer_of_generate(loaded: LoadedModel) -> None:
+    alone = copy.deepcopy(loaded.model)
+    alone.generation_config.repetition_penalty = 1.0001
+    model = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+
+    def spoil(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        output.logits[:] = float("nan")
+
+    with serving(model) as server:
+        first = said(server, "hello")
+        with after_each_forward(model, spoil):
+            for temperature in (0, 1.0):
+                with pytest.raises(openai.InternalServerError, match="NaN or infinite"):
+                    ask(server, "hello", first, "and then?", temperature=temperature)
+        assert cached(server, "hello", first, "and then?") == KNOWN
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_cannot_be_decoded_ends_its_answer_alone(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "moegraft.injection.cli.serve")
+    with serving(model) as server, ThreadPoolExecutor(1) as pool:
+        expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
+        bad = said(server, "zebra", max_tokens=20)
+        pair = next(bad[at : at + 2] for at in range(len(bad) - 1) if bad[at : at + 2] not in expected)
+        other = neighbour(pool, server)
+        decode = model.tokenizer.decode
+
+        def fail(token_ids: Any, **options: Any) -> Any:
+            text = decode(token_ids, **options)
+            if pair in text:
+                raise KeyError("inner secret")
+            return text
+
+        with monkeypatch.context() as patched:
+            patched.setattr(model.tokenizer, "decode", fail)
+            with pytest.raises(openai.APIError) as error:
+                reply = ask(server, "zebra", max_tokens=20, stream=stream)
+                list(reply)  # a stream's error comes as its last event
+            assert "secret" not in str(error.value)
+            assert other.result() == expected
+        assert server.service.engine.endings["failed"] == 1
+        assert said(server, "zebra", max_tokens=20) == bad
+
+
+def test_an_error_of_the_prompts_own_pass_ends_it_alone(loaded: LoadedModel) -> None:
+    def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] > 50:
+            raise RuntimeError("inner secret")
+        time.sleep(0.005)
+
+    handle = loaded.model.register_forward_pre_hook(fail, with_kwargs=True)
+    try:
+        with serving(loaded) as server, ThreadPoolExecutor(1) as pool:
+            expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
+            first = said(server, "hello")
+            other = neighbour(pool, server)
+            with pytest.raises(openai.InternalServerError):
+                ask(server, "hello", first, LONG)
+            assert other.result() == expected
+            assert cached(server, "hello", first, "and then?") == KNOWN
+    finally:
+        handle.remove()
+
+
+def test_a_batch_that_cannot_grow_goes_on_without_the_new_text(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out while a long text joins the others, after one of the layers has been joined."""
+    join = torch.cat
+
+    def fail(tensors: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(tensors, list) and len(tensors) == 2 and tensors[0].ndim == 4 and tensors[1].shape[-2] > len(LONG):
+            calls.append(1)
+            if len(calls) > 2:
+                raise torch.OutOfMemoryError("no memory")
+        return join(tensors, *args, **options)
+
+    calls: list[int] = []
+    with serving(loaded) as server, ThreadPoolExecutor(1) as pool:
+        hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+        expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
+        other = neighbour(pool, server)
+        with monkeypatch.context() as patched:
+            patched.setattr("moegraft.injection.cli.serve.batch.torch.cat", fail)
+            with pytest.raises(openai.InternalServerError):
+                said(server, LONG)
+        hook.remove()
+        assert len(calls) == 3
+        assert other.result() == expected
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_failed_pass_ends_the_answers_in_it_and_the_engine_goes_on(loaded: LoadedModel) -> None:
+    def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs["input_ids"].shape[0] == 2:
+            raise RuntimeError("inner secret")
+
+    with serving(loaded) as server, ThreadPoolExecutor(2) as pool:
+        alone = said(server, "hello")
+        with after_each_forward(loaded, fail):
+            for answer in [pool.submit(said, server, question, max_tokens=200) for question in ("one", "two")]:
+                with pytest.raises(openai.InternalServerError):
+                    answer.result()
+        assert server.service.engine.endings["failed"] == 2
+        assert cached(server, "hello", alone, "and then?") == KNOWN
+        assert said(server, "hello") == alone
+
+
+def test_text_that_can_never_be_decoded_leaves_nobody_waiting(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise KeyError("inner secret")
+
+    with serving(model) as server, ThreadPoolExecutor(4) as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(model.tokenizer, "decode", fail)
+            for answer in [pool.submit(said, server, "hello") for _ in range(4)]:
+                with pytest.raises(openai.InternalServerError):
+                    answer.result()
+        assert json.loads(server.get("/health")) == {"status": "ok"}
+        assert said(server, "hello")
+
+
+def test_a_listener_that_cannot_be_reached_is_answered_no_further(loaded: LoadedModel) -> None:
+    def unreachable(piece: object) -> None:
+        raise RuntimeError("the loop is closed")
+
+    with serving(loaded) as server:
+        job = server.service.job(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
+        server.service.engine.submit(job)
+        until(lambda: job.ending is not None)
+        assert job.ending == "cancelled" and job.completion_tokens < 10
+        assert said(server, "hello")
+
+
+@pytest.mark.parametrize(
+    "fatal",
+    [
+        torch.AcceleratorError("device-side assert triggered"),  # the device computes nothing after it
+        SystemExit(1),  # what no handler of exceptions expects
+    ],
+)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_thread_ends_nobody_waits_and_health_reports_it(loaded: LoadedModel, fatal: BaseException) -> None:
+    started = threading.Event()
+
+    def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if started.wait(0.01):
+            raise fatal
+
+    with (
+        serving(loaded, Limits(max_batch=2)) as server,
+        after_each_forward(loaded, fail),
+        ThreadPoolExecutor(6) as pool,
+    ):
+        answers = [pool.submit(said, server, f"question {number}", max_tokens=2000) for number in range(6)]
+        until(lambda: server.service.engine.waiting + server.service.engine.running == 6)
+        started.set()
+        for answer in answers:
+            with pytest.raises(openai.InternalServerError, match="started again"):
+                answer.result()
+        assert server.service.engine.endings["failed"] == 6
+        with pytest.raises(HTTPError) as health:
+            server.get("/health")
+        assert health.value.code == 503
+        with pytest.raises(openai.InternalServerError) as refused:
+            said(server, "hello")
+        assert refused.value.status_code == 503
