@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.speculative.statistics import Round
+from moegraft.operators.speculative.schedule import Round
 
 RULES = """
 version: 1

@@ -20,12 +20,11 @@ from _hybrid_simulation import Simulation, _Counted, rest_layer_ms
 from _synthetic_routing import PREDICTION_NOISE, SPREAD
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.cache.trace import Trace
-from moegraft.operators.experts.devices.interface import Work
-from moegraft.operators.experts.devices.profiles import ModelShape
-from moegraft.operators.experts.engine.step import DraftStep, LayerStep, Prediction
-from moegraft.operators.speculative.schedule import Schedule
-from moegraft.operators.speculative.statistics import Round, Statistics
+from moegraft.operators.offload.devices.base import Work
+from moegraft.operators.offload.devices.profiles import ModelShape
+from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
+from moegraft.operators.speculative.schedule import Round, Schedule, Statistics
 
 Experts = Literal["any", "resident", "resident_chosen"]
 RESULTS = Path(__file__).parent / "results"

@@ -14,7 +14,7 @@ from _random_model import move_all_but_experts, random_model
 from transformers import AutoConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.offload.model_experts import GpuGroups
 
 VOCABULARY = 8192
 # Of the models' own configs, every layer with experts.

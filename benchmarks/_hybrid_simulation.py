@@ -16,22 +16,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, make_policy
-from moegraft.operators.experts.cache.trace import Trace
-from moegraft.operators.experts.devices.interface import CpuTicket, Event, Neurons, Waiter, Work
-from moegraft.operators.experts.devices.profiles import INT4_BITS, MachineProfile, ModelShape
-from moegraft.operators.experts.devices.virtual import VirtualDevice
-from moegraft.operators.experts.engine.engine import Engine
-from moegraft.operators.experts.engine.observer import Observer
-from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
-from moegraft.operators.experts.engine.step import LayerStep, Prediction
-from moegraft.operators.experts.engine.warm_up import warm_up
-from moegraft.operators.experts.scheduling.cost_model import CostModel
-from moegraft.operators.experts.scheduling.scheduler import ScheduleName, layers_that_fit, make_scheduler
-from moegraft.operators.experts.transfer.arena import SlotPlan, even_plan
-from moegraft.operators.experts.transfer.assembly import LoadingOptions, open_loading
-from moegraft.operators.experts.transfer.store import ExpertStore
-from moegraft.operators.experts.transfer.transfers import Urgency
+from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
+from moegraft.operators.offload.costs import CostModel, warm_up
+from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons, Waiter, Work
+from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile, ModelShape
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.offload.scheduler import ScheduleName, layers_that_fit, make_scheduler
+from moegraft.operators.offload.statistics import Observer
+from moegraft.operators.offload.step import LayerStep, Prediction
+from moegraft.operators.offload.store import ExpertStore, SlotPlan, even_plan
+from moegraft.operators.offload.transfers import Urgency
 
 HOST_MS = 0.0
 STAGING = 4

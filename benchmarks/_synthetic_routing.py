@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.experts.cache.trace import Trace
-from moegraft.operators.experts.devices.profiles import MODELS, ModelShape
+from moegraft.operators.offload.devices.profiles import MODELS, ModelShape
+from moegraft.operators.offload.routing_trace import Trace
 
 SPREAD = 1.2  # of the logits
 TOPIC_CHANGE = 0.015  # a token's chance to begin another topic

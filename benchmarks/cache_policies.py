@@ -26,10 +26,9 @@ from record import RESULTS, ROOT, write_rows
 from traces import held_out, record
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.experts.cache.optimal import Optimal
-from moegraft.operators.experts.cache.policies import CacheOptions, CachePolicy, StaticProfile, make_policy
-from moegraft.operators.experts.cache.replay import Setting, Tally, replay, steps_of
-from moegraft.operators.experts.cache.trace import Trace, joined
+from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
+from moegraft.operators.offload.replay import Optimal, Setting, Tally, replay, steps_of
+from moegraft.operators.offload.routing_trace import Trace, joined
 
 GUIDES = ("README.md", "rules/README.md")
 PASSAGE = 1024  # tokens of one kind of text

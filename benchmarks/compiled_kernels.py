@@ -25,13 +25,13 @@ import triton
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.compile_check import Compiled, recording
-from moegraft.operators.kernels.layout import block_bytes, round_up
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
+from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
+from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
 from moegraft.operators.sparse.slots import SparseSlotExperts
-from moegraft.operators.sparse.weights import SparseWeights, sketch_of
-from moegraft.operators.sparse.workspace import Workspace
 
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
 CAPABILITIES = (80, 90)

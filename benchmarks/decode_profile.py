@@ -21,10 +21,10 @@ from record import write_rows
 from torch.profiler import ProfilerActivity, profile
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators import linear as quantized
 from moegraft.operators.experts import hybrid
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.linear import quantized
-from moegraft.operators.linear.quantized import QuantizedLinear
+from moegraft.operators.linear import QuantizedLinear
 
 TOP = 8  # PyTorch's operations that are shown
 

@@ -21,9 +21,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from families import build_model, family_cases, prompt, save_checkpoint, stock_model
-from family_rows import FamilyCase
 from record import write_rows
+from support.families import build_model, family_cases, prompt, save_checkpoint, stock_model
+from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load

@@ -23,11 +23,11 @@ from _hybrid_simulation import Figures, Simulation, System
 from _synthetic_routing import synthetic_trace
 from record import write_rows
 
-from moegraft.operators.experts.cache.policies import CacheOptions
-from moegraft.operators.experts.cache.trace import Trace
-from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
-from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
-from moegraft.operators.experts.engine.timeline import Timeline, write_trace
+from moegraft.operators.offload.cache import CacheOptions
+from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.offload.statistics import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)

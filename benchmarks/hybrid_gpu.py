@@ -27,10 +27,10 @@ from record import write_rows
 from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.experts.devices.cuda import why_no_cuda
-from moegraft.operators.experts.engine.engine import Engine
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.timeline import Timeline
+from moegraft.operators.offload.devices.cuda import why_no_cuda
+from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.model_experts import GpuGroups
+from moegraft.operators.offload.statistics import Timeline
 
 TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
 Row = dict[str, object]

@@ -21,8 +21,7 @@ from record import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.kv_cache.operator import group_of, quantised_cache
-from moegraft.operators.kv_cache.options import BITS, QuantizedKvCacheOptions
+from moegraft.operators.kv_cache import BITS, QuantizedKvCacheOptions, group_of, quantised_cache
 
 WINDOW = 768  # tokens, of which the first half is the prompt
 STORED = ("keys", "values", "_quantized_keys", "_quantized_values")

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.experts.reference import reference_activation, reference_gate
+from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.reference import reference_activation, reference_gate
 
 # Of a module's path, the expert (None: a shared one) and act(gate) (n, I) float32: which neurons of which token are kept, (n, I) bool.
 Keep = Callable[[str, int | None, torch.Tensor], torch.Tensor]

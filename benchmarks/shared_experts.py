@@ -15,7 +15,7 @@ from _synthetic_routing import synthetic_trace
 from hybrid import DECODE_TOKENS, SYSTEMS, WARM_TOKENS
 from record import write_rows
 
-from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
 
 COMPARED = ("all_cpu", "fixed", "on_demand", "greedy", "all")
 

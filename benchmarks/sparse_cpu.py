@@ -27,8 +27,8 @@ from record import write_rows
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.sparsity.calibrate import collect, sparse_layers
-from moegraft.injection.sparsity.targets import experts_layer
+from moegraft.injection.calibration import collect, sparse_layers
+from moegraft.injection.checks import experts_layer
 from moegraft.operators.sparse.calibration import quantiles
 from moegraft.operators.sparse.layer import LayerSparsity, achieved, total_counts
 

@@ -32,9 +32,9 @@ from _sparse_floor import SHAPES, Device, Shape, Work, dense_work, mean_floor_ms
 from record import write_rows  # noqa: E402
 
 from moegraft.cpu_backend import GateSpec  # noqa: E402
-from moegraft.operators.experts.reference import reference_experts  # noqa: E402
 from moegraft.operators.kernels.availability import interpreted, why_unavailable  # noqa: E402
-from moegraft.operators.sparse.weights import SparseWeights, sketch_of  # noqa: E402
+from moegraft.operators.kernels.sparse_call import SparseWeights, sketch_of  # noqa: E402
+from moegraft.operators.reference import reference_experts  # noqa: E402
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -43,7 +43,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def measure(calls: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
     """Milliseconds of a call, by replay; in the interpreter by the host's clock, which says nothing about a GPU."""
-    from moegraft.operators.sparse.timing import replay_ms
+    from moegraft.operators.sparse.gpu_layer import replay_ms
 
     if not interpreted():
         return replay_ms(calls, device, replays=31)
@@ -121,11 +121,9 @@ def check(call, path: Callable[..., None], threshold: float, name: str) -> None:
 
 
 def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device: torch.device) -> Iterator[Row]:
-    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
-    from moegraft.operators.sparse.grouped_mm import takes
-    from moegraft.operators.sparse.paths import PATHS
-    from moegraft.operators.sparse.timing import synthetic_calls
-    from moegraft.operators.sparse.workspace import Workspace
+    from moegraft.operators.kernels.workspace import Workspace
+    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer, synthetic_calls
+    from moegraft.operators.sparse.paths import PATHS, takes
 
     shape, reached = SHAPES[name], rates(device)
     weights = make_weights(shape, device)
@@ -182,10 +180,9 @@ def kernel_rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:
     """Time by kernel of each sparse path (Figure 7)."""
     from torch.profiler import ProfilerActivity, profile
 
-    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
+    from moegraft.operators.kernels.workspace import Workspace
+    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer, synthetic_calls
     from moegraft.operators.sparse.paths import PATHS
-    from moegraft.operators.sparse.timing import synthetic_calls
-    from moegraft.operators.sparse.workspace import Workspace
 
     shape = SHAPES[name]
     layer = SparseGpuLayer(make_weights(shape, device), Workspace(device), lambda *_: "pair")

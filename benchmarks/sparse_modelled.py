@@ -15,8 +15,8 @@ from _synthetic_routing import synthetic_trace
 from hybrid import DECODE_TOKENS, SYSTEMS, WARM_TOKENS
 from record import write_rows
 
-from moegraft.operators.experts.devices.interface import Neurons
-from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.base import Neurons
+from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
 
 COMPARED = ("all_cpu", "fixed", "on_demand", "greedy", "all")
 LEFT_OUT = (0.0, 0.5, 0.85, 0.95)

@@ -44,9 +44,9 @@ from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from record import RESULTS, write_rows
 
-from moegraft.operators.experts.cache.policies import CacheOptions
-from moegraft.operators.experts.devices.profiles import MODELS, PROFILES, MachineProfile, ModelShape
-from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
+from moegraft.operators.offload.cache import CacheOptions
+from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile, ModelShape
+from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from moegraft.injection.outline import Outline
+from moegraft.injection.checks import Trial, trials
+from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.plan import Plan
-from moegraft.injection.planning.assignment import Assignment, assign
-from moegraft.injection.planning.modules import ModelModules
-from moegraft.injection.planning.trials import Trial, trials
-from moegraft.injection.rulefile import Diagnostic, RuleErrors, RuleFile
+from moegraft.injection.rules import Diagnostic, RuleErrors, RuleFile
+from moegraft.injection.rules.matching import Assignment, ModelModules, assign
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
@@ -45,13 +44,13 @@ class Explanation:
         return trials(module, self.rules.rules, self.assignment, self.modules)
 
 
-def explain(outline: Outline, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
+def explain(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
     """Explains rules that could be read; what is wrong with them for this model is among the findings."""
-    modules = ModelModules(outline.skeleton)
+    modules = ModelModules(meta_model.skeleton)
     assignment = assign(rules.rules, modules, registry.in_place)
     plan: Plan | None = None
     try:
-        plan = outline.plan(rules, registry)
+        plan = meta_model.plan(rules, registry)
         findings = plan.notices
     except RuleErrors as error:
         findings = error.diagnostics

@@ -16,8 +16,8 @@ from moegraft.injection.plan import Plan
 from moegraft.operators.base import BuildContext, InPlaceOperator, ModelOperator, Operator
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.experts.engine.decode_steps import DecodeSteps
-from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.offload.decode_steps import DecodeSteps
+from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.sparse.layer import SparseLayers
 
@@ -119,7 +119,7 @@ def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, co
 def make_ready(model: PreTrainedModel, operators: Mapping[str, Operator]) -> None:
     """Tells every operator that the whole model is loaded."""
     for path, operator in operators.items():
-        operator.ready(model, path)
+        operator.on_model_loaded(model, path)
 
 
 def replacing(operators: Mapping[str, Operator]) -> dict[str, Operator]:

@@ -1,18 +1,24 @@
-"""A rule file for one model on one machine: every sensible one is predicted, and the best for a goal is written out."""
+"""A rule file for one model on one machine: every sensible one is predicted, and the best for a goal is written out.
+
+The rule file that was chosen, with its reasons in comments.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from moegraft.injection.outline import Outline
-from moegraft.injection.predict.forecast import Forecast, Machinery, forecast
-from moegraft.injection.predict.kv_cache import kv_cache
-from moegraft.injection.predict.speed import Load
-from moegraft.injection.rulefile import RuleErrors, read_rules
+from moegraft.injection.estimate.forecast import Forecast, Machinery, forecast
+from moegraft.injection.estimate.memory import kv_cache
+from moegraft.injection.estimate.speed import tokens_text
+from moegraft.injection.estimate.work import Load
+from moegraft.injection.meta_model import MetaModel
+from moegraft.injection.rules import RuleErrors, read_rules
+from moegraft.injection.verify import BY_WEIGHTS
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
@@ -58,13 +64,13 @@ class Candidate:
         return (predicted.prefill_tokens_s if goal == "prefill" else predicted.decode_tokens_s) or 0.0
 
 
-def candidates(outline: Outline, load: Load, machinery: Machinery, registry: OperatorRegistry) -> list[Candidate]:
+def candidates(meta_model: MetaModel, load: Load, machinery: Machinery, registry: OperatorRegistry) -> list[Candidate]:
     """Every combination that this model can have on this machine, those with a GPU first, each from the most exact on.
 
     Raises:
         UnsupportedModelError: no operator can take this model's experts; the reason is in the message.
     """
-    pattern, cache = _linear_pattern(registry), kv_cache(outline.skeleton)
+    pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
     found: list[Candidate] = []
     refused: RuleErrors | None = None
     with TemporaryDirectory() as folder:
@@ -72,15 +78,15 @@ def candidates(outline: Outline, load: Load, machinery: Machinery, registry: Ope
             path = Path(folder) / "rules.yaml"
             path.write_text(_rules(choice, pattern, load), encoding="utf-8")
             try:
-                plan = outline.plan(read_rules(path, registry=registry), registry)
+                plan = meta_model.plan(read_rules(path, registry=registry), registry)
             except RuleErrors as error:
                 refused = error
                 continue
-            figures = forecast(outline, plan, load, machinery, registry, cache=cache)
+            figures = forecast(meta_model, plan, load, machinery, registry, cache=cache)
             found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
     if not found:
         assert refused is not None, "every candidate was planned or refused"
-        raise UnsupportedModelError(f"no rules can be written for {outline.model_class}: {refused.diagnostics[0].message}")
+        raise UnsupportedModelError(f"no rules can be written for {meta_model.model_class}: {refused.diagnostics[0].message}")
     return found
 
 
@@ -158,3 +164,37 @@ def _shared(weights: str, types: str, load: Load, figures: Forecast | None) -> l
 
 def _expect(count: int | None) -> list[str]:
     return [f"  expect: {count}  # another number is an error: the file is for this model"] if count else []
+
+
+def written(chosen: Candidate, found: Sequence[Candidate], meta_model: MetaModel, about: Sequence[str], goal: Goal) -> str:
+    """The file; `about` are lines on the machine and the model."""
+    comments = [*about, f"Goal: {goal}. All that were tried, the one below marked with >:", *_table(chosen, found), *_cost(chosen)]
+    # A model's name may hold anything, and a comment must stay one.
+    head = [f"# {re.sub(r'[^ -~]', '?', line)}".rstrip() for line in comments]
+    return "\n".join([*head, "version: 1", f"requires: {{model_type: {meta_model.model_type}}}", "rules:"]) + "\n" + chosen.rules
+
+
+def _table(chosen: Candidate, found: Sequence[Candidate]) -> list[str]:
+    lines = [f"  {'':4} {'experts':8} {'linear':8} {'memory':>12} {'of the GPU':>12}  {'decode':>14}  {'prompts':>14}"]
+    for candidate in found:
+        choice, gpu = candidate.choice, candidate.forecast.gpu
+        memory, of_gpu = _gib(candidate.forecast.memory.needed), _gib(gpu.needed) if gpu is not None else "-"
+        goals: tuple[Goal, ...] = ("decode", "prefill")
+        speeds = [tokens_text(speed) if (speed := candidate.speed(goal)) else "unknown" for goal in goals]
+        mark = ">" if candidate is chosen else " "
+        where = "both" if choice.gpu else "CPU"
+        fits = "" if candidate.forecast.fits else "  does not fit"
+        columns = f"{where:4} {choice.experts:8} {choice.linears or '-':8} {memory:>12} {of_gpu:>12}  {speeds[0]:>14}  {speeds[1]:>14}"
+        lines.append(f"{mark} {columns}{fits}")
+    return lines
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def _cost(chosen: Candidate) -> list[str]:
+    choice = chosen.choice
+    lossy = [(name, weights) for name, weights in (("experts", choice.experts), ("linear layers", choice.linears)) if weights in BY_WEIGHTS]
+    lines = [f"{weights} {name}: an error of about {100 * BY_WEIGHTS[weights].typical:.2g} % a layer" for name, weights in lossy if weights]
+    return [*lines, "What that does to this model: moegraft verify --rules FILE"] if lines else ["Nothing is rounded."]

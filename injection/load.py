@@ -12,15 +12,14 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
+from moegraft.injection.calibration import prepare_sparsity
+from moegraft.injection.checkpoint.loader import CheckpointLoader, open_weights, stored_dtype
+from moegraft.injection.checkpoint.sources import live_source, refuse_meta
 from moegraft.injection.graft import Injection, build_operators, injected, injected_class, make_ready, place, replacing
-from moegraft.injection.live import live_source, refuse_meta
 from moegraft.injection.model_source import ModelSource, dequantising, find_model, meta_skeleton, resolve_folder, with_gguf
-from moegraft.injection.plan import Plan, plan
+from moegraft.injection.plan import Plan, plan, settle_stored, weight_types
 from moegraft.injection.progress import byte_bar
-from moegraft.injection.rulefile import RuleFile, default_rules, read_rules
-from moegraft.injection.sparsity.setup import prepare_sparsity
-from moegraft.injection.stored_types import settle_stored, weight_types
-from moegraft.injection.stream import Stream, open_weights, stored_dtype
+from moegraft.injection.rules import RuleFile, default_rules, read_rules
 from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
@@ -187,12 +186,12 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     the_plan = settle_stored(the_plan, weights, skeleton, request.registry, stored)
     weights.tell_conversions(weight_types(the_plan), dtype)
     machine = probe_machine()
-    device_map = request.device_map or home_of_the_rest(the_plan, machine)
+    device_map = request.device_map or infer_device_map(the_plan, machine)
     check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))
     sparsity = prepare_sparsity(the_plan, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
-    stream = Stream(source, weights, skeleton, replacing(operators))
+    stream = CheckpointLoader(source, weights, skeleton, replacing(operators))
     sparsity.check_weights(stream.source)
     with byte_bar(stream.total_bytes, enabled=request.progress) as advance:
         model = stream.load_rest(
@@ -209,7 +208,7 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     return model
 
 
-def home_of_the_rest(the_plan: Plan, machine: Machine) -> Any:
+def infer_device_map(the_plan: Plan, machine: Machine) -> Any:
     """A device map for all but the operators' weights: the GPUs that a rule wants its experts to share; None: the CPU."""
     wanted = {gpu for swap in the_plan.swaps if (gpu := getattr(swap.options, "gpu", "none")) not in ("none", None)}
     devices = {device for gpu in wanted for device in gpu.split(",") if not device.startswith("emulated")}

@@ -21,7 +21,8 @@ from moegraft.injection.checkpoint.dequantised import method_of, quantisation_of
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from moegraft.injection.gguf import GgufModel
+    from moegraft.injection.checkpoint.gguf import GgufModel
+
 
 # Everything but weights: of those only the files that transformers would load, for some repositories hold them twice.
 DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
@@ -177,7 +178,7 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     Raises:
         CheckpointError, UnsupportedModelError: the files are damaged, of another model, or of a family that cannot be loaded so.
     """
-    from moegraft.injection.gguf import open_gguf
+    from moegraft.injection.checkpoint.gguf import open_gguf
 
     # How the folder's own weights are quantised says nothing about those of the file.
     config = _as_floats(source.config)

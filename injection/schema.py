@@ -10,11 +10,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moegraft.injection.rulefile.clauses import MATCH_KEYS, MAX_REGEX
-from moegraft.injection.rulefile.grammar import RULE_KEYS
-from moegraft.injection.rulefile.header import TOP_KEYS, VERSION
-from moegraft.injection.rulefile.replacement import REPLACE_KEYS
-from moegraft.injection.rulefile.rules import KINDS, LEAVE_ALONE
+from moegraft.injection.rules.reading import RULE_KEYS, TOP_KEYS, VERSION
+from moegraft.injection.rules.replacement import REPLACE_KEYS
+from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE, MATCH_KEYS, MAX_REGEX
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.rules import shipped_rules
 

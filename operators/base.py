@@ -65,7 +65,7 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def refuse(cls, module: nn.Module, options: Any) -> str | None:
+    def unsupported_reason(cls, module: nn.Module, options: Any) -> str | None:
         """Why this operator cannot replace `module` with `options`, or None when it can. Reads structure, never weights."""
 
     @classmethod
@@ -74,7 +74,7 @@ class Operator(nn.Module, ABC):
         """Bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
 
     @classmethod
-    def keeps(cls, options: Any, weight_type: str) -> bool:
+    def supports_weight_type(cls, options: Any, weight_type: str) -> bool:
         """Whether it can compute with the super-blocks of a GGUF file as they are.
 
         Args:
@@ -99,7 +99,7 @@ class Operator(nn.Module, ABC):
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
 
-    def ready(self, model: PreTrainedModel, path: str) -> None:
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         """Called once, when the whole model is loaded and in its place; this operator stands at `path`. Must not keep `model`."""
 
     def statistics(self) -> Mapping[str, object]:

@@ -12,13 +12,13 @@ from moegraft.operators.base import InPlaceOperator, Operator
 ENTRY_POINT_GROUP = "moegraft.operators"
 # By path, so that this package imports none of its own sub-packages.
 BUILT_IN = (
-    "moegraft.operators.attention.operator:CpuAttention",
+    "moegraft.operators.cpu_ops.attention:CpuAttention",
     "moegraft.operators.experts.hybrid:HybridExperts",
     "moegraft.operators.experts.sparse_experts:SparseExperts",
-    "moegraft.operators.kv_cache.operator:QuantizedKvCache",
-    "moegraft.operators.linear.quantized:QuantizedLinear",
-    "moegraft.operators.norm.operator:CpuNorm",
-    "moegraft.operators.router.operator:CpuRouter",
+    "moegraft.operators.kv_cache:QuantizedKvCache",
+    "moegraft.operators.linear:QuantizedLinear",
+    "moegraft.operators.cpu_ops.norm:CpuNorm",
+    "moegraft.operators.cpu_ops.router:CpuRouter",
     "moegraft.operators.speculative.operator:SpeculativeDraft",
 )
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).parent.parent
 pytest.importorskip("pybind11")
 pytest.importorskip("setuptools")
 

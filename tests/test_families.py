@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, family_cases, prompt, save_checkpoint, served_cases, stock_model, unlisted_families
-from family_rows import FamilyCase
+from support.families import build_model, family_cases, prompt, save_checkpoint, served_cases, stock_model, unlisted_families
+from support.family_rows import FamilyCase
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 

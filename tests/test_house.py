@@ -6,16 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).parent.parent
 # What each part may import of ours, the more specific part first.
+ROOT_PARTS = {"operators", "operators/kv_cache", "cpu_backend"}
 MAY_IMPORT = {
-    "operators/experts": {"operators/experts", "operators/sparse", "operators/kernels", "operators", "cpu_backend"},
-    "operators/sparse": {"operators/sparse", "operators/kernels", "operators", "cpu_backend"},
-    "operators/linear": {"operators/linear", "operators/kernels", "operators", "cpu_backend"},
-    "operators/kernels": {"operators/kernels", "operators", "cpu_backend"},
-    "operators/speculative": {"operators/speculative", "operators"},
-    "operators/kv_cache": {"operators/kv_cache", "operators"},
+    "operators/experts": {"operators/experts", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/offload": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/sparse": {"operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/kernels": {"operators/kernels", *ROOT_PARTS},
+    "operators/cpu_ops": {"operators/cpu_ops", *ROOT_PARTS},
+    "operators/linear": {"operators/kernels", *ROOT_PARTS},
+    "operators/speculative": {"operators/speculative", *ROOT_PARTS},
+    "operators/kv_cache": ROOT_PARTS,
     "operators": {"operators", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
@@ -25,6 +28,7 @@ MAY_IMPORT = {
         "operators/experts",
         "operators/kv_cache",
         "operators/linear",
+        "operators/offload",
         "operators/sparse",
         "operators/speculative",
         "rules",
@@ -33,7 +37,7 @@ MAY_IMPORT = {
 
 
 def part_of(path: str) -> str:
-    return next(part for part in MAY_IMPORT if path == part or path.startswith(f"{part}/"))
+    return next(part for part in MAY_IMPORT if path == part or path.startswith((f"{part}/", f"{part}.py")))
 
 
 def imported_modules(file: Path) -> list[str]:
@@ -79,7 +83,7 @@ def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
     code = (
         "import sys; sys.modules['triton'] = None;"
         "from moegraft.operators.registry import load_registry; load_registry();"
-        "import moegraft.operators.experts.engine.assembly, moegraft.injection.cli.loading"
+        "import moegraft.operators.offload.model_experts, moegraft.injection.cli.loading"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,10 +4,11 @@ import importlib.util
 import re
 from pathlib import Path
 
-from moegraft.injection.rulefile import read_rules
+from support import ROOT
+
+from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

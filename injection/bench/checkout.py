@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moegraft.injection.rulefile.diagnostics import did_you_mean
+from moegraft.injection.rules.diagnostics import did_you_mean
 from moegraft.operators.errors import MoegraftError
 
 _WRITES = re.compile(r"""write_rows\(\s*f?["'](\w+)""")

@@ -1,10 +1,8 @@
 """Reading a checkpoint: its files, which key feeds which parameter, and one expert's piece at a time."""
 
-from moegraft.injection.checkpoint.experts import CheckpointExperts
 from moegraft.injection.checkpoint.files import Checkpoint, LazyTensor, open_checkpoint, weight_files
 from moegraft.injection.checkpoint.keymap import KeyMap, map_keys
-from moegraft.injection.checkpoint.linear import CheckpointLinear
-from moegraft.injection.checkpoint.weights import CheckpointWeights, StoredWeights
+from moegraft.injection.checkpoint.sources import CheckpointExperts, CheckpointLinear, CheckpointWeights, StoredWeights
 
 __all__ = [
     "Checkpoint",

@@ -1,7 +1,11 @@
-"""How every command ends: a user's error is one message and exit code 2, a closed pipe or Ctrl-C is no traceback."""
+"""How every command ends: a user's error is one message and exit code 2, a closed pipe or Ctrl-C is no traceback.
+
+What the library logs, shown where the rest of a command's notices go.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,7 +14,8 @@ from pathlib import Path
 
 import typer
 
-from moegraft.injection.rulefile import RuleErrors
+from moegraft.injection.cli.output import Terminal
+from moegraft.injection.rules import RuleErrors
 from moegraft.operators.errors import MoegraftError, RuleFileError, error_sentence
 
 FINDINGS = 1  # the answer is no: wrong rules, a model that does not fit, a failed verification
@@ -55,3 +60,26 @@ def error_message(error: Exception, program: str) -> str:
 def _discard_output() -> None:
     # Python flushes stdout once more when it exits, and would complain about the same closed pipe again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _TerminalHandler(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.notice(record.getMessage(), style="yellow" if record.levelno >= logging.WARNING else "dim")
+
+
+@contextmanager
+def library_log(terminal: Terminal) -> Iterator[None]:
+    """While the body runs, what moegraft logs (which rules it chose, what a plan noticed, a slower path taken) is a notice."""
+    logger, handler = logging.getLogger("moegraft"), _TerminalHandler(terminal)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,4 +1,7 @@
-"""From the options of a command to a model that answers, with its tokenizer. Imports torch: commands import this when they run."""
+"""From the options of a command to a model that answers, with its tokenizer. Imports torch: commands import this when they run.
+
+From a command's options to rules and the meta_model of the model that they are for. Imports torch: commands import this when they run.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.model_options import ModelOptions
-from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.cli.options import ModelOptions, OptionsError, StatedMachine
+from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
+from moegraft.injection.estimate.forecast import Machinery
+from moegraft.injection.estimate.measure import Measurements
+from moegraft.injection.estimate.work import budget_of
 from moegraft.injection.graft import Injection
+from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.model_source import find_model
 from moegraft.injection.plan import Plan
-from moegraft.injection.rulefile import RuleFile
+from moegraft.injection.rules import RuleFile, default_rules, read_rules
 from moegraft.injection.tokenizer import read_tokenizer
+from moegraft.operators.machine import probe_machine
+from moegraft.operators.registry import OperatorRegistry, load_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +104,52 @@ def quiet_libraries() -> None:
     """Silences what transformers would say."""
     # Their warnings advise programmers on arguments that this program sets, and would land in the middle of an answer.
     transformers_logging.set_verbosity(logging.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAndRules:
+    """Rules and the model that they are for."""
+
+    meta_model: MetaModel
+    rules: RuleFile
+    registry: OperatorRegistry
+
+
+def open_meta_model(options: ModelOptions) -> MetaModel:
+    """
+    Raises:
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+    """
+    quiet_libraries()
+    return build_meta_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
+
+
+def model_and_rules(options: ModelOptions) -> ModelAndRules:
+    """
+    Raises:
+        RuleErrors: mistakes that show without a model.
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+    """
+    registry = load_registry()
+    # Rules first: what is wrong with them shows at once, where a model takes seconds.
+    rules = read_rules(options.rules, vars=options.vars(), registry=registry) if options.rules else None
+    found = open_meta_model(options)
+    if rules is None:
+        rules = read_rules(default_rules(found.model_type), vars=options.vars(), registry=registry)
+    return ModelAndRules(found, rules, registry)
+
+
+def machinery_of(measured: Measurements | None, stated: StatedMachine) -> Machinery:
+    """This machine, with what the options state of another.
+
+    Raises:
+        OptionsError: a bandwidth is stated and there is no GPU that it would be of.
+    """
+    machine = probe_machine()
+    of_gpu = measured.gpu if measured is not None else None
+    budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)
+    if budget is None and not (stated.gpu_bandwidth is None and stated.link_bandwidth is None):
+        raise OptionsError(
+            "--gpu-bandwidth and --link-bandwidth are of a GPU, and none is here: state its memory, too, as --gpu-memory 24GiB"
+        )
+    return Machinery(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)

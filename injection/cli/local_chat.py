@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import INTERRUPTED, user_errors
-from moegraft.injection.cli.library_log import library_log
-from moegraft.injection.cli.model_options import ModelOptions, option_name
-from moegraft.injection.cli.option_groups import takes_options
-from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.exits import INTERRUPTED, library_log, user_errors
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options
+from moegraft.injection.cli.output import Terminal, open_terminal
 from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:

@@ -14,12 +14,11 @@ from moegraft.injection.cli.commands.diff import diff
 from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.explain import explain
 from moegraft.injection.cli.commands.init import init
-from moegraft.injection.cli.commands.options import PROGRAM
 from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.schema import schema
 from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import verify
-from moegraft.injection.cli.model_options import option_name
+from moegraft.injection.cli.options import PROGRAM, option_name
 
 EXIT_CODES = (
     "Exit codes: 0 all is well; 1 the answer is no (wrong rules, does not fit, differs); 2 the command or its input cannot be used."

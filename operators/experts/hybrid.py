@@ -1,4 +1,7 @@
-"""`hybrid_experts`: all routed experts of a layer, packed in host memory and computed by the C++ kernel."""
+"""`hybrid_experts`: all routed experts of a layer, packed in host memory and computed by the C++ kernel.
+
+The forward pass of packed experts on the CPU, with the neurons left out that a layer's threshold says.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,55 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import BuildContext, Footprint, Operator
-from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array, describe, rounded
+from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.engine.beside import shared_experts_of
-from moegraft.operators.experts.engine.gpu_layer import DraftRouting, GpuLayer
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.model_experts import Member, ModelExperts
-from moegraft.operators.experts.engine.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
-from moegraft.operators.experts.engine.prefetcher import PrefetchOptions
-from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
-from moegraft.operators.experts.routing import router_of
-from moegraft.operators.experts.scheduling.scheduler import ScheduleName
-from moegraft.operators.experts.sparse_path import forward_packed
+from moegraft.operators.kv_cache import CacheForm
+from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.offload.executors import DraftRouting, GpuLayer
+from moegraft.operators.offload.model_experts import GpuGroups, Member, ModelExperts
+from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
+from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.scheduler import ScheduleName
+from moegraft.operators.offload.shared_overlap import shared_experts_of
+from moegraft.operators.routing import router_of
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
-from moegraft.operators.sparse.options import SparsityOptions
-from moegraft.operators.traceable import experts, needs_gradient, register_experts
+from moegraft.operators.sparse.thresholds import SparsityOptions
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def forward_packed(
+    runtime: Runtime,
+    packed: PackedExperts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    out: torch.Tensor,
+    sparsity: LayerSparsity | None,
+) -> None:
+    """Fills `out (T, H)`; all tensors are on the CPU and contiguous, ids int64 and weights float32."""
+    arrays = (as_array(hidden_states), top_k_index.numpy(), as_array(top_k_weights), as_array(out))
+    if sparsity is None:
+        runtime.forward(packed, *arrays)
+        return
+    sparsity.begin(len(hidden_states))
+    acted = None if sparsity.observer is None else np.empty((*top_k_index.shape, packed.shape.intermediate), np.float32)
+    now = sparsity.in_force()
+    runtime.forward(packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
+    if sparsity.observer is not None and acted is not None:
+        sparsity.observer(top_k_index, torch.from_numpy(acted))
+
 
 StoredType = Literal["float32", "float16", "bfloat16"]
 STORED_TYPES: dict[torch.dtype, StoredType] = {
@@ -140,11 +165,11 @@ class HybridExperts(Operator):
         self._number = register_experts(self)
 
     @classmethod
-    def refuse(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
+    def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
         return why_unsupported(module)
 
     @classmethod
-    def keeps(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
+    def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
         # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
         return options.gpu == "none" and options.sparsity is None
 
@@ -201,7 +226,7 @@ class HybridExperts(Operator):
             packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, advance))
         self._packed = packed
 
-    def ready(self, model: PreTrainedModel, path: str) -> None:
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         if self._group is None:
             return
         assert self._packed is not None, "ready after load"

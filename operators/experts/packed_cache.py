@@ -25,7 +25,7 @@ import numpy as np
 
 from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.layout import ExpertsLayout
+from moegraft.operators.layout import ExpertsLayout
 
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
-from moegraft.operators.experts.reference import reference_experts
+from moegraft.operators.reference import reference_experts
 from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector

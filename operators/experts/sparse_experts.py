@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.experts.reference import reference_experts
 from moegraft.operators.kernels.availability import interpreted, why_unavailable
-from moegraft.operators.kernels.layout import block_bytes, round_up
+from moegraft.operators.kernels.packed_layout import block_bytes, round_up
+from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
+from moegraft.operators.kernels.workspace import Workspace
+from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.reference import reference_experts
 from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
-from moegraft.operators.sparse.margin import DEFAULT_MARGIN, SketchSamples, sample
-from moegraft.operators.sparse.options import SparsityOptions
-from moegraft.operators.sparse.weights import SparseWeights, sketch_of
-from moegraft.operators.sparse.workspace import Workspace
-from moegraft.operators.traceable import experts, needs_gradient, register_experts
+from moegraft.operators.sparse.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class SparseExperts(Operator):
         self._number = register_experts(self)
 
     @classmethod
-    def refuse(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:
+    def unsupported_reason(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:
         reason = why_unavailable()
         if reason is not None:
             return f"sparse_experts computes on a CUDA GPU, and {reason}; hybrid_experts takes 'sparsity' on the CPU, too"
@@ -180,15 +179,14 @@ class SparseExperts(Operator):
         if weights.down_t.device.type == "cpu" and not interpreted():
             return
         # Triton need not be installed where no GPU is
-        from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
-        from moegraft.operators.sparse.timing import TimedPaths
+        from moegraft.operators.sparse.gpu_layer import SparseGpuLayer, TimedPaths
 
         choose = TimedPaths(self._choices)
         margin = self.options.margin or self._samples.margin(self.sparsity.threshold) or DEFAULT_MARGIN
         self._layer = SparseGpuLayer(weights, self._workspace, choose, group=self.options.group, margin=margin)
         self.sparsity.attach(self._layer)
 
-    def ready(self, model: PreTrainedModel, path: str) -> None:
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         assert self._weights is not None, "ready after load"
         if self.options.permute:
             if self._activity is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moegraft.operators.kernels.layout import UNIT_DTYPES
+from moegraft.operators.kernels.packed_layout import UNIT_DTYPES
 
 # Fused multiply-adds are meant, whatever a Triton version's default is.
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}

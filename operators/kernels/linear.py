@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.launch import LAUNCH, Bytes, on
-from moegraft.operators.kernels.layout import BLOCK_ROWS, PackedMatrix, block_bytes, packed_matrix, round_up
+from moegraft.operators.kernels.packed_layout import BLOCK_ROWS, PackedMatrix, block_bytes, packed_matrix, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
-from moegraft.operators.kernels.slots_decode import UNITS, WARPS, row_products
+from moegraft.operators.kernels.slots import UNITS, WARPS, row_products
 
 # Up to here every token streams the weights itself; an estimate, no GPU has measured it.
 DECODE_TOKENS = 4

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.availability import interpreted
-from moegraft.operators.kernels.finish import Finish, finish_tile
-from moegraft.operators.kernels.gates import Gate
+from moegraft.operators.kernels.epilogue import Epilogue, finish_tile
 from moegraft.operators.kernels.launch import LAUNCH, Bytes
-from moegraft.operators.kernels.layout import PackedMatrix, round_up
+from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.units import column, column_as, dot, load, scale_at, signed, unit_at
 
@@ -151,7 +150,7 @@ def packed_product(
     *,
     groups: PairGroups | None = None,
     gate: Gate | None = None,
-    finish: Finish = "rows",
+    finish: Epilogue = "rows",
     pairs_a_row: int = 1,
     following: PackedMatrix | None = None,
 ) -> None:

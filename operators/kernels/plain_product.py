@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.availability import interpreted
-from moegraft.operators.kernels.finish import Finish, Threshold, finish_tile
-from moegraft.operators.kernels.gates import Gate
+from moegraft.operators.kernels.epilogue import Epilogue, Threshold, finish_tile
 from moegraft.operators.kernels.launch import LAUNCH
+from moegraft.operators.kernels.packed_layout import Gate
 from moegraft.operators.kernels.routing import PairGroups
 from moegraft.operators.kernels.units import dot
 
@@ -35,7 +35,7 @@ class PlainMatrix(NamedTuple):
     bias_stride: int
 
 
-def gate_up_matrix(gate_up: torch.Tensor, *, interleaved: bool, finish: Finish, bias: bool) -> PlainMatrix:
+def gate_up_matrix(gate_up: torch.Tensor, *, interleaved: bool, finish: Epilogue, bias: bool) -> PlainMatrix:
     """Of `gate_up (E, 2I, H)`, gate rows first or in turn with up rows: both ("gate"), or the gate alone ("act")."""
     _, both, hidden = gate_up.shape
     neurons = both // 2
@@ -162,7 +162,7 @@ def plain_product(
     *,
     biases: torch.Tensor | None = None,
     gate: Gate | None = None,
-    finish: Finish = "rows",
+    finish: Epilogue = "rows",
     pairs_a_row: int = 1,
     threshold: Threshold | None = None,
 ) -> None:

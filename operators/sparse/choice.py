@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
-from moegraft.operators.sparse.workspace import bucket_of
+from moegraft.operators.kernels.workspace import bucket_of
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 `pair`, `ordered`: every pair reads its own active rows, as they come or by expert (what several pairs read is then in the L2 cache).
 `union`: the pairs of an expert read the union of their rows, on tensor cores. `dense`, `grouped_mm`: all rows are read, by the project's
 own kernel or PyTorch's, and neurons below the threshold become zeros.
+
+The dense path over PyTorch's `grouped_mm`: what the project's own kernels have to beat.
 """
 
 from __future__ import annotations
@@ -10,19 +12,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 
-from moegraft.operators.kernels.combine import combine
-from moegraft.operators.kernels.finish import Finish
+from moegraft.operators.kernels.epilogue import Epilogue, combine
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.plain_product import gate_up_matrix, plain_product, rows_matrix
 from moegraft.operators.kernels.routing import PairGroups, group_pairs
-from moegraft.operators.kernels.slots_decode import rows_by_pair
-from moegraft.operators.sparse.call import Call, Lists, Order
-from moegraft.operators.sparse.grouped_mm import run_grouped_mm
-from moegraft.operators.sparse.kernels.gate_compact import compact_candidates, gate_compact
-from moegraft.operators.sparse.kernels.listed import down_listed, up_listed
-from moegraft.operators.sparse.kernels.rows import neuron_rows
-from moegraft.operators.sparse.kernels.union import compact_union, down_union, up_union
+from moegraft.operators.kernels.slots import rows_by_pair
+from moegraft.operators.kernels.sparse_call import Call, Lists, Order
+from moegraft.operators.kernels.sparse_pairs import compact_candidates, down_listed, gate_compact, gate_rows, up_listed
+from moegraft.operators.kernels.sparse_rows import neuron_rows
+from moegraft.operators.kernels.sparse_union import compact_union, down_union, up_union
+from moegraft.operators.kernels.sparse_weights import SparseWeights
+
+
+def takes(weights: SparseWeights) -> bool:
+    """Whether `grouped_mm` has a fast kernel for these weights: bfloat16, rows of whole 16 bytes."""
+    return weights.gate_up.dtype == torch.bfloat16 and weights.hidden % 8 == 0 and weights.neurons % 8 == 0
+
+
+def run_grouped_mm(call: Call) -> None:
+    """All rows of the chosen experts; neurons below the threshold become zeros. No step waits for the device, so it can be captured."""
+    weights, top_k = call.weights, call.top_k
+    ids = call.ids.flatten()
+    # padded slots come behind all experts, where no group takes them
+    order = torch.where(ids < 0, weights.num_experts, ids).sort(stable=True)
+    experts = torch.arange(1, weights.num_experts + 1, dtype=order.values.dtype, device=ids.device)
+    ends = torch.searchsorted(order.values, experts).to(torch.int32)
+    sums = F.grouped_mm(call.hidden_states[order.indices // top_k], weights.gate_up.transpose(1, 2), offs=ends)
+    neurons = sums.new_empty(len(ids), weights.neurons)
+    gate_rows(call, sums, order.values, neurons)
+    rows = F.grouped_mm(neurons, weights.down_t, offs=ends).float()
+    present = order.values < weights.num_experts
+    if weights.down_bias is not None:
+        rows = rows + weights.down_bias[order.values.clamp(max=weights.num_experts - 1)]
+    shares = torch.where(present, call.top_k_weights.flatten()[order.indices].float(), 0.0)
+    # what no group wrote may be anything, NaN too
+    rows = torch.where(present[:, None], rows, 0.0) * shares[:, None]
+    unsorted = torch.empty_like(rows)
+    unsorted[order.indices] = rows
+    call.out.copy_(unsorted.view(*call.ids.shape, -1).sum(1))
+
 
 SKETCH_DECODE_TOKENS = 8  # up to here every pair reads its sketch itself; an estimate, no GPU has measured it
 
@@ -126,7 +156,7 @@ def run_dense(call: Call) -> None:
     groups = grouped(call)
     neurons = buffers.of_pairs("union neurons", weights.neurons, call.hidden_states.dtype)
     rows = buffers.of_pairs("rows", weights.hidden, torch.float32)
-    finish: Finish = "gate" if weights.gated else "act"
+    finish: Epilogue = "gate" if weights.gated else "act"
     if weights.gated:
         matrix = gate_up_matrix(weights.gate_up, interleaved=weights.interleaved, finish="gate", bias=bias)
     else:

@@ -1,6 +1,10 @@
 """The thresholds file: what `|act(gate)|` a share of a layer's neurons stays below, with what that was measured on.
 
 JSON, so that people can read it and a checkpoint can carry it. It belongs to one model's weights and is refused for any other.
+
+The option `sparsity` of operators that can leave neurons out.
+
+How far below the threshold a sketched activation may lie before its neuron is not looked at: from a calibration's activations.
 """
 
 from __future__ import annotations
@@ -14,13 +18,67 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from moegraft.operators.errors import ThresholdsError
-from moegraft.operators.sparse.options import Counts, Mode
 from moegraft.operators.weights import WeightSource
+
+Counts = Literal["routed", "total"]
+Mode = Literal["layer", "global"]
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityOptions:
+    """Which neurons of an expert are left out: those whose `|act(gate)|` is below a threshold. It changes what the model says.
+
+    Attributes:
+        target: share of neurons to leave out, from 0 (none, in the layout that can) to below 1.
+        counts: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
+            which stay whole, so that the routed ones must be sparser.
+        thresholds: a file that `moegraft calibrate` wrote. By default that of the model's own folder, `moegraft_thresholds.json`; where
+            there is none, a short calibration runs when the model is loaded.
+        mode: `layer` gives every layer the target; `global` takes one threshold for all layers, which have the target together.
+    """
+
+    target: float
+    counts: Counts
+    thresholds: Path | None = None
+    mode: Mode = "layer"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target < 1:
+            hint = f"; write {self.target / 100:g}" if 1 < self.target < 100 else ""
+            raise ValueError(f"target is a share from 0 to below 1, not {self.target:g}{hint}")
+
+
+def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
+    """The share of routed neurons that has to be left out.
+
+    A token passes `top_k * intermediate` routed neurons and `shared_intermediate` shared ones, so `total = routed * K I / (K I + I_shared)`
+    (the accounting that the published table of Qwen3.5-35B-A3B fits).
+
+    Raises:
+        ValueError: the target counts shared neurons that stay, and cannot be reached.
+    """
+    if options.counts == "routed" or not shared_intermediate:
+        return options.target
+    routed = top_k * intermediate
+    most = routed / (routed + shared_intermediate)
+    if options.target >= most:
+        raise ValueError(
+            f"target {options.target:g} of all neurons cannot be reached: the shared expert stays whole, so that {most:.3f} would leave no "
+            "routed neuron; lower it, or count 'routed' neurons"
+        )
+    return options.target / most
+
+
+def total_share(routed: float, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
+    """The share of all neurons a token passes, shared ones included, when a share `routed` of the routed ones is left out."""
+    return routed * top_k * intermediate / (top_k * intermediate + shared_intermediate)
+
 
 FORMAT = "moegraft-thresholds/1"
 CRITERION = "abs_act_gate"
@@ -195,3 +253,40 @@ def _check_numbers(name: str, values: Sequence[float], count: int, *, least: flo
         raise ValueError(f"{name} has something that is no number{' above 0' if least else ' from 0 on'}")
     if any(left > right for left, right in pairwise(values)):
         raise ValueError(f"{name} does not rise")
+
+
+MISSED = 1e-3  # share of the active neurons that a sketch may miss
+MOST_A_CALL = 1 << 15  # activations that are kept of a call, evenly spread
+DEFAULT_MARGIN = 0.8  # without a calibration; found with synthetic weights
+
+
+class SketchSamples:
+    """Activations by exact gates and by sketched ones, side by side, of a part of a calibration's neurons."""
+
+    def __init__(self) -> None:
+        self._exact: list[torch.Tensor] = []
+        self._sketched: list[torch.Tensor] = []
+
+    def add(self, exact: torch.Tensor, sketched: torch.Tensor) -> None:
+        """What `sample` gave of one call, both ways."""
+        assert exact.shape == sketched.shape, "both are of the same neurons"
+        self._exact.append(exact)
+        self._sketched.append(sketched)
+
+    def margin(self, threshold: float) -> float | None:
+        """The share of the threshold that all but MISSED of the active neurons reach when sketched, at most 1; None: none is active."""
+        if not self._exact or threshold <= 0:
+            return None
+        exact, sketched = torch.cat(self._exact), torch.cat(self._sketched)
+        active = sketched[exact >= threshold].sort().values
+        if not len(active):
+            return None
+        reached = float(active[int(MISSED * len(active))]) / threshold
+        return min(1.0, max(reached, 1e-6))
+
+
+def sample(ids: torch.Tensor, acted: torch.Tensor) -> torch.Tensor:
+    """Some of the magnitudes of `acted (T, K, I)`, those of padded slots in `ids (T, K)` left out: always the same places. On the CPU."""
+    magnitudes = acted[ids >= 0].abs().flatten()
+    step = max(1, magnitudes.numel() // MOST_A_CALL) | 1  # odd: not always the same neurons
+    return magnitudes[::step].float().to("cpu", copy=True)

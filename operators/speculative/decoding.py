@@ -1,26 +1,189 @@
-"""Draft, verify, accept: the decoding loop that `generate` runs."""
+"""Draft, verify, accept: the decoding loop that `generate` runs.
+
+The one text that a call of `generate` writes: its tokens, its cache and what the caller wants to know of each step.
+
+Where drafts come from: the model with fewer experts, or the text itself.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.generic import ModelOutput
 
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy, Sampling
-from moegraft.operators.speculative.answer import Answer
-from moegraft.operators.speculative.drafting import Drafter
-from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.options import Spans, SpeculativeOptions, unseen
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, why_not_rewindable
-from moegraft.operators.speculative.schedule import Schedule
-from moegraft.operators.speculative.spans import Spans, unseen
-from moegraft.operators.speculative.statistics import Round, Statistics
+from moegraft.operators.speculative.schedule import Round, Schedule, Statistics
+
+
+class Answer:
+    """One sequence under way. The cache holds all tokens but the last whenever no forward pass is running."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,  # (1, prompt) int64
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self._model: Any = model  # torch types every attribute of a module as a tensor
+        self.input_ids = input_ids
+        self._processors: Any = logits_processor  # typed for CPU tensors of one class
+        self._criteria = stopping_criteria
+        self._config: Any = generation_config
+        self._kwargs = model_kwargs
+        self._streamer = streamer
+        self._scores: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
+        self.finished = False
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+        self.end_tokens: frozenset[int] = frozenset(token for tokens in ends for token in tokens.tolist())
+
+    @property
+    def length(self) -> int:
+        return int(self.input_ids.shape[1])
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be written."""
+        return int(self._config.max_length) - self.length
+
+    @property
+    def cache(self) -> Cache | None:
+        return self._kwargs.get("past_key_values")
+
+    def read_prompt(self) -> torch.Tensor:
+        """Feeds the prompt, past what the cache has of it; logits of its last token, (V,) float32."""
+        outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
+        # Notes the cache that the model made; lengths are noted by `advance`.
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
+        return _float(outputs.logits[0, -1])
+
+    def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
+        """Feeds the last `feed` tokens of the text followed by `tokens`; their logits, (feed, V) float32."""
+        kwargs, ids = self._kwargs, self.with_tokens(tokens)
+        if tokens:
+            kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs), num_new_tokens=len(tokens))
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = feed
+        return _float(self._model(**inputs, return_dict=True).logits[0, -feed:])
+
+    def with_tokens(self, tokens: Sequence[int]) -> torch.Tensor:
+        """(1, length + tokens) int64: the text as it would be with `tokens` after it."""
+        if not tokens:
+            return self.input_ids
+        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
+
+    def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What every logits processor makes of the logits (V,) after `input_ids`; processors may write in place, so on a copy."""
+        scores: torch.Tensor = self._processors(input_ids, logits[None].clone())[0]
+        return scores
+
+    def append(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Writes one token and asks whether the text ends with it."""
+        self.input_ids = self.with_tokens([token])
+        if self._config.return_dict_in_generate and self._config.output_scores:
+            self._scores.append(scores[None])
+        if self._config.return_dict_in_generate and self._config.output_logits:
+            self._logits.append(logits[None].clone())
+        self.finished = bool(self._criteria(self.input_ids, tuple(self._scores) if self._config.output_scores else None).all())
+        if self._streamer is not None:
+            self._streamer.put(self.input_ids[0, -1:].cpu())
+
+    def advance(self, tokens: int) -> None:
+        """Notes that the text grew by `tokens`, for masks and positions."""
+        self._kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), self._kwargs, num_new_tokens=tokens)
+
+    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` returns."""
+        if self._streamer is not None:
+            self._streamer.end()
+        if not self._config.return_dict_in_generate:
+            return self.input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.input_ids,  # type: ignore[arg-type]
+            scores=tuple(self._scores) if self._config.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(self._logits) if self._config.output_logits else None,  # type: ignore[arg-type]
+            past_key_values=self.cache,
+        )
+
+
+def _float(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.float32)
+
+
+class Drafter(Protocol):
+    """Proposes how a text goes on. What it feeds to the model's cache its caller takes out again."""
+
+    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
+        """At most `length` tokens; asks `goes_on` after each, with the q of all so far."""
+        ...
+
+
+class ExpertsDrafter:
+    """The model itself with fewer experts a token (SS-MoE, algorithm 1), over the same cache."""
+
+    def __init__(self, switch: DraftSwitch, settings: DraftSettings, confidence: float) -> None:
+        self._switch = switch
+        self._settings = settings
+        self._confidence = confidence
+
+    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
+        tokens: list[int] = []
+        drafts: list[DraftToken] = []
+        confidences: list[float] = []
+        with self._switch.drafting(self._settings):
+            while len(drafts) < length:
+                logits = answer.forward(tokens, feed=1)[0]
+                scores = answer.process(answer.with_tokens(tokens), logits)
+                draft = DraftToken(rule.pick(scores), scores.softmax(-1))
+                drafts.append(draft)
+                tokens.append(draft.token)
+                confidences.append(draft.confidence)
+                if draft.token in answer.end_tokens or confidences[-1] < self._confidence or not goes_on(confidences):
+                    break
+        return drafts
+
+
+class NgramDrafter:
+    """What followed the last time the text's latest tokens occurred in it (prompt lookup, Saxena 2023); costs no forward pass."""
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+
+    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
+        tokens = continuation(answer.input_ids[0], self._ngram, length)
+        end = next((index + 1 for index, token in enumerate(tokens) if token in answer.end_tokens), len(tokens))
+        return [DraftToken(token) for token in tokens[:end]]
+
+
+def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
+    """Up to `length` tokens that followed the latest earlier place of the longest run, up to `ngram`, that ends `text` (L,)."""
+    if length < 1:
+        return []
+    for size in range(min(ngram, text.numel() - 1), 0, -1):
+        earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens that something follows
+        places = (earlier == text[-size:]).all(dim=1).nonzero()
+        if places.numel():
+            start = int(places[-1]) + size
+            return [int(token) for token in text[start : start + length]]
+    return []
+
 
 # They remember what they were called with, so calls for tokens that may be dropped again would change what they do.
 REMEMBERING_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

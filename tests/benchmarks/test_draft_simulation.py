@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT
 
-from moegraft.operators.experts.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 TOKENS, FEW = 500, 50
 SHAPES = {name: dataclasses.replace(shape, layers=2) for name, shape in MODELS.items()}
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a `families` of their own
+sys.path.append(str(ROOT / "benchmarks"))  # behind the tests, which have a `families` of their own
 
 from _prompts import read_sets, sampled, sequences
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_models import OSS, SHARED, save_model, stock
+from support import ROOT
+from support.sparse_models import OSS, SHARED, save_model, stock
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 IDS = torch.arange(3, 200)[None] % 257
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from kernel_cases import as_array, relative_error
+from support.kernel_cases import as_array, relative_error
 
 from moegraft.cpu_backend import Runtime
 

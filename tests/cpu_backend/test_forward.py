@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, make_batch, make_layer, relative_error, sqnr_db
+from support.kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, make_batch, make_layer, relative_error, sqnr_db
 
 from moegraft.cpu_backend import GateSpec, Runtime, activations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, as_array, relative_error
+from support.kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, as_array, relative_error
 
 from moegraft.cpu_backend import PackedLinear, Runtime
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moegraft.cpu_backend import NormSpec, RouterSpec, Runtime
-from moegraft.operators.norm.form import normalised
+from moegraft.operators.cpu_ops.norm import normalised
 
 ISAS = Runtime.available_isas()
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

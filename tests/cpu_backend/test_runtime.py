@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import as_array, make_batch, make_layer
+from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
 from moegraft.cpu_backend._kernel import cores_of_cpu_max, partition_blocks

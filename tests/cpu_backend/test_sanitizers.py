@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from moegraft.cpu_backend import Runtime
 
-ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "cpu_backend" / "csrc"
 MAIN = Path(__file__).with_name("sanitized.cpp")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from schedule_cases import (
+from support.schedule_cases import (
     INF,
     loose_problem,
     make_problem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error, sqnr_db
+from support.kernel_cases import ROUNDING, TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error, sqnr_db
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from k_quants import any_blocks, dequantised, quantise
-from kernel_cases import PARTS, ROUNDING, Layer, as_array, make_batch, relative_error, sqnr_db
+from support.k_quants import any_blocks, dequantised, quantise
+from support.kernel_cases import PARTS, ROUNDING, Layer, as_array, make_batch, relative_error, sqnr_db
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
 

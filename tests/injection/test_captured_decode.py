@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, prompt, served_cases
+from support.families import build_model, prompt, served_cases
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.experts.devices.interface import DeviceError
-from moegraft.operators.experts.engine import decode_steps
-from moegraft.operators.experts.engine.captured_layer import CapturedLayer
-from moegraft.operators.experts.engine.decode_steps import DecodeSteps
-from moegraft.operators.experts.engine.engine import Engine
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.static_cache import fixed, grown
-from moegraft.operators.experts.engine.trial import STEPS
+from moegraft.operators.offload import decode_steps
+from moegraft.operators.offload.captured import CapturedLayer, fixed, grown
+from moegraft.operators.offload.decode_steps import STEPS, DecodeSteps
+from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.model_experts import GpuGroups
 
 RULES = """
 version: 1

@@ -1,17 +1,17 @@
 """The bundled model is what its card says: trained, small, evenly routed, and a whole chat model to stock transformers."""
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moegraft.injection.demo import demo_path
 
-RECIPE = Path(__file__).parents[2] / "benchmarks" / "demo_recipe.py"
+RECIPE = ROOT / "benchmarks" / "demo_recipe.py"
 EXCERPT = 24_000  # characters of the held-out text; about 9,000 tokens
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build_model, prompt, served_cases
-from family_rows import FamilyCase
+from support.families import build_model, prompt, served_cases
+from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.experts.devices.cuda import why_no_cuda
-from moegraft.operators.experts.devices.interface import DeviceError
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.model_experts import ModelExperts
+from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.devices.cuda import why_no_cuda
+from moegraft.operators.offload.model_experts import GpuGroups, ModelExperts
 
 RULES = """
 version: 1

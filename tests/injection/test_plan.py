@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rule_support import REGISTRY, findings_of, plan_for, read, tiny_model, write
+from support.rule_support import REGISTRY, findings_of, plan_for, read, tiny_model, write
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from moegraft.injection.plan import Plan, plan
-from moegraft.injection.rulefile import read_rules
+from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "num_experts_per_tok": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rule_support import findings_of, plan_for, tiny_model, write
+from support.rule_support import findings_of, plan_for, tiny_model, write
 from torch import nn
 
 HERE = "»"

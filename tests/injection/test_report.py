@@ -10,14 +10,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import browsing, find_chromium
+from support import ROOT
+from support.browser import browsing, find_chromium
 
 from moegraft.injection.bench.checkout import benchmarks_folder, find_benchmarks
 from moegraft.injection.bench.page import FOLD_FROM, SHOWN, page
 from moegraft.injection.bench.report import gather
 from moegraft.injection.bench.results import PROVENANCE, ResultError, is_number
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 PNG = b"\x89PNG\r\n\x1a\n not a picture, but bytes"
 

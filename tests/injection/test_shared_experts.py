@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build_model, prompt, served_cases
+from support.families import build_model, prompt, served_cases
 from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.experts.devices.interface import DeviceError
-from moegraft.operators.experts.engine.beside import SHARED_NAMES, SharedBeside
-from moegraft.operators.experts.engine.engine import Engine
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.shared_overlap import SHARED_NAMES, SharedOverlap
 
 RULES = """
 version: 1
@@ -39,7 +39,7 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     return load
 
 
-def layers_of(model: PreTrainedModel) -> list[SharedBeside]:
+def layers_of(model: PreTrainedModel) -> list[SharedOverlap]:
     operators = [module for module in model.modules() if isinstance(module, HybridExperts)]
     found = [operator._on_gpu.beside for operator in operators if operator._on_gpu is not None]
     assert found and None not in found

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moegraft.operators.experts.gates import recognise_gate
-from moegraft.operators.experts.layout import read_layout, why_unsupported
-from moegraft.operators.experts.reference import reference_gate
+from moegraft.operators.layout import read_layout, recognise_gate, why_unsupported
+from moegraft.operators.reference import reference_gate
 
 GATE, UP = torch.linspace(-30, 30, 61), torch.linspace(-30, 30, 61)
 

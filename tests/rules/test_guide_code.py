@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import blocks, the_block
+from support.documents import blocks, the_block
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -83,7 +83,7 @@ def test_the_commands_know_the_operator(installed: Path) -> None:
 def test_a_bias_is_kept(installed: Path) -> None:
     from fp8_linear import Fp8Linear  # type: ignore[import-not-found]
 
-    from moegraft.injection.live import live_source
+    from moegraft.injection.checkpoint.sources import live_source
 
     module = torch.nn.Linear(64, 32)
     operator = Fp8Linear.build(module, Fp8Linear.options_type(), None)

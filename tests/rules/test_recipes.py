@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from documents import Block, blocks
-from rule_support import findings_of, write
+from support.documents import Block, blocks
+from support.rule_support import findings_of, write
 
 from moegraft.injection.demo import demo_path
-from moegraft.injection.outline import Outline, outline
-from moegraft.injection.rulefile import read_rules
+from moegraft.injection.meta_model import MetaModel, build_meta_model
+from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
 
 RECIPES = [block for block in blocks("yaml") if block.page.name == "recipes.md"]
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Outline:
-    return outline(demo_path())
+def bundled() -> MetaModel:
+    return build_meta_model(demo_path())
 
 
 @pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
-def test_a_recipe_fits_a_model(block: Block, bundled: Outline, tmp_path: Path) -> None:
+def test_a_recipe_fits_a_model(block: Block, bundled: MetaModel, tmp_path: Path) -> None:
     registry = load_registry()
     rules = read_rules(write(tmp_path, block.text), registry=registry)
     found = findings_of(lambda: bundled.plan(rules, registry))

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import PAGES, Block, blocks, the_block
-from families import FamilyCase, build_config, family_cases
-from rule_support import findings_of, write
+from support import ROOT
+from support.documents import PAGES, Block, blocks, the_block
+from support.families import FamilyCase, build_config, family_cases
+from support.rule_support import findings_of, write
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moegraft.injection.plan import plan
-from moegraft.injection.rulefile import default_rules, read_rules
-from moegraft.injection.rulefile.migration import class_table
+from moegraft.injection.rules import default_rules, read_rules
+from moegraft.injection.rules.replacement import class_table
 from moegraft.operators.registry import load_registry
 from moegraft.rules import shipped_rules
 
@@ -24,7 +25,7 @@ FAMILIES = (
     *("gpt_oss", "granitemoe", "glm4_moe", "qwen3_next", "qwen3_5_moe"),
 )
 REGISTRY = load_registry()
-GUIDE = Path(__file__).parents[2] / "rules" / "README.md"
+GUIDE = ROOT / "rules" / "README.md"
 
 
 def cases() -> dict[str, FamilyCase]:

@@ -1,25 +1,196 @@
-"""One answer: from prompt tokens to streamed text, with what it cost and why it ended."""
+"""One answer: from prompt tokens to streamed text, with what it cost and why it ended.
+
+What an answer cost, in the words that are shown for it.
+
+Turns tokens into text as `generate` makes them, and notes when each came.
+
+What drafts and devices did since the model was loaded, in the words that are shown for it.
+
+Ctrl-C as a request to stop the answer, obeyed where the model's state is whole.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moegraft.injection.cli.chat.answer_stats import AnswerStats
-from moegraft.injection.cli.chat.interrupt import PromptInterrupted, StopRequest
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
-from moegraft.injection.cli.chat.streamer import AnswerStreamer
+from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.injection.graft import decode_steps_of
+from moegraft.injection.cli.options import SamplingOptions
+from moegraft.injection.graft import Injection, decode_steps_of
 from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """Token counts and seconds of one answer."""
+
+    prompt_tokens: int
+    kept_tokens: int  # of the prompt, still known from the turn before
+    generated_tokens: int
+    first_token_s: float  # from asking to the first token
+    decode_s: float  # from the first token to the last
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return (self.prompt_tokens - self.kept_tokens) / self.first_token_s if self.first_token_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """None for an answer of one token: there was no step to time."""
+        return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
+
+    def line(self) -> str:
+        computed = f" ({self.prompt_tokens - self.kept_tokens} new)" if self.kept_tokens else ""
+        decode = f" at {self.decode_tokens_per_s:.1f} tokens/s" if self.decode_tokens_per_s else ""
+        return (
+            f"prompt: {_tokens(self.prompt_tokens)}{computed} at {self.prefill_tokens_per_s:.1f} tokens/s, "
+            f"first token after {self.first_token_s:.2f} s; answer: {_tokens(self.generated_tokens)}{decode}"
+        )
+
+
+@dataclass(slots=True)
+class ChatStats:
+    """Sums over the answers of one program run."""
+
+    answers: int = 0
+    computed_tokens: int = 0
+    prefill_s: float = 0.0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+
+    def add(self, stats: AnswerStats) -> None:
+        self.answers += 1
+        self.computed_tokens += stats.prompt_tokens - stats.kept_tokens
+        self.prefill_s += stats.first_token_s
+        self.generated_tokens += stats.generated_tokens
+        self.decode_steps += max(0, stats.generated_tokens - 1)
+        self.decode_s += stats.decode_s
+
+    def line(self) -> str:
+        if not self.answers:
+            return "no answer yet"
+        prefill = f" at {self.computed_tokens / self.prefill_s:.1f} tokens/s" if self.prefill_s else ""
+        decode = f" at {self.decode_steps / self.decode_s:.1f} tokens/s" if self.decode_s else ""
+        return (
+            f"answers so far: {self.answers}; computed of prompts: {_tokens(self.computed_tokens)}{prefill}; "
+            f"generated: {_tokens(self.generated_tokens)}{decode}"
+        )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+class PromptInterrupted(Exception):
+    """The answer was stopped before its first token."""
+
+
+class StopRequest(StoppingCriteria):
+    """Set by the first Ctrl-C; `generate` asks it after each token. A second Ctrl-C raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._tokens_seen = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._tokens_seen = True
+        return torch.full((input_ids.shape[0],), self.requested, dtype=torch.bool, device=input_ids.device)
+
+    @contextmanager
+    def listening(self, model: PreTrainedModel) -> Iterator[None]:
+        """Ctrl-C goes to this request while the body runs.
+
+        Raises:
+            PromptInterrupted: stopped while the prompt was read, which can take minutes: between two layers of the model.
+        """
+        hooks = [
+            module.register_forward_pre_hook(self._between_layers)
+            for module in model.modules()
+            if isinstance(module, GradientCheckpointingLayer)  # what transformers builds decoder layers on
+        ]
+        main_thread = threading.current_thread() is threading.main_thread()  # others cannot set signal handlers
+        previous = signal.signal(signal.SIGINT, self._request) if main_thread else None
+        try:
+            yield
+        finally:
+            if main_thread:
+                signal.signal(signal.SIGINT, previous)
+            for hook in hooks:
+                hook.remove()
+
+    def _request(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def _between_layers(self, module: torch.nn.Module, args: Any) -> None:
+        if self.requested and not self._tokens_seen:
+            raise PromptInterrupted
+
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for the first bytes of a character
+
+
+class AnswerStreamer(BaseStreamer):
+    """Calls `on_text` with each piece of the answer that can no longer change."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._on_text = on_text
+        self._saw_prompt = False
+        self._shown = 0  # tokens whose text was passed on
+        self._context = 0  # tokens before this one do not change how the next are spelt
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.started_s = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt first, then tokens in any number at a time."""
+        if not self._saw_prompt:
+            self._saw_prompt = True
+            return
+        self.last_token_s = time.perf_counter()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
+        self.token_ids.extend(value.reshape(-1).tolist())
+        self._advance(finished=False)
+
+    def end(self) -> None:
+        self._advance(finished=True)
+
+    def _advance(self, *, finished: bool) -> None:
+        # A token's text can depend on the one before it (a leading space), so some tokens before are always decoded with it.
+        known = self._decode(self.token_ids[self._context : self._shown])
+        text = self._decode(self.token_ids[self._context :])
+        if len(text) <= len(known) or (text.endswith(UNFINISHED) and not finished):
+            return
+        self._context, self._shown = self._shown, len(self.token_ids)
+        self.text += text[len(known) :]
+        self._on_text(text[len(known) :])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str), "one sequence decodes to one string"
+        return text
+
 
 logger = logging.getLogger(__name__)
 DEFAULT_NEW_TOKENS = 512
@@ -148,3 +319,45 @@ def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> An
         first_token_s=streamer.first_token_s - streamer.started_s,
         decode_s=streamer.last_token_s - streamer.first_token_s,
     )
+
+
+def work_lines(model: PreTrainedModel) -> list[str]:
+    """A line for drafts, if there were any, and one for each device that experts share."""
+    injection: object = getattr(model, "moegraft", None)
+    if not isinstance(injection, Injection):
+        return []
+    lines = []
+    operator = injection.model_operator
+    if operator is not None and operator.statistics().get("rounds"):
+        lines.append(f"drafts: {_drafts(operator.statistics())}")
+    devices = injection.statistics()["devices"]
+    assert isinstance(devices, Mapping), "devices by name"
+    return [*lines, *(f"{name}: {_named(found)}" for name, found in devices.items())]
+
+
+def _drafts(found: Mapping[str, object]) -> str:
+    seconds = {name: f"{_number(found[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
+    shares = found["acceptance_by_position"]
+    assert isinstance(shares, tuple), "a share for each position"
+    lossy = "" if found["agreement"] is None else f"; {_cost(found)}"
+    return (
+        f"{found['rounds']} rounds of {_number(found['tokens_per_round']):.2f} tokens; accepted by position "
+        f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
+        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}{lossy}"
+    )
+
+
+def _cost(found: Mapping[str, object]) -> str:
+    """Of a mode that changes what the model says."""
+    return (
+        f"{_number(found['agreement']):.1%} as lossless decoding has it, perplexity {_number(found['perplexity']):.2f} under the full model"
+    )
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float), f"a figure, not {value!r}"
+    return float(value)
+
+
+def _named(found: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in found.items())

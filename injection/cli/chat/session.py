@@ -1,18 +1,179 @@
-"""A chat: turns of one conversation with one model, and the loop that reads them."""
+"""A chat: turns of one conversation with one model, and the loop that reads them.
+
+The lines that start with a slash: what they are called, what they say of themselves, what they do.
+
+Reads what a person types: one line, lines that end in a backslash, or a block between \"\"\" fences.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moegraft.injection.cli.chat.answer import Answer, Answerer
-from moegraft.injection.cli.chat.answer_stats import AnswerStats, ChatStats
-from moegraft.injection.cli.chat.commands import run_command
-from moegraft.injection.cli.chat.conversation import Conversation
-from moegraft.injection.cli.chat.reader import prepare_editing, read_typed
-from moegraft.injection.cli.chat.saved_chat import SavedChat, read_chat, write_chat
+from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, ChatStats, work_lines
+from moegraft.injection.cli.chat.conversation import Conversation, SavedChat, read_chat, write_chat
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.cli.output import Terminal
 from moegraft.operators.errors import MoegraftError, error_sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`run` gets the chat and what follows the name; `argument` names that for the help, empty when there is none."""
+
+    summary: str
+    run: Callable[[Chat, str], None]
+    argument: str = ""
+
+
+def run_command(chat: Chat, line: str) -> None:
+    """Does what a line such as `/save talk.md` says, or says what is wrong with it."""
+    name, _, argument = line.strip().partition(" ")
+    command = COMMANDS.get(ALIASES.get(name, name))
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them"
+        chat.terminal.complain(f"no command {name}; {hint} (to send a line that starts with a slash, double it)")
+    elif bool(argument.strip()) != bool(command.argument):
+        chat.terminal.complain(f"usage: {name} {command.argument}".rstrip())
+    else:
+        command.run(chat, argument.strip())
+
+
+def _help(chat: Chat, argument: str) -> None:
+    width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())
+    lines = [f"{f'{name} {command.argument}':{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += [
+        "Ctrl-C stops an answer; twice: at once. Ctrl-D leaves.",
+        'Several lines: end each but the last with \\, or put them between """ and """.',
+    ]
+    chat.terminal.reply("\n".join(lines))
+
+
+def _reset(chat: Chat, argument: str) -> None:
+    chat.reset()
+    chat.terminal.notice("(a new conversation)")
+
+
+def _stats(chat: Chat, argument: str) -> None:
+    lines = [f"last answer: {chat.last.line()}"] if chat.last else []
+    lines += [chat.totals.line(), f"model: {chat.loaded.name}; seed: {chat.answerer.seed}"]
+    if chat.last and chat.loaded.context_tokens:
+        used = chat.last.prompt_tokens + chat.last.generated_tokens
+        lines.append(f"context: {used} of {chat.loaded.context_tokens} tokens after the last answer")
+    chat.terminal.reply("\n".join([*lines, *chat.loaded.placement(), *work_lines(chat.loaded.model)]))
+
+
+def _save(chat: Chat, argument: str) -> None:
+    path = Path(argument).expanduser()
+    messages = chat.conversation.messages
+    if not messages:
+        chat.terminal.complain("there is nothing to save yet")
+        return
+    try:
+        if path.suffix == ".safetensors":
+            chat.save(path)
+        else:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(_as_text(chat, as_json=path.suffix == ".json") + "\n")
+    except FileExistsError:
+        chat.terminal.complain(f"{path} exists and was left as it is; give another name")
+    except OSError as error:
+        chat.terminal.complain(f"not saved: {error_sentence(error)}")
+    else:
+        chat.terminal.reply(f"saved {len(messages)} messages to {path}")
+
+
+def _as_text(chat: Chat, *, as_json: bool) -> str:
+    messages = chat.conversation.messages
+    if as_json:
+        return json.dumps([asdict(message) for message in messages], ensure_ascii=False, indent=1)
+    if chat.conversation.has_template:
+        return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+    return chat.conversation.as_text()
+
+
+def _exit(chat: Chat, argument: str) -> None:
+    chat.leaving = True
+
+
+COMMANDS = {
+    "/help": Command("list the commands", _help),
+    "/reset": Command("start a new conversation", _reset),
+    "/stats": Command("speed, seed, what runs where, and what drafts and devices did", _stats),
+    "/save": Command("write the conversation: .json as JSON, .safetensors with its cache for --resume, else text", _save, "FILE"),
+    "/exit": Command("leave; also /quit", _exit),
+}
+ALIASES = {"/quit": "/exit"}
+
+
+FENCE = '"""'
+FIRST, NEXT = ">>> ", "... "
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """Something to act on; `command` for a line that starts with one slash."""
+
+    text: str
+    command: bool = False
+
+
+def prepare_editing() -> None:
+    """Gives `input` line editing, a history and lines of any length, where the system has readline."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+
+
+def read_typed() -> Typed:
+    """The next thing typed.
+
+    Raises:
+        EOFError: the input ended, also in the middle of several lines.
+        KeyboardInterrupt: Ctrl-C.
+        UnicodeError: the line is not UTF-8 text.
+    """
+    line = _line(FIRST)
+    if line.lstrip().startswith(FENCE):
+        return Typed(_block(line.lstrip().removeprefix(FENCE)))
+    if line.startswith("/") and not line.startswith("//") and "\n" not in line:
+        return Typed(line, command=True)
+    text = _joined(line)
+    return Typed(text.removeprefix("/") if text.startswith("//") else text)
+
+
+def _block(line: str) -> str:
+    lines = []
+    while not line.rstrip().endswith(FENCE):
+        lines.append(line)
+        line = _line(NEXT)
+    lines.append(line.rstrip().removesuffix(FENCE))
+    return "\n".join(lines).strip("\n")
+
+
+def _joined(line: str) -> str:
+    lines = []
+    while line.endswith("\\"):
+        lines.append(line.removesuffix("\\"))
+        line = _line(NEXT)
+    return "\n".join([*lines, line])
+
+
+def _line(mark: str) -> str:
+    if sys.stdout.isatty():
+        return _checked(input(mark))
+    print(mark, end="", file=sys.stderr, flush=True)  # stdout goes to a file: it takes answers alone
+    return _checked(input())
+
+
+def _checked(line: str) -> str:
+    line.encode()  # some locales let bytes that are no text through as lone surrogates, which no tokenizer takes
+    return line
 
 
 class Chat:

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.cli.output import Terminal
 from moegraft.injection.graft import Injection
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.timeline import Timeline, round_spans, write_trace
+from moegraft.operators.offload.model_experts import GpuGroups
+from moegraft.operators.offload.statistics import Timeline, round_spans, write_trace
 from moegraft.operators.speculative.operator import SpeculativeDraft
-from moegraft.operators.speculative.spans import unseen
+from moegraft.operators.speculative.options import unseen
 
 
 @contextmanager

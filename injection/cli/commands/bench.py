@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption
-from moegraft.injection.cli.commands.output import plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, USER_ERROR, user_errors
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.options import PROGRAM, JsonOption
+from moegraft.injection.cli.output import Terminal, open_terminal, plural, write_json
 
 if TYPE_CHECKING:
     from moegraft.injection.bench.checkout import Benchmark

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.commands.options import BUNDLED, PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
-from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.option_groups import OptionsError
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.options import BUNDLED, PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, write_json
 
 if TYPE_CHECKING:
     import torch
 
+    from moegraft.injection.calibration import CalibrationOptions
     from moegraft.injection.cli.loading import LoadedModel
-    from moegraft.injection.cli.model_options import ModelOptions
-    from moegraft.injection.sparsity.calibrate import CalibrationOptions
+    from moegraft.injection.cli.options import ModelOptions
     from moegraft.operators.sparse.calibration import Calibration
     from moegraft.operators.sparse.thresholds import Thresholds
 
@@ -73,9 +71,8 @@ def calibrate(
             raise OptionsError(f"{path.parent}: no such folder to write {path.name} to")
     options = model_options(model, rules, var, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text.read_bytes() if text is not None else None
-    from moegraft.injection.sparsity.calibrate import CalibrationOptions
-    from moegraft.injection.sparsity.report import activation_report
-    from moegraft.injection.verify.plot import require_matplotlib
+    from moegraft.injection.calibration import CalibrationOptions, activation_report
+    from moegraft.injection.verify import require_matplotlib
 
     try:
         run = CalibrationOptions(targets=tuple(target or TARGETS), counts=counts, mode=mode, window=window)
@@ -99,12 +96,11 @@ def calibrate(
 def _run(
     options: ModelOptions, content: bytes | None, name: str, tokens: int, run: CalibrationOptions, terminal: Terminal
 ) -> tuple[Thresholds, Calibration]:
+    from moegraft.injection.calibration import CALIBRATION_TEXT, calibrate, describe_source, sparse_rules, work_tokens
     from moegraft.injection.cli.loading import load_model, model_of
     from moegraft.injection.model_source import find_model
     from moegraft.injection.progress import token_bar
-    from moegraft.injection.rulefile import default_rules, read_rules
-    from moegraft.injection.sparsity.calibrate import calibrate, describe_source, sparse_rules, work_tokens
-    from moegraft.injection.sparsity.text import CALIBRATION_TEXT
+    from moegraft.injection.rules import default_rules, read_rules
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()

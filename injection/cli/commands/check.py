@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
-from moegraft.injection.cli.commands.output import Json, diagnostic_json, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, USER_ERROR, user_errors
-from moegraft.injection.cli.option_groups import OptionsError
-from moegraft.injection.cli.terminal import Terminal, open_terminal
-from moegraft.injection.rulefile import Diagnostic, RuleErrors, read_rules
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
+from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
-    from moegraft.injection.cli.model_options import ModelOptions
-    from moegraft.injection.outline import Outline
+    from moegraft.injection.cli.options import ModelOptions
+    from moegraft.injection.meta_model import MetaModel
     from moegraft.operators.registry import OperatorRegistry
 
 
@@ -60,30 +58,30 @@ def check(
 
     quiet_libraries()
     registry = load_registry()
-    outlined = _outline(model, options) if model is not None else None
-    checked = [_checked(file, options.vars(), outlined, registry) for file in rules]
+    open_meta_model = _outline(model, options) if model is not None else None
+    checked = [_checked(file, options.vars(), open_meta_model, registry) for file in rules]
     terminal = open_terminal()
     if json:
-        write_json(terminal, _as_json(checked, outlined))
+        write_json(terminal, _as_json(checked, open_meta_model))
     else:
-        _write(checked, outlined, terminal)
+        _write(checked, open_meta_model, terminal)
     code = max(_exit_code(outcome, strict=strict) for outcome in checked)
     if code:
         raise typer.Exit(code)
 
 
-def _outline(model: str, options: ModelOptions) -> Outline:
-    from moegraft.injection.outline import outline
+def _outline(model: str, options: ModelOptions) -> MetaModel:
+    from moegraft.injection.meta_model import build_meta_model
 
-    return outline(model, trust_remote_code=options.trust_remote_code, gguf=options.gguf)
+    return build_meta_model(model, trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
-def _checked(file: str, variables: Mapping[str, object], outlined: Outline | None, registry: OperatorRegistry) -> Checked:
+def _checked(file: str, variables: Mapping[str, object], open_meta_model: MetaModel | None, registry: OperatorRegistry) -> Checked:
     try:
         rule_file = read_rules(file, vars=variables, registry=registry)
-        if outlined is None:
+        if open_meta_model is None:
             return Checked(file, ())
-        planned = outlined.plan(rule_file, registry)
+        planned = open_meta_model.plan(rule_file, registry)
     except RuleErrors as error:
         return Checked(file, error.diagnostics, readable=Path(error.diagnostics[0].position.file).is_file())
     return Checked(file, planned.notices, True, len(planned.swaps), planned.bytes_by_device)
@@ -96,8 +94,8 @@ def _exit_code(checked: Checked, *, strict: bool) -> int:
     return FINDINGS if "error" in severities or (strict and "warning" in severities) else 0
 
 
-def _write(checked: list[Checked], outlined: Outline | None, terminal: Terminal) -> None:
-    from moegraft.injection.planning.table import bytes_text
+def _write(checked: list[Checked], open_meta_model: MetaModel | None, terminal: Terminal) -> None:
+    from moegraft.injection.plan import bytes_text
 
     for outcome in checked:
         for found in outcome.findings:
@@ -105,15 +103,15 @@ def _write(checked: list[Checked], outlined: Outline | None, terminal: Terminal)
         if "error" in outcome.severities():
             continue
         taken = ""
-        if outcome.modules is not None and outlined is not None:
+        if outcome.modules is not None and open_meta_model is not None:
             held = bytes_text(outcome.bytes_by_device or {})
-            taken = f"; it replaces {plural(outcome.modules, 'module')} of {outlined.model_class}, which then holds {held}"
+            taken = f"; it replaces {plural(outcome.modules, 'module')} of {open_meta_model.model_class}, which then holds {held}"
         terminal.write(f"{outcome.rules}: no errors{taken}\n")
-    if outlined is not None and outlined.unloadable is not None:
-        terminal.notice(f"notice: {outlined.unloadable}")
+    if open_meta_model is not None and open_meta_model.unloadable is not None:
+        terminal.notice(f"notice: {open_meta_model.unloadable}")
 
 
-def _as_json(checked: list[Checked], outlined: Outline | None) -> Json:
+def _as_json(checked: list[Checked], open_meta_model: MetaModel | None) -> Json:
     files: list[dict[str, Any]] = []
     for outcome in checked:
         files.append(
@@ -128,6 +126,6 @@ def _as_json(checked: list[Checked], outlined: Outline | None) -> Json:
     return {
         "ok": all(file["ok"] for file in files),
         "files": files,
-        "model_class": outlined.model_class if outlined else None,
-        "unloadable": outlined.unloadable if outlined else None,
+        "model_class": open_meta_model.model_class if open_meta_model else None,
+        "unloadable": open_meta_model.unloadable if open_meta_model else None,
     }

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, ModelOption, TrustOption, model_options
-from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, TrustOption, model_options
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, write_json
 
 if TYPE_CHECKING:
     from moegraft.injection.differences import Difference
@@ -34,15 +33,15 @@ def diff(
 
     Exit code 0: nothing does; 1: something does, or the rules are wrong; 2: a file or the model cannot be read.
     """
-    from moegraft.injection.cli.commands.planned import outlined
+    from moegraft.injection.cli.loading import open_meta_model
     from moegraft.injection.differences import differences
-    from moegraft.injection.rulefile import read_rules
+    from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
     rules = [read_rules(file, registry=registry) for file in (before, after)]
-    outline = outlined(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
-    first, second = (outline.plan(one, registry) for one in rules)
+    meta_model = open_meta_model(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
+    first, second = (meta_model.plan(one, registry) for one in rules)
     found = differences(first, second)
     terminal = open_terminal()
     if json:
@@ -54,8 +53,8 @@ def diff(
 
 
 def _write(found: list[Difference], before: str, after: str, first: Plan, second: Plan, terminal: Terminal) -> None:
-    from moegraft.injection.planning.table import bytes_text
-    from moegraft.injection.rulefile.layers import grouped
+    from moegraft.injection.plan import bytes_text
+    from moegraft.injection.rules.rule import grouped
 
     if not found:
         terminal.write("the two come to the same\n")
@@ -71,7 +70,7 @@ def _write(found: list[Difference], before: str, after: str, first: Plan, second
 
 
 def _text(swap: Swap | None) -> str:
-    from moegraft.injection.planning.table import bytes_text, given_options
+    from moegraft.injection.plan import bytes_text, given_options
 
     if swap is None:
         return STOCK

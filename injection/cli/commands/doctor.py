@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, JsonOption
-from moegraft.injection.cli.commands.output import Json, columns, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.options import PROGRAM, JsonOption
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, write_json
 
 if TYPE_CHECKING:
-    from moegraft.injection.doctor.facts import Facts
-    from moegraft.injection.doctor.problems import Problem
-    from moegraft.injection.predict.measure import Measurements
+    from moegraft.injection.doctor import Facts, Problem
+    from moegraft.injection.estimate.measure import Measurements
 
 
 @user_errors(PROGRAM)
@@ -30,9 +28,8 @@ def doctor(
     Exit code 0: nothing stands in the way; 1: something does.
     """
     from moegraft.injection.cli.loading import quiet_libraries
-    from moegraft.injection.doctor.facts import gather
-    from moegraft.injection.doctor.problems import find_problems
-    from moegraft.injection.predict import store
+    from moegraft.injection.doctor import find_problems, gather
+    from moegraft.injection.estimate import measure as store
 
     quiet_libraries()
     terminal = open_terminal()
@@ -53,8 +50,8 @@ def measure_and_save(terminal: Terminal) -> Measurements:
     Raises:
         OSError: the cache folder cannot be written.
     """
-    from moegraft.injection.predict import store
-    from moegraft.injection.predict.measure import measure
+    from moegraft.injection.estimate import measure as store
+    from moegraft.injection.estimate.measure import measure
 
     measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
     terminal.notice(f"kept in {store.save(measured)}")

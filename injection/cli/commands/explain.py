@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import (
+from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
     JsonOption,
@@ -20,16 +21,14 @@ from moegraft.injection.cli.commands.options import (
     VarOption,
     model_options,
 )
-from moegraft.injection.cli.commands.output import Json, columns, diagnostic_json, plural, write_json
-from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.output import Json, Terminal, columns, diagnostic_json, open_terminal, plural, write_json
 
 if TYPE_CHECKING:
+    from moegraft.injection.checks import Trial
     from moegraft.injection.explanation import Explanation
-    from moegraft.injection.outline import Outline
+    from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.plan import Swap
-    from moegraft.injection.planning.trials import Trial
-    from moegraft.injection.rulefile import Rule
+    from moegraft.injection.rules import Rule
 
 _LAYER = re.compile(r"\.[0-9]+\.")
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
@@ -52,41 +51,41 @@ def explain(
 
     Exit code 0: the rules fit the model; 1: they do not; 2: a file or the model cannot be read, or the command is wrong.
     """
-    from moegraft.injection.cli.commands.planned import outlined_rules
+    from moegraft.injection.cli.loading import model_and_rules
     from moegraft.injection.explanation import explain as explain_rules
 
     terminal = open_terminal()
-    outlined = outlined_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
-    found = explain_rules(outlined.outline, outlined.rules, outlined.registry)
+    open_meta_model = model_and_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
+    found = explain_rules(open_meta_model.meta_model, open_meta_model.rules, open_meta_model.registry)
     tried = found.trials(module) if module is not None else None
     if json:
-        write_json(terminal, _as_json(found, outlined.outline, tried))
+        write_json(terminal, _as_json(found, open_meta_model.meta_model, tried))
     elif tried is not None and module is not None:
         _write_trials(module, tried, found, terminal)
     else:
-        _write_table(found, outlined.outline, each, terminal)
+        _write_table(found, open_meta_model.meta_model, each, terminal)
     if found.plan is None:
         raise typer.Exit(FINDINGS)
 
 
-def _write_table(found: Explanation, outlined: Outline, each: bool, terminal: Terminal) -> None:
-    from moegraft.injection.planning.table import bytes_text, human_bytes
+def _write_table(found: Explanation, open_meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
+    from moegraft.injection.plan import bytes_text, human_bytes
 
     if found.plan is not None:
         rows = [*_swap_rows(found.plan.swaps, each), *_left_rows(found)]
         rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(found.plan.rest_bytes)} cpu"))
         terminal.write("\n".join(columns([HEADER, *rows])) + "\n")
         swaps = plural(len(found.plan.swaps), "module")
-        terminal.write(f"{outlined.model_class}: {swaps} replaced; in all {bytes_text(found.plan.bytes_by_device)}\n")
+        terminal.write(f"{open_meta_model.model_class}: {swaps} replaced; in all {bytes_text(found.plan.bytes_by_device)}\n")
     for finding in found.findings:
         terminal.write(f"{finding}\n")
-    if outlined.unloadable is not None:
-        terminal.notice(f"notice: {outlined.unloadable}")
+    if open_meta_model.unloadable is not None:
+        terminal.notice(f"notice: {open_meta_model.unloadable}")
 
 
 def _swap_rows(swaps: Sequence[Swap], each: bool) -> Iterable[tuple[str, ...]]:
-    from moegraft.injection.planning.table import bytes_text, given_options, total_bytes
-    from moegraft.injection.rulefile.layers import grouped
+    from moegraft.injection.plan import bytes_text, given_options, total_bytes
+    from moegraft.injection.rules.rule import grouped
 
     groups: dict[tuple[str, int], list[Swap]] = {}
     for swap in swaps:
@@ -101,7 +100,7 @@ def _swap_rows(swaps: Sequence[Swap], each: bool) -> Iterable[tuple[str, ...]]:
 
 
 def _left_rows(found: Explanation) -> Iterable[tuple[str, ...]]:
-    from moegraft.injection.rulefile.layers import grouped
+    from moegraft.injection.rules.rule import grouped
 
     for index, paths in found.left_alone.items():
         rule = found.rules.rules[index]
@@ -113,7 +112,7 @@ def _line(rule: Rule) -> str:
 
 
 def _write_trials(module: str, tried: Sequence[Trial], found: Explanation, terminal: Terminal) -> None:
-    from moegraft.injection.planning.table import bytes_text
+    from moegraft.injection.plan import bytes_text
 
     kinds = ", ".join(sorted(found.modules.kinds(module)))
     shown = module or "(the model)"
@@ -132,18 +131,18 @@ def _write_trials(module: str, tried: Sequence[Trial], found: Explanation, termi
         terminal.write(f"{finding}\n")
 
 
-def _as_json(found: Explanation, outlined: Outline, tried: Sequence[Trial] | None) -> Json:
+def _as_json(found: Explanation, open_meta_model: MetaModel, tried: Sequence[Trial] | None) -> Json:
     plan = found.plan
     return {
         "ok": plan is not None,
-        "model_class": outlined.model_class,
+        "model_class": open_meta_model.model_class,
         "files": found.rules.files,
         "modules": [_swap_json(swap) for swap in plan.swaps] if plan else [],
         "left_alone": [{"module": path, **_rule_json(found.rules.rules[i])} for i, paths in found.left_alone.items() for path in paths],
         "rest_bytes": plan.rest_bytes if plan else None,
         "replaced_bytes": plan.replaced_bytes if plan else None,
         "bytes_by_device": plan.bytes_by_device if plan else None,
-        "unloadable": outlined.unloadable,
+        "unloadable": open_meta_model.unloadable,
         "diagnostics": [diagnostic_json(finding) for finding in found.findings],
         "trials": None
         if tried is None

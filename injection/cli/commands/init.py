@@ -1,16 +1,22 @@
-"""`moegraft init`: a rule file for this machine and this model."""
+"""`moegraft init`: a rule file for this machine and this model.
+
+`moegraft init --from-ktransformers`: a rule file of KTransformers, said again in ours.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from moegraft.injection.cli.commands.doctor import measure_and_save
-from moegraft.injection.cli.commands.from_ktransformers import from_ktransformers
-from moegraft.injection.cli.commands.options import (
+from moegraft.injection.cli.commands.plan import as_json, gap_text
+from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.options import (
     BUNDLED,
     PROGRAM,
     GgufOption,
@@ -19,24 +25,119 @@ from moegraft.injection.cli.commands.options import (
     JsonOption,
     LinkBandwidthOption,
     ModelOption,
+    OptionsError,
     StatedMachine,
     TrustOption,
     model_options,
     stated_machine,
 )
-from moegraft.injection.cli.commands.output import Json, write_json
-from moegraft.injection.cli.commands.plan import as_json, gap_text
-from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.option_groups import OptionsError
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
+    from moegraft.injection.estimate.forecast import Machinery
     from moegraft.injection.initial import Candidate
-    from moegraft.injection.outline import Outline
-    from moegraft.injection.predict.forecast import Machinery
+    from moegraft.injection.ktransformers import Outcome, Paths
+    from moegraft.injection.meta_model import MetaModel
+
+
+STANDARD_OUTPUT = Path("-")
+
+
+def from_ktransformers(source: Path, model: str | None, output: Path, terminal: Terminal, *, trust_remote_code: bool, json: bool) -> None:
+    """Reads their file, writes ours where at least one rule could be mapped, and says what was left out.
+
+    Raises:
+        RuleErrors: their file cannot be read, or is none.
+        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+        typer.Exit: with 1, where nothing is written.
+    """
+    from moegraft.injection.cli.loading import open_meta_model
+    from moegraft.injection.ktransformers import Paths, convert, diagnostics, read_their_rules, written
+
+    rules = read_their_rules(source)
+    meta_model = open_meta_model(model_options(model, trust_remote_code=trust_remote_code)) if model is not None else None
+    outcomes = convert(rules, Paths.typical() if meta_model is None else _paths(meta_model))
+    text = written(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
+    said = diagnostics(outcomes)
+    mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
+    wrong = _wrong(text, meta_model) if mapped else ()
+    ok = mapped > 0 and not any(found.severity == "error" for found in wrong)
+    if ok and output != STANDARD_OUTPUT:
+        output.write_text(text, encoding="utf-8")
+    if json:
+        write_json(terminal, _converted_as_json(outcomes, (*said, *wrong), ok, output, text))
+    else:
+        _write_converted(outcomes, (*said, *wrong), ok, output, text, terminal)
+    if not ok:
+        raise typer.Exit(FINDINGS)
+
+
+def _paths(meta_model: MetaModel) -> Paths:
+    from moegraft.injection.ktransformers import Paths
+    from moegraft.operators.structure import kinds
+
+    found = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
+    experts, linears = (tuple(path for path, of in found.items() if kind in of) for kind in ("experts", "linear"))
+    return Paths(experts, linears)
+
+
+def _wrong(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
+    """What `check` says of the file before it is written."""
+    from moegraft.operators.registry import load_registry
+
+    registry = load_registry()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rules.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            rules = read_rules(path, registry=registry)
+            return meta_model.plan(rules, registry).notices if meta_model is not None else ()
+        except RuleErrors as error:
+            return error.diagnostics
+
+
+def _write_converted(
+    outcomes: Sequence[Outcome], said: Sequence[Diagnostic], ok: bool, output: Path, text: str, terminal: Terminal
+) -> None:
+    for found in said:
+        terminal.notice(str(found))
+    if not ok:
+        terminal.write("nothing is written: no rule could be mapped\n" if not any(o.operator for o in outcomes) else "nothing is written\n")
+        return
+    if output == STANDARD_OUTPUT:
+        terminal.write(text)
+        return
+    mapped = [outcome for outcome in outcomes if outcome.operator is not None]
+    doubtful = sum(outcome.doubtful for outcome in outcomes)
+    terminal.write(
+        f"{output}: {plural(len(mapped), 'rule')} of {len(outcomes)}; {len(outcomes) - len(mapped)} left out, "
+        f"{doubtful} of them because nothing here is known to stand for them\n"
+    )
+    terminal.notice(f"next: moegraft check {output} --model M, moegraft explain {output} --model M")
+
+
+def _converted_as_json(outcomes: Sequence[Outcome], said: Sequence[Diagnostic], ok: bool, output: Path, text: str) -> Json:
+    return {
+        "ok": ok,
+        "output": str(output) if ok else None,
+        "rules": text if ok else None,
+        "source": [
+            {
+                "line": outcome.rule.position.line,
+                "class": outcome.rule.operator,
+                "operator": outcome.operator,
+                "mapped": outcome.operator is not None,
+                "doubtful": outcome.doubtful,
+                "notes": outcome.notes,
+            }
+            for outcome in outcomes
+        ],
+        "diagnostics": [diagnostic_json(found) for found in said],
+    }
+
 
 Goal = Literal["decode", "prefill", "quality"]
-STANDARD_OUTPUT = Path("-")
 CONTEXT = 4096
 
 
@@ -105,24 +206,23 @@ class Wanted:
 
 
 def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
-    from moegraft.injection.cli.commands.planned import machinery_of, outlined
-    from moegraft.injection.initial import candidates, choose
-    from moegraft.injection.initial_text import written
-    from moegraft.injection.predict import store
-    from moegraft.injection.predict.speed import Load
+    from moegraft.injection.cli.loading import machinery_of, open_meta_model
+    from moegraft.injection.estimate import measure as store
+    from moegraft.injection.estimate.work import Load
+    from moegraft.injection.initial import candidates, choose, written
     from moegraft.operators.registry import load_registry
 
     machinery_of(None, stated)  # what is wrong with it shows before anything is measured, which takes a minute
-    outline = outlined(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
+    meta_model = open_meta_model(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
     machinery = machinery_of(store.load() or measure_and_save(terminal), stated)
     load = Load(wanted.context, 1, min(512, wanted.context))
-    tried = candidates(outline, load, machinery, load_registry())
+    tried = candidates(meta_model, load, machinery, load_registry())
     chosen = choose(tried, wanted.goal)
-    text = written(chosen, tried, outline, _about(wanted, outline, machinery), wanted.goal) if chosen else None
+    text = written(chosen, tried, meta_model, _about(wanted, meta_model, machinery), wanted.goal) if chosen else None
     if text is not None and wanted.output != STANDARD_OUTPUT:
         wanted.output.write_text(text, encoding="utf-8")
     if json:
-        write_json(terminal, _as_json(chosen, tried, outline, wanted.output, text))
+        write_json(terminal, _as_json(chosen, tried, meta_model, wanted.output, text))
     elif chosen is not None and text is not None:
         _write(chosen, text, wanted.output, terminal)
     else:
@@ -141,12 +241,12 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
-def _about(wanted: Wanted, outline: Outline, machinery: Machinery) -> list[str]:
+def _about(wanted: Wanted, meta_model: MetaModel, machinery: Machinery) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = machinery.gpu
     lines = [
-        f"Written by 'moegraft init' for {wanted.name} ({outline.model_class}), context {wanted.context:,} tokens,",
+        f"Written by 'moegraft init' for {wanted.name} ({meta_model.model_class}), context {wanted.context:,} tokens,",
         f"on a machine with {probe_machine().cores} cores and {machinery.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
     if gpu is None:
@@ -180,7 +280,7 @@ def _refuse(tried: list[Candidate], terminal: Terminal) -> None:
     terminal.write(f"what would fit: {'; '.join(least.would_fit)}\n")
 
 
-def _as_json(chosen: Candidate | None, tried: list[Candidate], outline: Outline, output: Path, text: str | None) -> Json:
+def _as_json(chosen: Candidate | None, tried: list[Candidate], meta_model: MetaModel, output: Path, text: str | None) -> Json:
     return {
         "ok": chosen is not None,
         "output": str(output) if text is not None else None,
@@ -191,7 +291,7 @@ def _as_json(chosen: Candidate | None, tried: list[Candidate], outline: Outline,
                 "experts": candidate.choice.experts,
                 "linears": candidate.choice.linears,
                 "gpu": candidate.choice.gpu,
-                **as_json(candidate.forecast, outline),
+                **as_json(candidate.forecast, meta_model),
             }
             for candidate in tried
         ],

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import (
+from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
     GpuBandwidthOption,
@@ -21,14 +22,12 @@ from moegraft.injection.cli.commands.options import (
     model_options,
     stated_machine,
 )
-from moegraft.injection.cli.commands.output import Json, columns, write_json
-from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, write_json
 
 if TYPE_CHECKING:
-    from moegraft.injection.outline import Outline
-    from moegraft.injection.predict.forecast import Forecast
-    from moegraft.injection.predict.gpu_memory import GpuMemory
+    from moegraft.injection.estimate.forecast import Forecast
+    from moegraft.injection.estimate.memory import GpuMemory
+    from moegraft.injection.meta_model import MetaModel
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -55,26 +54,26 @@ def plan(
     """
     options = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code)
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
-    from moegraft.injection.cli.commands.planned import machinery_of, outlined_rules
-    from moegraft.injection.predict import store
-    from moegraft.injection.predict.forecast import forecast
-    from moegraft.injection.predict.speed import Load
+    from moegraft.injection.cli.loading import machinery_of, model_and_rules
+    from moegraft.injection.estimate import measure as store
+    from moegraft.injection.estimate.forecast import forecast
+    from moegraft.injection.estimate.work import Load
 
     machinery = machinery_of(store.load(), stated)
-    found = outlined_rules(options)
-    planned = found.outline.plan(found.rules, found.registry)
-    figures = forecast(found.outline, planned, Load(context, batch, min(prompt, context)), machinery, found.registry)
+    found = model_and_rules(options)
+    planned = found.meta_model.plan(found.rules, found.registry)
+    figures = forecast(found.meta_model, planned, Load(context, batch, min(prompt, context)), machinery, found.registry)
     terminal = open_terminal()
     if json:
-        write_json(terminal, as_json(figures, found.outline))
+        write_json(terminal, as_json(figures, found.meta_model))
     else:
-        _write(figures, found.outline, terminal)
+        _write(figures, found.meta_model, terminal)
     if not figures.fits:
         raise typer.Exit(FINDINGS)
 
 
-def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:
-    from moegraft.injection.planning.table import human_bytes
+def _write(figures: Forecast, open_meta_model: MetaModel, terminal: Terminal) -> None:
+    from moegraft.injection.plan import human_bytes
 
     memory, load = figures.memory, figures.load
     exact = "" if figures.cache.exact else ", from the config's numbers of heads"
@@ -86,11 +85,11 @@ def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:
         ("running", human_bytes(memory.running), f"with about {human_bytes(memory.activations)} for a prompt of {load.prompt:,} tokens"),
         ("free", human_bytes(figures.available_bytes), ""),
     ]
-    lines = [f"{outlined.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
+    lines = [f"{open_meta_model.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
     lines += speed_lines(figures)
     lines += [str(notice) for notice in figures.plan.notices]
-    if outlined.unloadable is not None:
-        lines.append(f"notice: {outlined.unloadable}")
+    if open_meta_model.unloadable is not None:
+        lines.append(f"notice: {open_meta_model.unloadable}")
     if not figures.fits:
         lines += [f"it does not fit: {gap_text(figures)}; what would fit:", *(f"  - {sentence}" for sentence in figures.would_fit)]
     terminal.write("\n".join(lines) + "\n")
@@ -98,7 +97,7 @@ def _write(figures: Forecast, outlined: Outline, terminal: Terminal) -> None:
 
 def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
     """The same for each GPU."""
-    from moegraft.injection.planning.table import human_bytes
+    from moegraft.injection.plan import human_bytes
 
     gpu, load = figures.gpu, figures.load
     if gpu is None:
@@ -118,7 +117,7 @@ def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
 
 def gap_text(figures: Forecast) -> str:
     """What is needed and what is free, where it does not fit."""
-    from moegraft.injection.planning.table import human_bytes
+    from moegraft.injection.plan import human_bytes
 
     parts = [(figures.memory.needed, figures.available_bytes, "")] if not figures.fits_host else []
     if figures.gpu is not None and not figures.gpu.fits:
@@ -128,7 +127,7 @@ def gap_text(figures: Forecast) -> str:
 
 def speed_lines(figures: Forecast) -> list[str]:
     """The prediction in words."""
-    from moegraft.injection.predict.speed import tokens_text
+    from moegraft.injection.estimate.speed import tokens_text
 
     speed = figures.speed
     if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
@@ -142,13 +141,13 @@ def speed_lines(figures: Forecast) -> list[str]:
     return lines
 
 
-def as_json(figures: Forecast, outlined: Outline) -> Json:
+def as_json(figures: Forecast, open_meta_model: MetaModel) -> Json:
     """All figures, in bytes and tokens a second."""
     memory = figures.memory
     sums = {"at_rest": memory.at_rest, "peak_loading": memory.peak_loading, "running": memory.running, "needed": memory.needed}
     return {
         "ok": figures.fits,
-        "model_class": outlined.model_class,
+        "model_class": open_meta_model.model_class,
         "load": asdict(figures.load),
         "memory_bytes": {**asdict(memory), **sums, "available": figures.available_bytes},
         "bytes_by_device": figures.bytes_by_device,
@@ -158,7 +157,7 @@ def as_json(figures: Forecast, outlined: Outline) -> Json:
         "no_speed": figures.no_speed,
         "rough": figures.rough,
         "would_fit": figures.would_fit,
-        "unloadable": outlined.unloadable,
+        "unloadable": open_meta_model.unloadable,
     }
 
 

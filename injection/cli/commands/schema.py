@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from moegraft.injection.cli.commands.options import PROGRAM
-from moegraft.injection.cli.commands.output import write_json
 from moegraft.injection.cli.exits import user_errors
-from moegraft.injection.cli.terminal import open_terminal
+from moegraft.injection.cli.options import PROGRAM
+from moegraft.injection.cli.output import open_terminal, write_json
 
 
 @user_errors(PROGRAM)

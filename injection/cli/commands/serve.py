@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM
-from moegraft.injection.cli.exits import user_errors
-from moegraft.injection.cli.library_log import library_log
-from moegraft.injection.cli.model_options import ModelOptions
-from moegraft.injection.cli.option_groups import OptionsError, takes_options
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.exits import library_log, user_errors
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options
+from moegraft.injection.cli.output import Terminal, open_terminal
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.options import PROGRAM, GgufOption, JsonOption, TrustOption, VarOption, model_options
-from moegraft.injection.cli.commands.output import Json, columns, plural, write_json
 from moegraft.injection.cli.exits import FINDINGS, user_errors
-from moegraft.injection.cli.option_groups import OptionsError
-from moegraft.injection.cli.terminal import Terminal, open_terminal
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, write_json
 
 if TYPE_CHECKING:
     import torch
 
     from moegraft.injection.cli.loading import LoadedModel
-    from moegraft.injection.verify.layers import LayerError
-    from moegraft.injection.verify.run import Verification
+    from moegraft.injection.verify import LayerError, Verification
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -46,9 +43,9 @@ def verify(
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.cli.loading import load_model, model_of
     from moegraft.injection.model_source import find_model
-    from moegraft.injection.verify.plot import plot as draw
-    from moegraft.injection.verify.plot import require_matplotlib
-    from moegraft.injection.verify.run import verify as compare
+    from moegraft.injection.verify import plot as draw
+    from moegraft.injection.verify import require_matplotlib
+    from moegraft.injection.verify import verify as compare
 
     if plot is not None:
         require_matplotlib("--plot")  # before minutes of loading
@@ -74,7 +71,7 @@ def _ids(loaded: LoadedModel, content: bytes | None, name: str, tokens: int) -> 
     """
     import torch
 
-    from moegraft.injection.verify.sample_text import SAMPLE_TEXT
+    from moegraft.injection.verify import SAMPLE_TEXT
 
     try:
         text = SAMPLE_TEXT if content is None else content.decode()

@@ -1,12 +1,19 @@
-"""The HTTP side: routes, keys, limits and streams. Imports fastapi: the command imports this when it runs."""
+"""The HTTP side: routes, keys, limits and streams. Imports fastapi: the command imports this when it runs.
+
+The chat page: one answer to `/`, with its style and scripts in it, and a policy under which nothing else may run or be fetched.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,9 +24,51 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
-from moegraft.injection.cli.serve.page import chat_page
 from moegraft.injection.cli.serve.protocol import Kind, Reply, RequestError, error_body, read_request
 from moegraft.injection.cli.serve.service import Service
+
+SCRIPTS = ("page_text.js", "page.js")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """HTML and the headers that go with it."""
+
+    html: str
+    headers: dict[str, str]
+
+
+def chat_page() -> Page:
+    """The page's files as one document. The policy names each script and the style by its hash, so what a model writes cannot run."""
+    folder = files("moegraft.injection.cli.serve")
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
+    html = folder.joinpath("page.html").read_text(encoding="utf-8")
+    html = html.replace("<!-- style -->", f"<style>{style}</style>")
+    html = html.replace("<!-- scripts -->", "\n".join(f"<script>{script}</script>" for script in scripts))
+    policy = {
+        "default-src": "'none'",
+        "script-src": " ".join(map(_hash, scripts)),
+        "style-src": _hash(style),
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return Page(
+        html,
+        {
+            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        },
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # how often to look whether the client is still there

@@ -11,9 +11,8 @@ from typing import Protocol
 
 import torch
 
+from moegraft.injection.cli.serve.counts import Counts, Times, difference
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
-from moegraft.injection.cli.serve.times import Times
-from moegraft.injection.cli.serve.work import Counts, difference
 
 logger = logging.getLogger(__name__)
 WINDOW_S = 10.0  # over which tokens/s are taken

@@ -7,9 +7,8 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Any
 
+from moegraft.injection.cli.serve.counts import BOUNDS_S, Times, engine_statistics, injection_of
 from moegraft.injection.cli.serve.service import Service
-from moegraft.injection.cli.serve.times import BOUNDS_S, Times
-from moegraft.injection.cli.serve.work import engine_statistics, injection_of
 from moegraft.injection.graft import Injection
 
 

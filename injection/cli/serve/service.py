@@ -12,12 +12,11 @@ from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
 from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.serve.counts import work_counts
+from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
-from moegraft.injection.cli.serve.one_by_one import OneByOne
 from moegraft.injection.cli.serve.protocol import Request, RequestError
-from moegraft.injection.cli.serve.together import Together, why_not_together
-from moegraft.injection.cli.serve.work import work_counts
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Service:
         self.model_id = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
         self.placement = loaded.placement()  # as it is before any request; what operators did is in their statistics
         self.ends = _end_tokens(loaded)
-        self.alone_because = why_not_together(loaded.model)
+        self.alone_because = batching_obstacle(loaded.model)
         self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
 
     def _decoder(self) -> Decoder:
@@ -51,8 +50,8 @@ class Service:
             logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
             padding = loaded.tokenizer.pad_token_id
             pad_token = padding if padding is not None else next(iter(self.ends), 0)
-            return OneByOne(loaded.model, pad_token=pad_token, prefill_chunk=limits.prefill_chunk)
-        return Together(loaded.model, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
+            return SequentialDecoder(loaded.model, pad_token=pad_token, prefill_chunk=limits.prefill_chunk)
+        return BatchedDecoder(loaded.model, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
 
     def close(self) -> None:
         self.engine.close()

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.injection.cli.options import SamplingOptions
+from moegraft.operators.offload.model_experts import GpuGroups
 
 RULES = """
 version: 1

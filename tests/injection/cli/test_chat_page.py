@@ -11,19 +11,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from browser import Tab, browsing, find_chromium
-from serving import PATIENCE_S, Server, serving, until
+from support import ROOT
+from support.browser import Tab, browsing, find_chromium
+from support.serving import PATIENCE_S, Server, serving, until
 
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.serve.page import chat_page
+from moegraft.injection.cli.serve.app import chat_page
 from moegraft.injection.cli.serve.service import Limits
 
-FOLDER = Path(__file__).parents[3] / "injection" / "cli" / "serve"
+FOLDER = ROOT / "injection" / "cli" / "serve"
 PHONE = {"width": 360, "height": 640, "mobile": True}
 with_node = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here to run the page's functions")
 with_chromium = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (Debian's package chromium brings one)")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gguf_files import BlockType, write_gguf
+from support.gguf_files import BlockType, write_gguf
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 

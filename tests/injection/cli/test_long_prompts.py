@@ -16,14 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from moegraft.injection.cli.chat.answer import Answerer
-from moegraft.injection.cli.chat.commands import run_command
-from moegraft.injection.cli.chat.conversation import Conversation
-from moegraft.injection.cli.chat.saved_chat import SavedChatError
-from moegraft.injection.cli.chat.session import Chat
+from moegraft.injection.cli.chat.conversation import Conversation, SavedChatError
+from moegraft.injection.cli.chat.session import Chat, run_command
 from moegraft.injection.cli.loading import LoadedModel, load_model
-from moegraft.injection.cli.model_options import ModelOptions
-from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions
+from moegraft.injection.cli.output import Terminal
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 GREEDY = SamplingOptions(do_sample=False, max_new_tokens=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moegraft.injection.cli.chat.reader import Typed, read_typed
+from moegraft.injection.cli.chat.session import Typed, read_typed
 
 
 @pytest.mark.parametrize(

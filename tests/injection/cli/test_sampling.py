@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.cli.options import SamplingOptions
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ import openai
 import pytest
 import torch
 from rich.console import Console
-from serving import PATIENCE_S, Server, ask, messages, serving, until
+from support import ROOT
+from support.serving import PATIENCE_S, Server, ask, messages, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -32,16 +33,14 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation
 from moegraft.injection.cli.loading import LoadedModel, load_model
-from moegraft.injection.cli.model_options import ModelOptions
 from moegraft.injection.cli.moegraft import app
-from moegraft.injection.cli.sampling import SamplingOptions
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions
+from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.serve.job import StopText
 from moegraft.injection.cli.serve.service import Limits
-from moegraft.injection.cli.serve.stop_text import StopText
-from moegraft.injection.cli.terminal import Terminal
-from moegraft.operators.experts.engine.groups import GpuGroups
+from moegraft.operators.offload.model_experts import GpuGroups
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

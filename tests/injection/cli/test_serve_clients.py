@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 
 import openai
 import pytest
-from serving import PATIENCE_S, Server, ask, messages, serving, until
+from support.serving import PATIENCE_S, Server, ask, messages, serving, until
 
 from moegraft.injection.cli.commands.serve import ServeOptions
 from moegraft.injection.cli.loading import LoadedModel

@@ -16,10 +16,10 @@ from urllib.error import HTTPError
 import openai
 import pytest
 import torch
-from serving import Server, ask, serving, until
+from support.serving import Server, ask, serving, until
 
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.serve.choice import choose, generator, usable
+from moegraft.injection.cli.serve.decoders import choose, generator, usable
 from moegraft.injection.cli.serve.job import Ask
 from moegraft.injection.cli.serve.protocol import read_request
 from moegraft.injection.cli.serve.service import Limits

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from serving import Server, ask, serving
+from support.serving import Server, ask, serving
 
 from moegraft.injection.cli.loading import LoadedModel, load_model
-from moegraft.injection.cli.model_options import ModelOptions
+from moegraft.injection.cli.options import ModelOptions
+from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.serve.counts import BOUNDS_S, Times, difference, work_counts
 from moegraft.injection.cli.serve.service import Limits
-from moegraft.injection.cli.serve.times import BOUNDS_S, Times
-from moegraft.injection.cli.serve.work import difference, work_counts
-from moegraft.injection.cli.terminal import Terminal
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")

@@ -12,12 +12,11 @@ import pytest
 from rich.console import Console
 
 from moegraft.injection.cli.chat.answer import Answerer
-from moegraft.injection.cli.chat.commands import run_command
 from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
-from moegraft.injection.cli.chat.session import Chat
+from moegraft.injection.cli.chat.session import Chat, run_command
 from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.sampling import SamplingOptions
-from moegraft.injection.cli.terminal import Terminal
+from moegraft.injection.cli.options import SamplingOptions
+from moegraft.injection.cli.output import Terminal
 
 GREEDY = SamplingOptions(do_sample=False, max_new_tokens=12)
 DRAWN = SamplingOptions(temperature=1.0, max_new_tokens=12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moegraft.injection.cli.chat.streamer import AnswerStreamer
+from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.loading import LoadedModel
 
 TEXT = "Ça va ? 你好 \N{GRINNING FACE}!"  # characters of 1, 2, 3 and 4 bytes, each byte a token

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, prompt, served_cases
+from support.families import build_model, prompt, served_cases
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.chat.work_done import work_lines
+from moegraft.injection.cli.chat.answer import work_lines
 from moegraft.injection.demo import demo_path
 from moegraft.operators.experts.hybrid import HybridExperts
 

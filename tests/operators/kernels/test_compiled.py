@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import ROOT
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 import triton
 
-from moegraft.operators.kernels import activations, combine, slots_decode
+from moegraft.operators.kernels import epilogue as activations
+from moegraft.operators.kernels import epilogue as combine
+from moegraft.operators.kernels import slots as slots_decode
 from moegraft.operators.kernels.compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 AGAIN = "run: python benchmarks/compiled_kernels.py"
 OLDEST = "3.6.0"
 # One value that an assembler parks in memory before a loop, by Triton, capability, case and kernel: nothing else may.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kernel_cases import WEIGHT_TYPES
+from support.kernel_cases import WEIGHT_TYPES
 
 from moegraft.cpu_backend import ExpertsShape, PackedExperts, PackedLinear
 from moegraft.operators.kernels.availability import why_unavailable
-from moegraft.operators.kernels.layout import block_bytes, expert_matrices
+from moegraft.operators.kernels.packed_layout import block_bytes, expert_matrices
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)

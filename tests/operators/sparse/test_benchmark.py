@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from support import ROOT
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def module(name: str) -> ModuleType:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from triton_cases import run_interpreted
+from support.triton_cases import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 

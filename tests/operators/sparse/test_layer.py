@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from moegraft.operators.sparse.layer import WINDOW_TOKENS, LayerSparsity, SparseLayers
-from moegraft.operators.sparse.options import SparsityOptions
+from moegraft.operators.sparse.thresholds import SparsityOptions
 
 OPTIONS = SparsityOptions(0.7, "routed")
 NEURONS = 100  # a token, in these tests

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sparse_cases import sparse_case
+from support.sparse_cases import sparse_case
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.sparse.weights import pack_int4, sketch_of
-from moegraft.operators.sparse.workspace import Buffers, Workspace, bucket_of
+from moegraft.operators.kernels.sparse_weights import pack_int4, sketch_of
+from moegraft.operators.kernels.workspace import Buffers, Workspace, bucket_of
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (40, 72), (1, 32), (33, 200)], ids=str)

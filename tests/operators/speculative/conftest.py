@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_model, served_cases
-from family_rows import FamilyCase
+from support.families import build_model, served_cases
+from support.family_rows import FamilyCase
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load

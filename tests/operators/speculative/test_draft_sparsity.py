@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.injection.rulefile import RuleErrors
+from moegraft.injection.rules import RuleErrors
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
-from moegraft.operators.sparse.options import SparsityOptions
+from moegraft.operators.sparse.thresholds import SparsityOptions
 from moegraft.operators.speculative.options import SpeculativeOptions
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])

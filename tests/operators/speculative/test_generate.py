@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB_SIZE, prompt
+from support.families import VOCAB_SIZE, prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import prompt
+from support.families import prompt
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.speculative import decoding
-from moegraft.operators.speculative.answer import Answer
-from moegraft.operators.speculative.decoding import SpeculativeDecoding
-from moegraft.operators.speculative.drafting import ExpertsDrafter
+from moegraft.operators.speculative.decoding import Answer, ExpertsDrafter, SpeculativeDecoding
 from moegraft.operators.speculative.options import SpeculativeOptions
-from moegraft.operators.speculative.schedule import FixedSchedule
-from moegraft.operators.speculative.statistics import Statistics
+from moegraft.operators.speculative.schedule import FixedSchedule, Statistics
 
 FAMILIES = [
     "deepseek_v3",  # its router does not sort the chosen experts; one shared expert

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import build_model, prompt, served_cases
-from family_rows import FamilyCase
+from support.families import build_model, prompt, served_cases
+from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.experts.engine.engine import Engine
-from moegraft.operators.experts.engine.groups import GpuGroups
-from moegraft.operators.experts.engine.step import DraftStep, LayerStep
-from moegraft.operators.experts.transfer.transfers import Urgency
+from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.model_experts import GpuGroups
+from moegraft.operators.offload.step import DraftStep, LayerStep
+from moegraft.operators.offload.transfers import Urgency
 
 RULES = """
 version: 1

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import build_model, prompt, served_cases
 from numpy.typing import NDArray
+from support.families import build_model, prompt, served_cases
 
 from moegraft.operators.draft import DraftSettings
-from moegraft.operators.experts.engine.resident_draft import ResidentDraft, keep_resident, likeliest_resident
-from moegraft.operators.experts.routing import RoutedCall, Router, Scoring, routers_of, watch_routing
+from moegraft.operators.offload.drafts import ResidentDraft, keep_resident, likeliest_resident
+from moegraft.operators.routing import RoutedCall, Router, Scoring, routers_of, watch_routing
 
 # Softmax, softmax of the chosen, sigmoid, corrections in the router and in the block, of scores and of logits, weights not normalised.
 FAMILIES = (

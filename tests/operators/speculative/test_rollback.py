@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import build_config, build_model, prompt, served_cases
+from support.families import build_config, build_model, prompt, served_cases
 from transformers import DynamicCache, StaticCache
 
 from moegraft.injection import optimize_and_load

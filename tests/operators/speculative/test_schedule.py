@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from moegraft.operators.speculative.costs import AcceptanceRates, RoundCosts
-from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
-from moegraft.operators.speculative.statistics import Round
+from moegraft.operators.speculative.schedule import AcceptanceRates, FixedSchedule, MarginalSchedule, Round, RoundCosts, Schedule
 
 PLAIN_MS = 10.0
 TOKENS = 2000

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from moegraft.operators.speculative.costs import PlainSteps
-from moegraft.operators.speculative.schedule import MarginalSchedule
-from moegraft.operators.speculative.statistics import Round
+from moegraft.operators.speculative.schedule import MarginalSchedule, PlainSteps, Round
 
 PLAIN_MS = 10.0
 TOKENS = 1500

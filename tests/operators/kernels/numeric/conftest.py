@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from triton_cases import numeric_tests_run, poisoned
+from support.triton_cases import numeric_tests_run, poisoned
 
 if not numeric_tests_run():
     collect_ignore_glob = ["test_*.py"]

@@ -7,15 +7,15 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from sparse_cases import sparse_case
-from triton_cases import DEVICE
+from support.sparse_cases import sparse_case
+from support.triton_cases import DEVICE
 
 from moegraft.cpu_backend import PackedLinear
 from moegraft.operators.kernels import launch, linear
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
+from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.sparse import gpu_layer
 from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
-from moegraft.operators.sparse.workspace import Workspace
 
 
 def test_the_device_of_the_tensors_becomes_the_current_one() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import TOLERANCE, WEIGHT_TYPES, relative_error
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, relative_error
+from support.triton_cases import DEVICE, ROUNDED
 from torch import nn
-from triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import PackedLinear
-from moegraft.injection.live import live_source
+from moegraft.injection.checkpoint.sources import live_source
 from moegraft.operators.base import BuildContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
-from moegraft.operators.linear.quantized import QuantizedLinear, QuantizedLinearOptions
+from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import Machine
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import relative_error
-from sparse_cases import sparse_case
-from triton_cases import DEVICE, ROUNDED
+from support.kernel_cases import relative_error
+from support.sparse_cases import sparse_case
+from support.triton_cases import DEVICE, ROUNDED
 
-from moegraft.operators.kernels.combine import combine
-from moegraft.operators.kernels.finish import Threshold
+from moegraft.operators.kernels.epilogue import Threshold, combine
 from moegraft.operators.kernels.plain_product import gate_up_matrix, plain_product, rows_matrix
 from moegraft.operators.kernels.routing import PairGroups, group_pairs
 

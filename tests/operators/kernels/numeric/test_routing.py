@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import DEVICE
+from support.triton_cases import DEVICE
 
 from moegraft.operators.kernels.routing import PairGroups, group_pairs, pairs_a_block
 

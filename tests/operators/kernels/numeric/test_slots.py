@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
-from triton_cases import DEVICE, ROUNDED
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
+from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec, activations
 from moegraft.operators.kernels.slots import SlotExperts

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import TOLERANCE, make_batch, make_layer, relative_error
-from triton_cases import DEVICE
+from support.kernel_cases import TOLERANCE, make_batch, make_layer, relative_error
+from support.triton_cases import DEVICE
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.experts.engine.assembly import EngineParts
-from moegraft.operators.experts.engine.host_execution import CpuPart, HostTokens
+from moegraft.operators.offload.executors import CpuPart, HostTokens
+from moegraft.operators.offload.model_experts import EngineParts
 from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.options import SparsityOptions
+from moegraft.operators.sparse.thresholds import SparsityOptions
 
 EXPERTS, SLOTS = 5, {1: 2, 3: 0, 4: 1}  # experts in slots
 

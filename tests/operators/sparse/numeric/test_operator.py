@@ -11,13 +11,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.live import live_source
+from moegraft.injection.checkpoint.sources import live_source
 from moegraft.operators.base import BuildContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
 from moegraft.operators.sparse.calibration import ActivationHistogram
-from moegraft.operators.sparse.options import SparsityOptions
+from moegraft.operators.sparse.thresholds import SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
 
@@ -90,7 +90,7 @@ def test_a_sketch_is_made_when_the_model_is_ready() -> None:
     operator = built(stock(), SparseExpertsOptions(SPARSITY, gate="sketch", margin=0.5))
     operator.sparsity.set_threshold(0.25, 0.5)
     exact = operator(*inputs())
-    operator.ready(model(), "layers.0.experts")
+    operator.on_model_loaded(model(), "layers.0.experts")
     assert operator._weights is not None
     assert operator._weights.sketch is not None
     torch.testing.assert_close(operator(*inputs()), exact, rtol=0.05, atol=0.05)
@@ -108,13 +108,13 @@ def test_a_calibration_at_load_finds_the_margin_of_a_sketch(permute: bool) -> No
     operator._layer, layer = None, operator._layer
     exact = operator(*inputs(6))  # the eager reference
     operator._layer = layer
-    operator.ready(model(), "layers.0.experts")
+    operator.on_model_loaded(model(), "layers.0.experts")
     margin = operator.statistics()["margin"]
     assert isinstance(margin, float) and 0.3 < margin < 1 and margin != 0.8
     torch.testing.assert_close(operator(*inputs(6)), exact, rtol=0.02, atol=0.02)
     assert operator._samples.margin(0.25) is None, "what was sampled is let go"
     plain = built(stock(), SparseExpertsOptions(SPARSITY, gate="sketch"))
-    plain.ready(model(), "layers.0.experts")
+    plain.on_model_loaded(model(), "layers.0.experts")
     assert plain.statistics()["margin"] == 0.8, "nothing was calibrated"
 
 
@@ -129,7 +129,7 @@ def test_a_calibration_sees_every_activation_and_orders_neurons() -> None:
     assert histogram.count == 11 * 40
     assert operator._activity is not None
     assert 0.05 < float(operator._activity.sum()) / (11 * 40) < 0.15
-    operator.ready(model(), "layers.0.experts")
+    operator.on_model_loaded(model(), "layers.0.experts")
     torch.testing.assert_close(operator(x, index, weights), before, rtol=1e-4, atol=1e-5)
 
 

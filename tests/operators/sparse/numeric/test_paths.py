@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import relative_error
-from sparse_cases import SparseCase, sparse_case
-from triton_cases import DEVICE, INTERPRETED, ROUNDED
+from support.kernel_cases import relative_error
+from support.sparse_cases import SparseCase, sparse_case
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED
 
 from moegraft.cpu_backend import GateSpec
+from moegraft.operators.kernels.sparse_weights import sketch_of
+from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
-from moegraft.operators.sparse.grouped_mm import takes
-from moegraft.operators.sparse.paths import PATHS
-from moegraft.operators.sparse.weights import sketch_of
-from moegraft.operators.sparse.workspace import Workspace
+from moegraft.operators.sparse.paths import PATHS, takes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SPARSE_PATHS = ("pair", "ordered", "union")

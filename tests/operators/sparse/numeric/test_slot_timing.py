@@ -8,18 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import Layer, make_batch, make_layer, relative_error
-from triton_cases import DEVICE, ROUNDED
+from support.kernel_cases import Layer, make_batch, make_layer, relative_error
+from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.experts.engine.assembly import EngineParts
-from moegraft.operators.sparse import slot_timing
+from moegraft.operators.offload.model_experts import EngineParts
+from moegraft.operators.sparse import slots as slot_timing
 from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.options import SparsityOptions
-from moegraft.operators.sparse.slot_paths import SLOT_PATHS
-from moegraft.operators.sparse.slot_timing import TimedSlotPaths, synthetic_slot_calls
-from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts, TimedSlotPaths, synthetic_slot_calls
+from moegraft.operators.sparse.thresholds import SparsityOptions
 
 EXPERTS, RESIDENT, TOP_K = 4, 3, 2
 FASTEST = {1: "pair", 2: "union", 4: "dense"}  # by batch

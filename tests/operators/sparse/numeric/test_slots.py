@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
-from triton_cases import DEVICE, ROUNDED
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
+from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec
-from moegraft.operators.experts.reference import reference_activation
-from moegraft.operators.sparse.slot_paths import SLOT_PATHS
-from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.reference import reference_activation
+from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts
 
 BLOCK_PATHS = ("union", "dense")
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=1.0, act_limit=0.6, up_limit=0.8, up_offset=1.0)

@@ -1,0 +1,370 @@
+"""A model in GGUF files: checked against the config, and every parameter found in it.
+
+What a model's parameters are called in GGUF files: llama.cpp's architectures and the tables of the package `gguf`.
+
+What is said of GGUF tensors that are not computed with as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from moegraft.injection.checkpoint.files import LazyTensor
+from moegraft.injection.checkpoint.gguf.files import CONVERTED, SUPER_BLOCKS, BlockTensor, find_parts, merge, open_file
+from moegraft.injection.checkpoint.gguf.parameters import (
+    ExpertPart,
+    FusedExperts,
+    GgufExperts,
+    GgufLinear,
+    Plain,
+    SplitKeyValue,
+    Stored,
+    check_shape,
+    lazy,
+    rope_rows,
+)
+from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
+from moegraft.injection.checkpoint.sources import StoredTypes
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, WeightSource
+
+# transformers' model types and llama.cpp's architectures. A family is here once its parameters are known to be stored as they are,
+# but for what `GgufWeights` undoes.
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+}
+BLOCK = re.compile(r"blk\.(\d+)\.")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+# Rotary frequencies, which transformers computes from the config.
+COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
+
+
+def architecture_of(model_type: str) -> str:
+    """llama.cpp's name for a family.
+
+    Raises:
+        UnsupportedModelError: GGUF files of this family cannot be loaded.
+    """
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model type '{model_type}' cannot be loaded from GGUF files; supported are {', '.join(sorted(ARCHITECTURES))}; "
+            "load its safetensors checkpoint instead"
+        )
+    return ARCHITECTURES[model_type]
+
+
+class Names:
+    """The stored names of one model's parameters."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        """
+        Raises:
+            UnsupportedModelError: GGUF files of this family cannot be loaded.
+        """
+        self.layers = int(config.num_hidden_layers)
+        architecture = architecture_of(config.model_type)
+        number = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        self._table = get_tensor_name_map(number, self.layers)
+
+    def stored(self, parameter: str) -> str | None:
+        """The tensor that holds `parameter`, None where none can."""
+        # Two names that llama.cpp's converter changes before it looks them up.
+        if parameter.endswith(".e_score_correction_bias"):
+            parameter = parameter.removesuffix("_bias") + ".bias"
+        elif parameter.endswith(".sinks"):
+            parameter += ".weight"
+        name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        return name
+
+    def ignored(self, tensor: str) -> bool:
+        """Whether nothing in the model needs `tensor`: what is computed, and the layers after the last, which predict further tokens."""
+        block = BLOCK.match(tensor)
+        return tensor.startswith(COMPUTED) or (block is not None and int(block[1]) >= self.layers)
+
+
+def layer_of(module: str) -> int:
+    found = LAYER.search(f"{module}.")
+    assert found is not None, f"{module} is in no layer"
+    return int(found[1])
+
+
+def experts_name(layer: int, part: Part, *, fused: bool = False, expert: int | None = None) -> str:
+    """The tensor of a part: of all experts, `fused` with its neighbour, or, in files of before 2024-04, of one expert."""
+    matrix, _, bias = part.partition("_")
+    suffix = "bias" if bias else "weight"
+    if expert is not None:
+        return f"blk.{layer}.ffn_{matrix}.{expert}.{suffix}"
+    return f"blk.{layer}.ffn_{'gate_up' if fused else matrix}_exps.{suffix}"
+
+
+logger = logging.getLogger(__name__)
+
+
+def tell_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
+    """Logs, once for what no kernel has and once for what only these rules, or this machine, have no kernel for.
+
+    Args:
+        tensors: that are not kept as they are.
+        dtype: of what no rule replaces.
+    """
+    converted = [tensor for tensor in tensors if tensor.block_type in CONVERTED]
+    rest = str(dtype).removeprefix("torch.")
+    unknown = [tensor for tensor in converted if tensor.block_type not in SUPER_BLOCKS]
+    if unknown:
+        logger.warning(
+            "%s: no kernel computes with %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
+            "the rest to %s",
+            path,
+            _kinds(unknown),
+            rest,
+        )
+    others = [tensor for tensor in converted if tensor.block_type in SUPER_BLOCKS]
+    if others:
+        logger.warning(
+            "%s: %d tensors in %s, the first of them %s, are converted through float32: what a rule replaces to its weight type "
+            "(int8 for 'stored'), the rest to %s; experts and linear layers without gpu and sparsity keep them as they are, where their "
+            "weights are 'stored' or of no fewer bits, as int8 is",
+            path,
+            len(others),
+            _kinds(others),
+            others[0].name,
+            rest,
+        )
+
+
+def _kinds(tensors: Sequence[BlockTensor]) -> str:
+    return ", ".join(sorted({tensor.block_type.name for tensor in tensors}))
+
+
+EMBEDDINGS = "token_embd.weight"  # rows are looked up: no kernel computes with them
+# By what holds what without rounding that shows: codes of 4 bits are codes of 8 bits.
+_INTEGERS = ("int4", "int8", *SUPER_BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """The opened files of one model; nothing but headers is read yet."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, BlockTensor]
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The dtype in which most of the weights are read: float32 for blocks."""
+        stored: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            stored[tensor.dtype] += tensor.elements
+        return stored.most_common(1)[0][0]
+
+
+def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
+    """Opens the files of the model at `path`, a file, any part of a split one, or a folder.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, there are two models, or it is not the config's.
+        UnsupportedModelError: GGUF files of this family cannot be loaded.
+    """
+    architecture = architecture_of(config.model_type)
+    files = [open_file(part) for part in find_parts(path)]
+    fields = files[0].fields
+    found = fields.get("general.architecture")
+    if found != architecture:
+        raise CheckpointError(
+            f"{files[0].path}: holds a model of architecture '{found}' where the config's model type, '{config.model_type}', "
+            f"is '{architecture}'; give the folder or hub id that this file was made from"
+        )
+    tensors = merge(files)
+    if not tensors:
+        raise CheckpointError(f"{files[0].path}: no tensors in this file; it holds a vocabulary alone")
+    for tensor in tensors.values():
+        tensor.check_type()
+    _check_layers(files[0].path, fields, architecture, config)
+    return GgufModel(files[0].path, fields, tensors)
+
+
+def _check_layers(path: Path, fields: Mapping[str, Any], architecture: str, config: PretrainedConfig) -> None:
+    blocks = fields.get(f"{architecture}.block_count")
+    further = int(fields.get(f"{architecture}.nextn_predict_layers", 0))
+    if blocks is not None and int(blocks) - further != config.num_hidden_layers:
+        raise CheckpointError(f"{path}: {int(blocks) - further} layers where the config has {config.num_hidden_layers}")
+
+
+def _narrowest(weight_types: set[str]) -> str:
+    if len(weight_types) == 1:
+        return next(iter(weight_types))
+    return "int8" if weight_types <= set(_INTEGERS) else "float32"
+
+
+class GgufWeights:
+    """Every parameter of a model, found in its GGUF files.
+
+    Attributes:
+        tensors: by the parameter's name.
+
+    Raises:
+        CheckpointError: when made, if a tensor is missing, unknown or of the wrong shape.
+    """
+
+    def __init__(self, gguf: GgufModel, skeleton: PreTrainedModel) -> None:
+        self._gguf = gguf
+        self._skeleton = skeleton
+        self._config = skeleton.config
+        self._names = Names(self._config)
+        self._read: set[str] = set()
+        self._experts: dict[str, tuple[ExpertsLayout, dict[Part, ExpertPart]]] = {}
+        self._stored: dict[str, Stored] = {}
+        for path, module in skeleton.named_modules():
+            if why_unsupported(module) is None:
+                self._find_experts(path, module)
+        self._find_rest()
+        self._refuse_unknown()
+        self.tensors: Mapping[str, LazyTensor] = {name: lazy(stored) for name, stored in self._stored.items()}
+
+    @property
+    def keymap(self) -> KeyMap:
+        return KeyMap({name: Target(name, {"": [name]}) for name in self._stored}, unread=(), missing=())
+
+    def source(self, path: str, kind: str) -> WeightSource:
+        """The weights for the operator that replaces the module at `path`."""
+        if kind == "experts":
+            return GgufExperts(*self._experts[path])
+        assert kind == "linear", f"operators of kind {kind} take no weights"
+        return GgufLinear(self._held(path))
+
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+        gate_up, down = self._matrices(path)
+        if not down:
+            return None
+        whole = _narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        return StoredTypes(whole, _narrowest({tensor.kept_type for tensor in gate_up}), _narrowest({tensor.kept_type for tensor in down}))
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        kept = set()
+        for path, name in weight_types.items():
+            for tensors, weight_type in zip(self._matrices(path), (name.partition("+")[0], name.rpartition("+")[2]), strict=True):
+                kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
+        tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
+        tell_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
+
+    def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
+        """Those of gate and up and those of down, of experts or of a linear layer, which has the same one in both."""
+        if path in self._experts:
+            parts = self._experts[path][1]
+            gate_up = [tensor for name, part in parts.items() if name in ("gate", "up") for tensor in part.tensors]
+            return gate_up, parts["down"].tensors
+        weight = self._held(path).get("weight")
+        matrix = (weight.tensor,) if isinstance(weight, Plain) and weight.is_matrix else ()
+        return matrix, matrix
+
+    def _held(self, path: str) -> dict[Part, Stored]:
+        """The parameters of a linear layer."""
+        tied = self._skeleton.all_tied_weights_keys
+        names: dict[Part, str] = {"weight": f"{path}.weight", "bias": f"{path}.bias"}
+        held = {part: self._stored.get(name) or self._stored.get(tied.get(name, "")) for part, name in names.items()}
+        return {part: stored for part, stored in held.items() if stored is not None}
+
+    def _take(self, name: str, expected: tuple[int, ...], feeds: str) -> BlockTensor:
+        tensor = self._gguf.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self._gguf.path}: '{name}' is missing, which feeds {feeds}; the file is incomplete or of another model than the config"
+            )
+        check_shape(tensor, expected)
+        self._read.add(name)
+        return tensor
+
+    def _find_experts(self, path: str, module: nn.Module) -> None:
+        layout = read_layout(module)
+        parts = {part: self._expert_part(path, layout, part) for part in layout.parts()}
+        self._experts[path] = layout, parts
+        for name, parameter in module.named_parameters(recurse=False):
+            own = {part: found for part, found in parts.items() if layout.parameter(part) == name}
+            self._stored[f"{path}.{name}"] = FusedExperts(layout, own, tuple(parameter.shape))
+
+    def _expert_part(self, path: str, layout: ExpertsLayout, part: Part) -> ExpertPart:
+        layer, shape, feeds = layer_of(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
+        whole, fused = experts_name(layer, part), experts_name(layer, part, fused=True)
+        if not part.startswith("down") and whole not in self._gguf.tensors and fused in self._gguf.tensors:
+            both = self._take(fused, (layout.num_experts, 2 * shape[0], *shape[1:]), feeds)
+            first = 0 if part.startswith("gate") else shape[0]
+            return ExpertPart((both,), slice(first, first + shape[0]))
+        if whole not in self._gguf.tensors and experts_name(layer, part, expert=0) in self._gguf.tensors:
+            each = (experts_name(layer, part, expert=expert) for expert in range(layout.num_experts))
+            return ExpertPart(tuple(self._take(name, shape, feeds) for name in each))
+        return ExpertPart((self._take(whole, (layout.num_experts, *shape), feeds),))
+
+    def _find_rest(self) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._skeleton.state_dict().items()}
+        for name, shape in shapes.items():
+            stored = None if name in self._stored else self._find(name, shape)
+            if stored is not None:
+                self._stored[name] = stored
+        for name in missing_names(self._skeleton, self._stored):
+            stored_name = self._names.stored(name)
+            if stored_name is None:
+                raise UnsupportedModelError(
+                    f"{self._gguf.path}: files of this architecture have no tensor for {name}, which the config asks for"
+                )
+            self._take(stored_name, shapes[name], name)
+
+    def _find(self, parameter: str, shape: tuple[int, ...]) -> Stored | None:
+        name = self._names.stored(parameter)
+        if name is None:
+            return None
+        if name.endswith("attn_kv_b.weight"):
+            split = self._split_key_value(name, parameter, shape)
+            if split is not None:
+                return split
+        if name not in self._gguf.tensors:
+            return None
+        return Plain(self._take(name, shape, parameter), shape, self._rows(parameter, shape))
+
+    def _rows(self, parameter: str, shape: Sequence[int]) -> Any:
+        if self._config.model_type != "mixtral":
+            return None
+        if parameter.endswith(".q_proj.weight"):
+            return rope_rows(shape[0], self._config.num_attention_heads)
+        return rope_rows(shape[0], self._config.num_key_value_heads) if parameter.endswith(".k_proj.weight") else None
+
+    def _split_key_value(self, name: str, parameter: str, shape: tuple[int, ...]) -> Stored | None:
+        """The two halves, where they stand for the whole; some files have both, of which the whole is read."""
+        key_name, value_name = name.replace("_kv_b", "_k_b"), name.replace("_kv_b", "_v_b")
+        if name in self._gguf.tensors:
+            self._read |= {key_name, value_name}
+            return None
+        if key_name not in self._gguf.tensors:
+            return None
+        config = self._config
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        key = self._take(key_name, (heads, rank, config.qk_nope_head_dim), parameter)
+        value = self._take(value_name, (heads, config.v_head_dim, rank), parameter)
+        return SplitKeyValue(key, value, shape)
+
+    def _refuse_unknown(self) -> None:
+        unknown = [tensor for name, tensor in self._gguf.tensors.items() if name not in self._read and not self._names.ignored(name)]
+        if unknown:
+            more = f" (and {len(unknown) - 1} more tensors)" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"{unknown[0].origin}: nothing in the model reads this tensor{more}; is it of another model than the config?"
+            )

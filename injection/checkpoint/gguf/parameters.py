@@ -1,0 +1,233 @@
+"""A model's parameters made from GGUF tensors, with what llama.cpp's converter did to them undone.
+
+transformers reads them as slices of a file: `get_shape`, `get_dtype` and `[...]`, or `[expert]` of a fused parameter.
+
+The weights of one module in a GGUF file, for the operator that replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moegraft.injection.checkpoint.files import DTYPES, LazyTensor, fingerprint
+from moegraft.injection.checkpoint.gguf.files import WHOLE, BlockTensor, Index
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.layout import ExpertsLayout
+from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Stored(Protocol):
+    """One parameter's storage."""
+
+    @property
+    def tensors(self) -> Sequence[BlockTensor]: ...
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Stored as it is, but for dimensions of size 1, and for rows in another order.
+
+    Attributes:
+        rows: the stored row of each row of the parameter; None: the same.
+    """
+
+    tensor: BlockTensor
+    shape: tuple[int, ...]
+    rows: NDArray[np.int64] | None = None
+
+    @property
+    def tensors(self) -> Sequence[BlockTensor]:
+        return (self.tensor,)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES[self.tensor.dtype]
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        values = self.tensor.read().reshape(self.shape)
+        return values if self.rows is None else values[torch.from_numpy(self.rows)]
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and len(self.tensor.shape) == 2
+
+    def codes(self) -> Codes | SuperBlocks | None:
+        codes = self.tensor.codes() if self.is_matrix else None
+        if codes is None or self.rows is None:
+            return codes
+        if isinstance(codes, SuperBlocks):
+            return SuperBlocks(codes.blocks[self.rows], codes.weight_type)
+        return Codes(codes.codes[self.rows], codes.scales[self.rows], codes.bits)
+
+
+def rope_rows(rows: int, heads: int) -> NDArray[np.int64]:
+    """Where the rows of a query or key projection are in files of llama.cpp's `llama` architecture.
+
+    Its rotary embedding turns neighbours, (0, 1), (2, 3), ...; transformers' turns row r of a head and row r + d/2.
+    """
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKeyValue:
+    """`kv_b_proj` of DeepSeek's attention, stored as `attn_k_b (heads, rank, nope)` and `attn_v_b (heads, v_dim, rank)`."""
+
+    key: BlockTensor
+    value: BlockTensor
+    shape: tuple[int, ...]
+
+    @property
+    def tensors(self) -> Sequence[BlockTensor]:
+        return (self.key, self.value)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES[widest([self.key.dtype, self.value.dtype])]
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        key, value = self.key.read().transpose(1, 2), self.value.read()
+        dtype = widest([key.dtype, value.dtype])
+        return torch.cat([key.to(dtype), value.to(dtype)], dim=1).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """One part of all experts of a layer: one tensor (E, ...), rows of one that holds gate and up, or one tensor an expert."""
+
+    tensors: tuple[BlockTensor, ...]
+    rows: slice | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def at(self, expert: int) -> tuple[BlockTensor, Index]:
+        """The tensor that holds `expert`, and where in it."""
+        if len(self.tensors) > 1:
+            return self.tensors[expert], WHOLE
+        return self.tensors[0], expert if self.rows is None else (expert, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """A fused parameter of an experts module, `gate_up_proj` or `down_proj`, that no operator takes."""
+
+    layout: ExpertsLayout
+    parts: Mapping[Part, ExpertPart]
+    shape: tuple[int, ...]
+
+    @property
+    def tensors(self) -> Sequence[BlockTensor]:
+        return tuple(dict.fromkeys(tensor for part in self.parts.values() for tensor in part.tensors))
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES[self._dtype]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return widest(tensor.dtype for part in self.parts.values() for tensor in part.tensors)
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        whole = torch.empty(self.shape, dtype=self._dtype)
+        for expert in range(self.layout.num_experts):
+            for name, part in self.parts.items():
+                tensor, where = part.at(expert)
+                self.layout.cut(name, whole[expert]).copy_(tensor.read(where))
+        return whole
+
+
+def lazy(stored: Stored) -> LazyTensor:
+    """The parameter as the rest of the loading takes it."""
+    first = stored.tensors[0]
+    return LazyTensor(", ".join(tensor.name for tensor in stored.tensors[:2]), first.file, stored)
+
+
+def check_shape(tensor: BlockTensor, expected: tuple[int, ...]) -> None:
+    """
+    Raises:
+        CheckpointError: the tensor has another shape, dimensions of size 1 apart.
+    """
+    if [size for size in tensor.shape if size != 1] != [size for size in expected if size != 1]:
+        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+
+
+class GgufExperts:
+    """A `WeightSource` and `CodedSource` over one experts module; each piece is read straight from the mapped file."""
+
+    def __init__(self, layout: ExpertsLayout, parts: Mapping[Part, ExpertPart]) -> None:
+        self._layout = layout
+        self._parts = parts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return widest(tensor.dtype for name, part in self._parts.items() if not name.endswith("_bias") for tensor in part.tensors)
+
+    @property
+    def fingerprint(self) -> str | None:
+        stored = [Plain(tensor, tensor.shape) for part in self._parts.values() for tensor in part.tensors]
+        return "gguf " + fingerprint([lazy(one) for one in stored])
+
+    def parts(self) -> Sequence[Part]:
+        return self._layout.parts()
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        tensor, index = self._parts[part].at(expert)
+        return tensor.read(index)
+
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+        tensor, index = self._parts[part].at(expert)
+        return tensor.codes(index)
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        tensor, index = self._parts[part].at(expert)
+        return tensor.origin if index == () else f"{tensor.origin}[{expert}]"
+
+
+class GgufLinear:
+    """A `WeightSource` and `CodedSource` over a linear layer."""
+
+    def __init__(self, parts: Mapping[Part, Stored]) -> None:
+        self._parts = parts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return widest(tensor.dtype for tensor in self._parts["weight"].tensors)
+
+    @property
+    def fingerprint(self) -> str | None:
+        return "gguf " + fingerprint([lazy(stored) for stored in self._parts.values()])
+
+    def parts(self) -> Sequence[Part]:
+        return tuple(self._parts)
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        return self._parts[part][...]
+
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+        stored = self._parts[part]
+        return stored.codes() if isinstance(stored, Plain) else None
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        return self._parts[part].tensors[0].origin

@@ -1,0 +1,419 @@
+"""What a model is streamed from: every parameter by name, and each module's weights for the operator that replaces it.
+
+One experts module's weights as its checkpoint holds them: each piece read straight from the mapped file.
+
+One linear layer's weights as its checkpoint holds them.
+
+A whole parameter made by transformers' own converter, for storage forms that are not read piece by piece.
+
+The weights of a module that is already in memory, and the graft of a model that is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, fingerprint
+from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.layout import ExpertsLayout, read_layout
+from moegraft.operators.weights import Part, WeightSource, widest
+
+
+def _read(tensor: LazyTensor) -> torch.Tensor:
+    return tensor[...]
+
+
+def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
+    """Reads every key of `target` and returns the parameter in the skeleton's shape.
+
+    Raises:
+        CheckpointError: the result is missing or of another shape.
+    """
+    converter = deepcopy(target.converter)
+    assert converter is not None, f"{target.name} is stored as it is"
+    for pattern, keys in target.keys.items():
+        for key in keys:
+            # transformers calls what is callable, though it names a Future.
+            converter.add_tensor(target.name, key, pattern, partial(_read, tensors[key]))  # type: ignore[arg-type]
+    made = converter.convert(target.name, model=skeleton, config=skeleton.config).get(target.name)
+    whole: torch.Tensor | None = made[0] if isinstance(made, list) else made
+    expected = tuple(skeleton.get_parameter(target.name).shape)
+    if whole is None or tuple(whole.shape) != expected:
+        shape = None if whole is None else tuple(whole.shape)
+        raise CheckpointError(f"{tensors[target.all_keys[0]].origin}: converts to shape {shape} where the model has {expected}")
+    return whole
+
+
+class _Store(Protocol):
+    """How one parameter is stored; `piece` cuts one expert's part out of it."""
+
+    def piece(self, part: Part, expert: int) -> torch.Tensor: ...
+
+    def origin(self, part: Part, expert: int) -> str: ...
+
+
+class _Fused:
+    """The parameter is stored as it is: `(E, ...)`; one expert's slice is read at a time."""
+
+    def __init__(self, layout: ExpertsLayout, tensor: LazyTensor, expected: tuple[int, ...]) -> None:
+        if tensor.shape != expected:
+            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+        self._layout = layout
+        self._tensor = tensor
+        self._held: tuple[int, torch.Tensor] | None = None
+
+    def piece(self, part: Part, expert: int) -> torch.Tensor:
+        # Gate and up share a slice: it is read once and kept for the second.
+        if self._held is None or self._held[0] != expert:
+            self._held = (expert, self._tensor[expert])
+        return self._layout.cut(part, self._held[1])
+
+    def origin(self, part: Part, expert: int) -> str:
+        return f"{self._tensor.origin}[{expert}]"
+
+
+class _PerExpert:
+    """One key an expert and a part, as `experts.N.gate_proj.weight`, or an expert's fused key."""
+
+    def __init__(self, layout: ExpertsLayout, by_part: Mapping[Part, Sequence[LazyTensor]], *, fused: bool) -> None:
+        self._layout = layout
+        self._by_part = by_part
+        self._fused = fused
+        if not fused:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        for part, tensors in self._by_part.items():
+            expected = self._layout.part_shape(part)
+            for tensor in tensors:
+                if tensor.shape != expected:
+                    raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+
+    def piece(self, part: Part, expert: int) -> torch.Tensor:
+        tensor = self._by_part[part][expert][...]
+        return self._layout.cut(part, tensor) if self._fused else tensor
+
+    def origin(self, part: Part, expert: int) -> str:
+        return self._by_part[part][expert].origin
+
+
+class _Converted:
+    """A form that only transformers' own converter knows: the whole parameter is made at its first piece."""
+
+    def __init__(self, layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
+        self._layout = layout
+        self._target = target
+        self._tensors = tensors
+        self._skeleton = skeleton
+        self._whole: torch.Tensor | None = None
+
+    def piece(self, part: Part, expert: int) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = convert(self._target, self._tensors, self._skeleton)
+        return self._layout.cut(part, self._whole[expert])
+
+    def origin(self, part: Part, expert: int) -> str:
+        return self._tensors[self._target.all_keys[0]].origin
+
+
+class CheckpointExperts:
+    """A `WeightSource` over one experts module's part of a checkpoint.
+
+    Raises:
+        CheckpointError: when made, if a parameter, an expert or a part is missing, doubled, or of the wrong shape or dtype.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        layout: ExpertsLayout,
+        targets: Mapping[str, Target],
+        tensors: Mapping[str, LazyTensor],
+        skeleton: PreTrainedModel,
+    ) -> None:
+        self._layout = layout
+        self._stores: dict[str, _Store] = {}
+        for name in dict.fromkeys(layout.parameter(part) for part in layout.parts()):
+            target = targets.get(name)
+            if target is None:
+                raise CheckpointError(f"{_folder(tensors)}: nothing in this checkpoint feeds {module}.{name}; a shard or keys are missing")
+            _check_dtypes([tensors[key] for key in target.all_keys])
+            expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
+            self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
+        self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
+        matrices = [tensors[key] for name, target in targets.items() if not name.endswith("_bias") for key in target.all_keys]
+        self._dtype = widest(tensor.dtype for tensor in matrices if tensor.dtype is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return fingerprint(self._all_tensors)
+
+    def parts(self) -> Sequence[Part]:
+        return self._layout.parts()
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        return self._stores[self._layout.parameter(part)].piece(part, expert)
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        return self._stores[self._layout.parameter(part)].origin(part, expert)
+
+
+def _folder(tensors: Mapping[str, LazyTensor]) -> str:
+    return str(next(iter(tensors.values())).file.parent)
+
+
+def _check_dtypes(tensors: Sequence[LazyTensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype is None:
+            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} cannot be an expert's weight; {SUPPORTED}")
+
+
+def _store(
+    layout: ExpertsLayout,
+    name: str,
+    target: Target,
+    tensors: Mapping[str, LazyTensor],
+    skeleton: PreTrainedModel,
+    expected: tuple[int, ...],
+) -> _Store:
+    if target.converter is None:
+        return _Fused(layout, tensors[target.all_keys[0]], expected)
+    operations = target.converter.operations
+    stacked = isinstance(operations[0], MergeModulelist)
+    joined = len(operations) == 2 and isinstance(operations[1], Concatenate)
+    plain = not (layout.transposed or layout.interleaved) and len(target.converter.target_patterns) == 1
+    if not (stacked and (joined or len(operations) == 1) and plain):
+        return _Converted(layout, target, tensors, skeleton)
+    parts = [part for part in layout.parts() if layout.parameter(part) == name]
+    patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.keys]
+    columns = [_by_expert(layout, pattern, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
+    fused = not joined and len(parts) > 1
+    if not fused and len(columns) != len(parts):
+        lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
+        raise CheckpointError(f"{_folder(tensors)}: {target.name}: no key matches {', '.join(lacking)}; a shard or keys are missing")
+    by_part = {part: columns[0 if fused else position] for position, part in enumerate(parts)}
+    return _PerExpert(layout, by_part, fused=fused)
+
+
+def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
+    """The tensors in the order of the expert number in their keys, each expert exactly once."""
+    number = re.compile(r"experts\.(\d+)\.")
+    found: dict[int, LazyTensor] = {}
+    for tensor in tensors:
+        match = number.search(tensor.key)
+        if match is None:
+            raise CheckpointError(f"{tensor.origin}: no expert number in this key")
+        found[int(match[1])] = tensor
+    extra = [expert for expert in sorted(found) if expert >= layout.num_experts]
+    if extra:
+        raise CheckpointError(f"{found[extra[0]].origin}: expert {extra[0]}, but the model has {layout.num_experts} experts (0-based)")
+    lacking = [expert for expert in range(layout.num_experts) if expert not in found]
+    if lacking:
+        example = number.sub(f"experts.{lacking[0]}.", tensors[0].key)
+        raise CheckpointError(f"{tensors[0].file}: {example} is missing ({len(lacking)} of {layout.num_experts} experts lack it)")
+    return [found[expert] for expert in range(layout.num_experts)]
+
+
+class CheckpointLinear:
+    """A `WeightSource` over a linear layer's weight and, where it has one, bias; a tied weight is read where it is stored.
+
+    Raises:
+        CheckpointError: when made, if a part is missing or of the wrong shape or dtype.
+    """
+
+    def __init__(self, module: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
+        self._tensors = tensors
+        self._skeleton = skeleton
+        self._targets: dict[Part, Target] = {}
+        parts: tuple[Part, ...] = ("weight", "bias")
+        for part in parts:
+            if getattr(skeleton.get_submodule(module), part) is None:
+                continue
+            self._targets[part] = _target(f"{module}.{part}", keymap, tensors, skeleton)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = self._tensors[self._targets["weight"].all_keys[0]].dtype
+        assert dtype is not None, "checked when made"
+        return dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return fingerprint([self._tensors[key] for target in self._targets.values() for key in target.all_keys])
+
+    def parts(self) -> Sequence[Part]:
+        return tuple(self._targets)
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        target = self._targets[part]
+        if target.converter is not None:
+            return convert(target, self._tensors, self._skeleton)
+        return self._tensors[target.all_keys[0]][...]
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        return self._tensors[self._targets[part].all_keys[0]].origin
+
+
+def _target(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
+    target = keymap.targets.get(name) or keymap.targets.get(skeleton.all_tied_weights_keys.get(name, ""))
+    if target is None:
+        raise CheckpointError(
+            f"{next(iter(tensors.values())).file.parent}: nothing in this checkpoint feeds {name}; a shard or keys are missing"
+        )
+    expected = tuple(skeleton.get_parameter(name).shape)
+    for tensor in (tensors[key] for key in target.all_keys):
+        if tensor.dtype is None:
+            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} cannot be a weight; {SUPPORTED}")
+        if target.converter is None and tensor.shape != expected:
+            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTypes:
+    """The kernel's weight types for the weights of a module as a file codes them.
+
+    Attributes:
+        whole: the narrowest that holds all of them, of those that the kernel quantises to: super-blocks count as int8.
+        gate_up, down: the narrowest of each; `q4_k` and `q6_k` are among them. A linear layer's type stands in both.
+    """
+
+    whole: str
+    gate_up: str
+    down: str
+
+
+class StoredWeights(Protocol):
+    """The stored weights of one model, of which only headers are read until they are asked for."""
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """By the key that `keymap` has for them."""
+        ...
+
+    @property
+    def keymap(self) -> KeyMap: ...
+
+    def source(self, path: str, kind: str) -> WeightSource:
+        """The weights for an operator of `kind` that replaces the module at `path`."""
+        ...
+
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+        """What codes the module at `path`, of kind `experts` or `linear`, is stored in; None where the dtype says it."""
+        ...
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        """Logs what is not computed with as it is stored.
+
+        Args:
+            weight_types: of the modules that are replaced, by path.
+            dtype: of what no rule replaces.
+        """
+        ...
+
+
+class CheckpointWeights:
+    """The weights of a safetensors checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> None:
+        self.tensors: Mapping[str, LazyTensor] = checkpoint.tensors
+        self.keymap = map_keys(skeleton, checkpoint.tensors)
+        self._skeleton = skeleton
+
+    def source(self, path: str, kind: str) -> WeightSource:
+        if kind == "experts":
+            layout = read_layout(self._skeleton.get_submodule(path))
+            return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
+        assert kind == "linear", f"operators of kind {kind} take no weights"
+        return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
+
+    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+        return None
+
+    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+        """Floats of one width become floats of another; who asked for it knows."""
+
+
+class ModuleExperts:
+    """A `WeightSource` over a live experts module; pieces are views, on the CPU."""
+
+    def __init__(self, path: str, module: nn.Module, layout: ExpertsLayout) -> None:
+        self._path = path
+        self._layout = layout
+        self._parameters = {name: module.get_parameter(name).detach() for name in map(layout.parameter, layout.parts())}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return widest(parameter.dtype for name, parameter in self._parameters.items() if not name.endswith("_bias"))
+
+    @property
+    def fingerprint(self) -> str | None:
+        return None
+
+    def parts(self) -> Sequence[Part]:
+        return self._layout.parts()
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        return self._layout.cut(part, self._parameters[self._layout.parameter(part)][expert]).to("cpu")
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        return f"{self._path}.{self._layout.parameter(part)}[{expert}]"
+
+
+class ModuleLinear:
+    """A `WeightSource` over a live linear layer."""
+
+    def __init__(self, path: str, module: nn.Linear) -> None:
+        self._path = path
+        self._parameters: dict[Part, torch.Tensor] = {"weight": module.weight.detach()}
+        if module.bias is not None:
+            self._parameters["bias"] = module.bias.detach()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._parameters["weight"].dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        return None
+
+    def parts(self) -> Sequence[Part]:
+        return tuple(self._parameters)
+
+    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
+        return self._parameters[part].to("cpu")
+
+    def origin(self, part: Part, expert: int = 0) -> str:
+        return f"{self._path}.{part}"
+
+
+def live_source(path: str, module: nn.Module) -> WeightSource:
+    """The source for an operator that replaces `module`."""
+    return ModuleLinear(path, module) if isinstance(module, nn.Linear) else ModuleExperts(path, module, read_layout(module))
+
+
+def refuse_meta(path: str, module: nn.Module) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the module's weights are not in memory.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise UnsupportedModelError(
+            f"{path}: its weights are not in memory (on meta, or offloaded by accelerate); pass the model's folder or hub id instead, "
+            "or the whole model on meta with checkpoint=FOLDER"
+        )

@@ -1,0 +1,342 @@
+"""Checks of an assignment: what rules ask of a model and do not get.
+
+One module's way through the rules: which were tried, which won, and why the others did not.
+
+Checks of `sparsity` in a plan: targets that can be reached, thresholds files that are there and for this model.
+
+What a rule's `sparsity` means for one layer of a model, and whether a thresholds file is for that model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from moegraft.injection.routing import experts_per_token, shared_intermediate
+from moegraft.injection.rules import Match, Position, Rule, RuleFile
+from moegraft.injection.rules.diagnostics import Findings
+from moegraft.injection.rules.document import MappingNode
+from moegraft.injection.rules.matching import Assignment, ModelModules, explain_miss
+from moegraft.injection.rules.rule import grouped, runs
+from moegraft.operators.base import Operator
+from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
+from moegraft.operators.layout import read_layout, why_unsupported
+from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.sparse.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
+from moegraft.operators.speculative.options import SpeculativeOptions
+
+# A number in a pattern, alone or in a group of them, that is followed by any character or by nothing.
+_OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")
+MAX_LISTED = 3
+
+
+def check_requires(rules: RuleFile, model_type: str | None, findings: Findings) -> None:
+    """Reports each requirement that the model's type does not meet."""
+    for requirement in rules.requires:
+        if model_type not in requirement.values:
+            wanted = " or ".join(f"'{value}'" for value in requirement.values)
+            found = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
+            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {found}")
+
+
+def check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
+    """Reports rules that take nothing, too few or too many modules, or more layers than was meant, and swaps inside swaps."""
+    for rule, taken, lost in zip(rules, assignment.taken, assignment.lost, strict=True):
+        if not taken and rule.expect == "any":
+            findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, which it allows")
+            continue
+        if not taken:
+            _report_nothing_taken(rule, lost, rules, modules, findings)
+            continue
+        if rule.expect not in (None, "any", len(taken)):
+            message = f"rule '{rule.id}' takes {_listed(taken)} and {rule.expect} are expected"
+            findings.error(rule.place("expect"), message)
+        _warn_of_open_numbers(rule, taken, modules, findings)
+        _warn_of_absent_layers(rule, modules, findings)
+    for (inner, outer), paths in assignment.nested.items():
+        owner = rules[outer]
+        findings.error(
+            rules[inner].place("match"),
+            f"rule '{rules[inner].id}' takes {_listed(paths)} inside what rule '{owner.id}' ({_where(owner, rules[inner])}) replaces "
+            f"as a whole; add 'recursive: false' to rule '{owner.id}', or narrow one of the two",
+        )
+
+
+def _report_nothing_taken(rule: Rule, lost: dict[int, list[str]], rules: Sequence[Rule], modules: ModelModules, findings: Findings) -> None:
+    if not lost:
+        findings.error(*explain_miss(rule, modules))
+        return
+    owners = [rules[index] for index in lost]
+    names = ", ".join(f"rule '{owner.id}' ({_where(owner, rule)})" for owner in owners)
+    total = sum(map(len, lost.values()))
+    message = f"rule '{rule.id}' takes no module: all {total} that it matches are taken or closed by {names}, which comes first"
+    if rule.inherited and not any(owner.inherited for owner in owners):
+        findings.notice(rule.place("match"), f"{message}, and so overrides it")
+    else:
+        of_model = any("" in paths for paths in lost.values())
+        mend = "a model takes one operator of its own: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
+        findings.error(rule.place("match"), f"{message}; {mend}")
+
+
+def _where(owner: Rule, rule: Rule) -> str:
+    same_file = owner.position.file == rule.position.file
+    return f"line {owner.position.line}" if same_file else f"{owner.position.file}:{owner.position.line}"
+
+
+def _count(number: int) -> str:
+    return f"{number} module{'s' if number != 1 else ''}"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    forms = grouped(paths) if paths != [""] else ["the model"]
+    more = f" and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
+    return f"{', '.join(forms[:MAX_LISTED])}{more} ({_count(len(paths))})"
+
+
+def _warn_of_open_numbers(rule: Rule, taken: Sequence[str], modules: ModelModules, findings: Findings) -> None:
+    """`layers.1.` as a pattern takes layers 10 to 19 too: its last dot is any character."""
+    layers = {layer for path in taken if (layer := modules.layer(path)) is not None}
+    for found in _OPEN_NUMBER.finditer(rule.match.name or ""):
+        number = found["number"]
+        more = [layer for layer in layers if str(layer) != number and str(layer).startswith(number)]
+        if not more:
+            continue
+        word = found["before"].rstrip("\\.(|")
+        mend = f"'{word}\\.{number}\\.'" if word else f"'\\.' after {number}"
+        findings.warning(
+            rule.place("name"),
+            f"name '{rule.match.name}' also takes layer{'s' if len(more) > 1 else ''} {runs(more)}: a dot stands for any character, "
+            f"a dot after a backslash for itself; for layer {number} alone write {mend}",
+        )
+
+
+def _warn_of_absent_layers(rule: Rule, modules: ModelModules, findings: Findings) -> None:
+    if rule.match.layers is None:
+        return
+    match = rule.match
+    all_layers = {layer for path in modules.matching(_anywhere(match)) if (layer := modules.layer(path)) is not None}
+    for first, last in rule.match.layers.ranges:
+        absent = [layer for layer in (first, last) if layer not in all_layers]
+        if absent:
+            part = str(first) if first == last else f"{first}-{last}"
+            findings.warning(rule.place("layers"), f"layers '{part}': what the rule matches is in layers {runs(all_layers)} alone")
+
+
+def _anywhere(match: Match) -> Match:
+    return Match(match.name, match.class_name, match.kind, None)
+
+
+def check_operators(
+    rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, registry: OperatorRegistry, findings: Findings
+) -> None:
+    """Reports operators that cannot replace what their rule takes: one error for all modules that are refused for one reason."""
+    for rule, taken in zip(rules, assignment.taken, strict=True):
+        if rule.operator is None:
+            continue
+        operator = registry[rule.operator]
+        refused: dict[str, list[str]] = {}
+        for path in taken:
+            reason = _refusal(operator, rule, path, modules)
+            if reason is not None:
+                refused.setdefault(reason, []).append(path)
+        for reason, paths in refused.items():
+            findings.error(rule.place("operator"), f"rule '{rule.id}': {operator.name} cannot replace {_listed(paths)}: {reason}")
+
+
+def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModules) -> str | None:
+    kinds = modules.kinds(path)
+    if operator.kind not in kinds:
+        found = f" but of kind {', '.join(sorted(kinds))}" if kinds else ""
+        mend = f"; add 'kind: {operator.kind}' to its match"
+        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{found}{mend if rule.match.kind is None else ''}"
+    return operator.unsupported_reason(modules[path], rule.options)
+
+
+Outcome = Literal["won", "lost", "not tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One rule on one module, and a sentence that says why it ended so."""
+
+    rule: Rule
+    outcome: Outcome
+    reason: str
+
+
+def trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: ModelModules) -> list[Trial]:
+    """Every rule on the module at `path`, in the order of the rules."""
+    outer = _outer(path, assignment)
+    closed = next((index for index, taken in outer.items() if not rules[index].recursive), None)
+    if closed is not None:
+        why = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
+        return [Trial(rule, "not tried", why) for rule in rules]
+    found: list[Trial] = []
+    first: Rule | None = None
+    for index, rule in enumerate(rules):
+        misses = why_not(rule.match, path, modules)
+        if first is not None:
+            would = "would match too" if not misses else "would not match either"
+            found.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this one {would}"))
+        elif misses:
+            found.append(Trial(rule, "lost", "; ".join(misses)))
+        else:
+            first = rule
+            found.append(_matching(rule, path in assignment.taken[index], outer.get(index)))
+    return found
+
+
+def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
+    """The first rule that matches; it wins unless it replaces what the module is a part of."""
+    if not taken:
+        return Trial(rule, "lost", f"matches, but the module is inside {outer}, which this rule replaces as a whole")
+    kept = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
+    return Trial(rule, "won", f"the first rule that matches{kept}")
+
+
+def _outer(path: str, assignment: Assignment) -> dict[int, str]:
+    """What each rule takes that `path` is inside of, by the rule's index; the innermost where there are several."""
+    parts = path.split(".")
+    around = {".".join(parts[:length]) for length in range(len(parts))} if path else set()
+    return {index: max(inside, key=len) for index, taken in enumerate(assignment.taken) if (inside := around.intersection(taken))}
+
+
+def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
+    """What of `match` the module at `path` does not meet; empty where it matches."""
+    misses = []
+    if match.name is not None and path not in modules.matching(Match(name=match.name)):
+        misses.append(f"name '{match.name}' is not found in its path")
+    if match.class_name is not None and path not in modules.matching(Match(class_name=match.class_name)):
+        misses.append(f"its class is {type(modules[path]).__name__}, not {match.class_name}")
+    if match.kind is not None and match.kind not in modules.kinds(path):
+        found = " and ".join(sorted(modules.kinds(path)))
+        misses.append(f"it is of kind {found}, not {match.kind}" if found else f"it is of no kind, so not of kind {match.kind}")
+    if match.layers is not None and modules.layer(path) not in match.layers:
+        layer = modules.layer(path)
+        misses.append(
+            f"it is in layer {layer}, not in {match.layers}" if layer is not None else f"it is in no layer, not in {match.layers}"
+        )
+    return misses
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayer:
+    """One layer of experts as thresholds see it."""
+
+    path: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    shared_intermediate: int
+    top_k: int
+
+    def routed_target(self, options: SparsityOptions) -> float:
+        """The share of this layer's routed neurons to leave out.
+
+        Raises:
+            ValueError: the target cannot be reached.
+        """
+        return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
+
+    def draft_target(self, options: SparsityOptions, draft: float) -> float:
+        """The share of this layer's routed neurons that drafts leave out, for a `draft_sparsity`.
+
+        Raises:
+            ValueError: it cannot be reached, or is not above what is always left out.
+        """
+        if draft <= options.target:
+            raise ValueError(
+                f"draft_sparsity {draft:g} is not above the target of sparsity, {options.target:g}: such drafts leave out no more"
+            )
+        return self.routed_target(replace(options, target=draft))
+
+    def why_unfit(self, thresholds: Thresholds) -> str | None:
+        """Why a thresholds file says nothing of this layer, or None when it does."""
+        about = f"made for '{thresholds.model}' ({thresholds.model_type})"
+        found = thresholds.layers.get(self.path)
+        if found is None:
+            return f"{about}: it has no layer {self.path}"
+        theirs = (found.num_experts, found.hidden, found.intermediate, found.shared_intermediate, thresholds.top_k)
+        ours = (self.num_experts, self.hidden, self.intermediate, self.shared_intermediate, self.top_k)
+        names = ("experts", "hidden", "intermediate", "shared neurons", "experts a token")
+        for name, their, our in zip(names, theirs, ours, strict=True):
+            if their != our:
+                return f"{about}: {self.path} has {their} {name} there and {our} in this model"
+        return None
+
+
+def experts_layer(path: str, model: nn.Module) -> ExpertsLayer:
+    """The layer at `path` of a model with its own modules, which may be on meta.
+
+    Raises:
+        UnsupportedModelError: how many experts a token has is not known.
+    """
+    layout = read_layout(model.get_submodule(path))
+    config: Any = model.config
+    return ExpertsLayer(
+        path, layout.num_experts, layout.hidden, layout.intermediate, shared_intermediate(path, model), experts_per_token(config)
+    )
+
+
+def sparsity_options(options: object) -> SparsityOptions | None:
+    """The `sparsity` of an operator's options; None where it is off or the operator has none."""
+    found = getattr(options, "sparsity", None)
+    return found if isinstance(found, SparsityOptions) else None
+
+
+def draft_sparsity(options: Iterable[object]) -> float | None:
+    """The `draft_sparsity` among the options of a model's operators."""
+    return next((each.draft_sparsity for each in options if isinstance(each, SpeculativeOptions)), None)
+
+
+def check_sparsity(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, findings: Findings) -> None:
+    """Reports what a rule's `sparsity` asks of the layers it takes and cannot have; one error a rule."""
+    draft = draft_sparsity(rule.options for rule, taken in zip(rules, assignment.taken, strict=True) if taken)
+    for rule, taken in zip(rules, assignment.taken, strict=True):
+        options = sparsity_options(rule.options)
+        if options is None or not (options.target or draft):
+            continue
+        try:
+            layers = list(_layers(taken, model))
+            targets = [layer.routed_target(options) if draft is None else layer.draft_target(options, draft) for layer in layers]
+        except (UnsupportedModelError, ValueError) as error:
+            findings.error(_place(rule, "target"), f"rule '{rule.id}': {error}")
+            continue
+        if options.thresholds is None:
+            continue
+        try:
+            _check_file(options.thresholds, layers, targets)
+        except ThresholdsError as error:
+            findings.error(_place(rule, "thresholds"), str(error))
+
+
+def _layers(taken: Sequence[str], model: nn.Module) -> Iterator[ExpertsLayer]:
+    for path in taken:
+        if why_unsupported(model.get_submodule(path)) is None:  # else its operator has refused it
+            yield experts_layer(path, model)
+
+
+def _check_file(path: Path, layers: Sequence[ExpertsLayer], targets: Sequence[float]) -> None:
+    """
+    Raises:
+        ThresholdsError: the file cannot be read, is not for these layers, or does not reach a target.
+    """
+    thresholds: Thresholds = read_thresholds(path)
+    for layer, target in zip(layers, targets, strict=True):
+        reason = layer.why_unfit(thresholds)
+        if reason is not None:
+            raise ThresholdsError(f"{path}: {reason}; calibrate this one with moegraft calibrate")
+        if target > thresholds.grid[-1]:
+            raise ThresholdsError(f"{path}: its last share is {thresholds.grid[-1]:g}, and {target:.4g} of the routed neurons are to go")
+
+
+def _place(rule: Rule, name: str) -> Position:
+    """Where an option of `sparsity` is written, else where the rule's operator is."""
+    sparsity = rule.kwargs.get("sparsity") if rule.kwargs is not None else None
+    node = sparsity.get(name) if isinstance(sparsity, MappingNode) else None
+    return node.position if node is not None else rule.place("operator")

@@ -1,0 +1,312 @@
+"""The options that several commands share, and how their values are read.
+
+Command-line options as frozen dataclasses, so that commands share groups of them and take one argument a group.
+
+Which model, by which rules: the options that every command with a model shares.
+
+How the next token is chosen, under the names that `generate` gives its options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeAlias, get_type_hints
+
+import typer
+import yaml
+
+from moegraft.operators.errors import MoegraftError
+
+MODEL_PANEL = "Model"
+# The names that KTransformers' users have in their scripts.
+OTHER_NAMES = {
+    "model-path": "model",
+    "optimize-config-path": "rules",
+    "optimize-rule-path": "rules",
+    "gguf-path": "gguf",
+    "cpu-infer": "threads",
+}
+
+
+def option_name(name: str) -> str:
+    """The name an option has here: KTransformers writes --optimize_config_path for --rules, generate top_p for --top-p."""
+    dashed = name.replace("_", "-")
+    return OTHER_NAMES.get(dashed, dashed)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """A model and how it is loaded."""
+
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Hub id or folder; none: the bundled model.", rich_help_panel=MODEL_PANEL),
+    ] = None
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules",
+            metavar="FILE",
+            help="Rule file, or the name of a shipped one; none: the one for the model's type.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+    var: Annotated[
+        list[str],
+        typer.Option(
+            "--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.", rich_help_panel=MODEL_PANEL
+        ),
+    ] = field(default_factory=list)
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf",
+            metavar="PATH",
+            help="Take the weights from this GGUF file, or folder with those of one model; --model has config and tokenizer.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="TYPE", help="Of what no rule replaces: float32, float16, bfloat16.", rich_help_panel=MODEL_PANEL),
+    ] = None
+    threads: Annotated[
+        int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.", rich_help_panel=MODEL_PANEL)
+    ] = 0
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL_PANEL)
+    ] = False
+
+    def __post_init__(self) -> None:
+        self.vars()
+
+    def vars(self) -> Mapping[str, object]:
+        """The `--var` values, typed as YAML types them: 0.25 is a number, true a boolean.
+
+        Raises:
+            ValueError: one is not NAME=VALUE.
+        """
+        return dict(_variable(text) for text in self.var)
+
+
+def _variable(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"--var {text}: give NAME=VALUE, as in --var cache=0.25")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--var {text}: the value is not YAML; quote it") from error
+
+
+Options = Any  # a frozen dataclass; each command names its own, so no one type fits
+
+
+class OptionsError(MoegraftError):
+    """Options that contradict each other, or a value that its group refuses."""
+
+
+def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a Typer command of a function that takes one object of each group, in order.
+
+    A field is annotated as a Typer parameter is: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from a
+    group's own checks becomes an OptionsError.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: object) -> None:
+            command(*[_make(group, values) for group in groups])
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {}  # Typer reads the signature alone
+        parameters = [_parameter(field, get_type_hints(group, include_extras=True)) for group in groups for field in fields(group)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameter(field: Field[Any], hints: dict[str, Any]) -> inspect.Parameter:
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+
+
+def _make(group: type[Options], values: dict[str, object]) -> Options:
+    try:
+        return group(**{field.name: values[field.name] for field in fields(group)})
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
+
+
+PROGRAM = "moegraft"
+BUNDLED = "the bundled model"
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+RulesArgument: TypeAlias = Annotated[
+    str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; none: the one for the model's type.")
+]
+ModelOption: TypeAlias = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (its config.json is enough); none: the bundled model.")
+]
+GgufOption: TypeAlias = Annotated[
+    str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file, or folder with those of one model.")
+]
+VarOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.")
+]
+TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+GpuMemoryOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", metavar="SIZE", help="GPU to plan for, here or not, as 24GiB, or 24GiB,24GiB; 0: none; without it: those here."
+    ),
+]
+GpuBandwidthOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--gpu-bandwidth", metavar="GB/S", min=1, help="What that GPU's memory reaches; none: measured, else assumed."),
+]
+LinkBandwidthOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="What copies to that GPU reach; none: measured, else assumed."),
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+
+def model_options(
+    model: str | None,
+    rules: str | None = None,
+    var: list[str] | None = None,
+    *,
+    gguf: str | None = None,
+    threads: int = 0,
+    trust_remote_code: bool = False,
+) -> ModelOptions:
+    """
+    Raises:
+        OptionsError: a `--var` that is not NAME=VALUE.
+    """
+    try:
+        return ModelOptions(model=model, rules=rules, var=var or [], gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StatedMachine:
+    """What the options say of the machine to plan for; None: what is here, and measured here.
+
+    Attributes:
+        ram: bytes of host memory.
+        gpus: bytes of each GPU.
+        gpu_bandwidth, link_bandwidth: GB/s.
+    """
+
+    ram: int | None
+    gpus: tuple[int, ...] | None
+    gpu_bandwidth: float | None
+    link_bandwidth: float | None
+
+
+def stated_machine(ram: str | None, gpu_memory: str | None, gpu_bandwidth: float | None, link_bandwidth: float | None) -> StatedMachine:
+    """
+    Raises:
+        OptionsError: a size that is none.
+    """
+    return StatedMachine(parse_size(ram, "--ram"), parse_sizes(gpu_memory, "--gpu-memory"), gpu_bandwidth, link_bandwidth)
+
+
+def parse_size(text: str | None, option: str) -> int | None:
+    """Bytes of `64GiB`, `64G` or `64GB`, all of which mean 64 * 1024**3 as memory is sold; None of None.
+
+    Raises:
+        OptionsError: the text is no size.
+    """
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise OptionsError(f"{option} {text}: give a size such as 24GiB")
+    return int(float(found["number"]) * 1024 ** _POWERS[found["unit"].upper()])
+
+
+def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
+    """Sizes with commas between: one for each device.
+
+    Raises:
+        OptionsError: one is no size.
+    """
+    sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
+    return None if sizes is None else tuple(size for size in sizes if size is not None)
+
+
+SAMPLING_PANEL = "Sampling (by default what the model's generation_config.json says)"
+SHAPING = ("temperature", "top_p", "top_k", "min_p")  # of use only when sampling
+LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits divided by less can overflow float32
+LEAST_PENALTY = 0.01  # penalties divide logits, too
+# What `generate` takes for "off": a model's own values for these have to be overridden when its user asks for greedy.
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None}
+
+
+def _option(name: str, metavar: str | None, about: str, **bounds: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=about, rich_help_panel=SAMPLING_PANEL, show_default=False, **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Sampling as the user asked for it; None leaves the model's own choice."""
+
+    max_new_tokens: Annotated[int | None, _option("--max-new-tokens", "N", "Longest answer, in tokens.", min=1)] = None
+    do_sample: Annotated[
+        bool | None, _option("--do-sample/--no-do-sample", None, "Draw tokens at random, or always take the likeliest.")
+    ] = None
+    temperature: Annotated[
+        float | None, _option("--temperature", "X", f"Flatness of the draw; below {LEAST_TEMPERATURE:g} takes the likeliest.", min=0.0)
+    ] = None
+    top_p: Annotated[
+        float | None, _option("--top-p", "X", "Draw from the likeliest tokens that hold this probability.", min=0.0, max=1.0)
+    ] = None
+    top_k: Annotated[int | None, _option("--top-k", "N", "Draw from this many of the likeliest tokens; 0: from all.", min=0)] = None
+    min_p: Annotated[
+        float | None, _option("--min-p", "X", "Leave out tokens below this share of the likeliest one's probability.", min=0.0, max=1.0)
+    ] = None
+    repetition_penalty: Annotated[float | None, _option("--repetition-penalty", "X", "Above 1: repeat less.")] = None
+    no_repeat_ngram_size: Annotated[
+        int | None, _option("--no-repeat-ngram-size", "N", "Never repeat this many tokens in a row; 0: may.", min=0)
+    ] = None
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{option.name.replace('_', '-')} must be a finite number, not {value}")
+        if self.repetition_penalty is not None and self.repetition_penalty < LEAST_PENALTY:
+            raise ValueError(f"--repetition-penalty must be above 0, and at least {LEAST_PENALTY:g}; 1 means none")
+        if self.top_p == 0:
+            raise ValueError("--top-p must be above 0; use --no-do-sample to always take the likeliest token")
+        if self._greedy_temperature:
+            if self.do_sample:
+                raise ValueError(
+                    f"--temperature {self.temperature:g} always takes the likeliest token, --do-sample draws; give one of them"
+                )
+        elif self.do_sample is False and self._shaping():
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in self._shaping())
+            raise ValueError(f"--no-do-sample leaves {names} without effect; give one or the other")
+
+    @property
+    def _greedy_temperature(self) -> bool:
+        return self.temperature is not None and self.temperature < LEAST_TEMPERATURE
+
+    def _shaping(self) -> list[str]:
+        return [name for name in SHAPING if getattr(self, name) is not None]
+
+    def overrides(self, *, model_samples: bool) -> dict[str, Any]:
+        """Keyword arguments for `generate`; naming a shape of the draw asks for drawing."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        if self.do_sample is False or self._greedy_temperature or (self.do_sample is None and not self._shaping() and not model_samples):
+            return {**given, **NEUTRAL, "do_sample": False}
+        return {**given, "do_sample": True}

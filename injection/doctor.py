@@ -1,0 +1,273 @@
+"""The state of the machine and of the installation, read without changing anything.
+
+What is wrong, from the facts alone, each with its mend.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from packaging.requirements import Requirement
+
+from moegraft.operators.experts.self_test import InstructionSet, instruction_sets, kernel_isa, kernel_threads
+from moegraft.operators.machine import Gpu, probe_machine
+
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONAL = ("triton", "matplotlib", "fastapi")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+# What each instruction set of the kernel needs of the CPU, by the names of /proc/cpuinfo; richest last.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed or missing package; `wanted` is what moegraft asks for, empty where anything goes."""
+
+    name: str
+    version: str | None
+    wanted: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that the doctor looks at.
+
+    Attributes:
+        cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty where they cannot be read.
+        quota_cores: what a container's CPU quota allows, or None.
+        memory_limit_bytes: a container's, or None.
+        pinned_limit_bytes: how much memory a process may lock, or None for no limit.
+        gpu_device: whether the system has an NVIDIA device, whether or not PyTorch can use it.
+    """
+
+    python: str
+    platform: str
+    packages: tuple[Package, ...]
+    cuda: str | None
+    compiler: str | None
+    cpu: str
+    cpu_flags: frozenset[str]
+    instruction_sets: tuple[InstructionSet, ...]
+    isa: str
+    cores: int
+    quota_cores: float | None
+    kernel_threads: int
+    torch_threads: int
+    omp_num_threads: str | None
+    numa_nodes: int
+    total_bytes: int
+    available_bytes: int
+    memory_limit_bytes: int | None
+    swap_bytes: int
+    pinned_limit_bytes: int | None
+    gpu_device: bool
+    gpus: tuple[Gpu, ...]
+
+
+def gather() -> Facts:
+    """Looks at everything; runs the kernel's self-test, which takes well below a second."""
+    machine = probe_machine()
+    memory = _meminfo(_text("/proc/meminfo"))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    cpuinfo = _text("/proc/cpuinfo")
+    return Facts(
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        platform=platform.platform(terse=True),
+        packages=tuple(_packages()),
+        cuda=torch.version.cuda,
+        compiler=_compiler(),
+        cpu=_field(cpuinfo, "model name") or platform.processor() or "unknown",
+        cpu_flags=frozenset(_field(cpuinfo, "flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
+        instruction_sets=tuple(instruction_sets()),
+        isa=kernel_isa(),
+        cores=machine.cores,
+        quota_cores=_quota(_text("/sys/fs/cgroup/cpu.max")),
+        kernel_threads=kernel_threads(),
+        torch_threads=torch.get_num_threads(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        total_bytes=memory.get("MemTotal", 0),
+        available_bytes=machine.available_bytes,
+        memory_limit_bytes=_number(_text("/sys/fs/cgroup/memory.max")),
+        swap_bytes=memory.get("SwapTotal", 0),
+        pinned_limit_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
+        gpus=machine.gpus,
+    )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> str:
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.partition(":")[0].strip() == name), "")
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    """Bytes by the name of each line."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.strip().isdigit() else None
+
+
+def _quota(text: str) -> float | None:
+    """Cores, from `quota period` as cgroup v2 writes it."""
+    parts = text.split()
+    return int(parts[0]) / int(parts[1]) if len(parts) == 2 and parts[0].isdigit() else None
+
+
+def _compiler() -> str | None:
+    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if found is None:
+        return None
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    return next(iter(done.stdout.splitlines()), found)
+
+
+def _packages() -> Iterable[Package]:
+    for line in requires("moegraft") or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield package(requirement.name, str(requirement.specifier))
+    for name in OPTIONAL:
+        yield package(name, "", optional=True)
+
+
+def package(name: str, wanted: str, *, optional: bool = False) -> Package:
+    """The installed version beside the wanted one."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Package(name, None, wanted, optional)
+    return Package(name, found, wanted, Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True))
+
+
+Severity = Literal["error", "warning", "notice"]
+GIB = 1 << 30
+LITTLE_MEMORY_BYTES = 2 * GIB  # transformers and PyTorch alone take half a gigabyte
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error gives wrong results or none, a warning slow ones; a notice only says what is not there."""
+
+    severity: Severity
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.what}; {self.mend}"
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Errors first, then warnings, then notices."""
+    found = [*_package_problems(facts), *_kernel(facts), *_cpu(facts), *_memory(facts), *_gpu(facts)]
+    order = ("error", "warning", "notice")
+    return sorted(found, key=lambda problem: order.index(problem.severity))
+
+
+def _package_problems(facts: Facts) -> Iterator[Problem]:
+    for package in facts.packages:
+        if not package.ok:
+            state = f"{package.name} {package.version} is installed" if package.version else f"{package.name} is not installed"
+            wanted = f"{package.name}{package.wanted}"
+            yield Problem("error", f"{state} and moegraft needs {wanted}", f"pip install '{wanted}'")
+    if facts.compiler is None:
+        yield Problem("notice", "there is no C++ compiler", "needed only to build moegraft from source: apt install g++")
+
+
+def _kernel(facts: Facts) -> Iterator[Problem]:
+    for isa in facts.instruction_sets:
+        if isa.wrong:
+            yield Problem(
+                "error",
+                f"the kernel's {isa.name} version computes wrong results here in {', '.join(isa.wrong)}",
+                "set MOEGRAFT_ISA=scalar and report this with the output of moegraft doctor --json",
+            )
+    compiled = {isa.name for isa in facts.instruction_sets}
+    has: set[str] = set()
+    for name, flags in NEEDS.items():
+        has |= set(flags)
+        if has <= facts.cpu_flags and name not in compiled:
+            yield Problem(
+                "warning",
+                f"this CPU has {name} and the kernel was built without it",
+                "build it again with g++ 12 or newer: pip install --force-reinstall --no-deps --no-binary moegraft moegraft",
+            )
+    usable = [isa.name for isa in facts.instruction_sets if isa.usable]
+    if usable and facts.isa != usable[-1]:
+        yield Problem("warning", f"the kernel runs as {facts.isa} although {usable[-1]} is there", "unset MOEGRAFT_ISA")
+
+
+def _cpu(facts: Facts) -> Iterator[Problem]:
+    if facts.torch_threads < facts.kernel_threads:
+        why = f"OMP_NUM_THREADS is {facts.omp_num_threads}" if facts.omp_num_threads else "PyTorch chose so"
+        yield Problem(
+            "warning",
+            f"PyTorch uses {facts.torch_threads} of {facts.kernel_threads} cores for what is not replaced ({why})",
+            f"set OMP_NUM_THREADS={facts.kernel_threads}",
+        )
+    if facts.quota_cores is not None and facts.quota_cores < facts.cores:
+        yield Problem(
+            "notice",
+            f"the container may use {facts.quota_cores:g} of the {facts.cores} cores it sees",
+            f"the kernel takes {facts.kernel_threads} threads by itself; give the container more CPUs for more speed",
+        )
+    if facts.numa_nodes > 1:
+        yield Problem(
+            "warning",
+            f"there are {facts.numa_nodes} NUMA nodes and weights are placed where they are first touched",
+            "start programs with: numactl --interleave=all",
+        )
+
+
+def _memory(facts: Facts) -> Iterator[Problem]:
+    if facts.available_bytes < LITTLE_MEMORY_BYTES:
+        yield Problem("warning", f"{facts.available_bytes / GIB:.1f} GiB of memory are free", "end other programs before loading a model")
+
+
+def _gpu(facts: Facts) -> Iterator[Problem]:
+    if facts.gpu_device and not facts.gpus:
+        built = f"is built for CUDA {facts.cuda}" if facts.cuda else "is a CPU build"
+        yield Problem(
+            "warning",
+            f"there is an NVIDIA GPU and PyTorch cannot use it (this PyTorch {built})",
+            "install the CUDA build (https://pytorch.org/get-started) and check the driver with nvidia-smi",
+        )
+    if facts.gpus:
+        yield Problem(
+            "notice",
+            "experts on a GPU are new: no GPU has run them yet",
+            "the shipped file 'hybrid' does; moegraft verify --rules hybrid checks it here",
+        )
+        if facts.pinned_limit_bytes is not None and facts.pinned_limit_bytes < GIB:
+            yield Problem(
+                "warning",
+                f"a process may lock {facts.pinned_limit_bytes >> 20} MiB of memory, too little for fast transfers to the GPU",
+                "raise it with 'ulimit -l unlimited', or --ulimit memlock=-1 for a container",
+            )
+    else:
+        yield Problem("notice", "there is no GPU that PyTorch can use", "everything runs on the CPU")

@@ -1,1 +1,0 @@
-"""Rule files of KTransformers: read as data, and said again in our grammar."""

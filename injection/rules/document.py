@@ -1,0 +1,312 @@
+"""Bytes to nodes: YAML read event by event, so that positions are kept and no text can cause a call, a blow-up or deep recursion.
+
+PyYAML's safe loader scans and parses; nothing of its constructors is used. Tags, anchors and aliases are refused.
+
+The data of a rule file with a position on every key and value.
+
+`${name}` in values: a value that is one `${name}` takes the variable's type, and within text its text is put in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import yaml
+
+from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, shown
+
+Value: TypeAlias = str | int | float | bool | None
+
+# YAML 1.2's core schema: `yes`, `no`, `on` and `off` are text, `010` is no octal, `1:30` no number in base 60.
+_WORDS: dict[str, Value] = {"true": True, "false": False, "null": None, "~": None, "": None}
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"[-+]?(?:[0-9]{1,18}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarNode:
+    """One value. `variable` names the `${...}` that it came from, for messages."""
+
+    value: Value
+    position: Position
+    variable: str | None = None
+
+    def moved(self, position: Position, variable: str) -> ScalarNode:
+        return replace(self, position=position, variable=variable)
+
+    def __str__(self) -> str:
+        origin = f" (from ${{{self.variable}}})" if self.variable else ""
+        if isinstance(self.value, str):
+            return f"text {shown(self.value)}{origin}"
+        return f"{plain_text(self.value)}{origin}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListNode:
+    items: tuple[Node, ...]
+    position: Position
+
+    def __str__(self) -> str:
+        return "a list"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a mapping with its value."""
+
+    key: str
+    position: Position
+    value: Node
+
+
+@dataclass(frozen=True, slots=True)
+class MappingNode:
+    """A mapping whose keys are text, each once."""
+
+    entries: tuple[Entry, ...]
+    position: Position
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def get(self, key: str) -> Node | None:
+        return next((entry.value for entry in self.entries if entry.key == key), None)
+
+    def __str__(self) -> str:
+        return "a mapping"
+
+
+Node: TypeAlias = ScalarNode | ListNode | MappingNode
+
+
+def parse_value(text: str) -> Value:
+    """An unquoted value: true, false, null or a finite decimal number in any usual form, else the text itself."""
+    if text.lower() in _WORDS and text in (text.lower(), text.upper(), text.capitalize()):
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text) and isfinite(float(text)):
+        return float(text)
+    return text
+
+
+def plain_text(value: Value) -> str:
+    """A value as YAML writes it, the inverse of `parse_value`."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+MAX_BYTES = 1 << 16  # the longest KTransformers file has 30 kB; the scanner reads 50 kB a second
+MAX_DEPTH = 16
+MAX_TEXT = 4096
+_INDENTING_TAB = re.compile(r"^ *\t[ \t]*(?=[^\s#])", re.MULTILINE)
+_UNPRINTABLE = yaml.reader.Reader.NON_PRINTABLE
+
+
+def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -> Node:
+    """The one document of a file.
+
+    Args:
+        plain_keys: numbers and the like are keys too, by their text: a rule file has none, and what others wrote may.
+
+    Raises:
+        RuleErrors: the file cannot be read, is no YAML, or is empty, too large or too deep; earlier findings are included.
+    """
+    start = Position(str(path), 1, 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        findings.stop(start, f"this rule file cannot be read: {reason}")
+    if len(data) > MAX_BYTES:
+        findings.stop(start, f"a rule file may have {MAX_BYTES >> 10} KiB and this one has more")
+    return parse_document(_decoded(data, start.file, findings), start.file, findings, plain_keys=plain_keys)
+
+
+def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
+    """The one document of `text`; `file` is what positions name.
+
+    Raises:
+        RuleErrors: as `read_document`.
+    """
+    _refuse_characters(text, file, findings)
+    builder = _Builder(file, findings, plain_keys)
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            builder.take(event)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        findings.stop(builder.position(mark), _syntax_message(error))
+    if builder.root is None or (isinstance(builder.root, ScalarNode) and builder.root.value is None):
+        findings.stop(Position(file, 1, 1), "this rule file is empty; it needs a list of rules (see rules/README.md)")
+    return builder.root
+
+
+def _decoded(data: bytes, file: str, findings: Findings) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig", errors="replace")
+        byte = data[error.start]
+        message = f"byte 0x{byte:02x} is not UTF-8; save the file with the encoding UTF-8"
+        findings.stop(_position_in(before, file), message)
+
+
+def _position_in(before: str, file: str) -> Position:
+    return Position(file, before.count("\n") + 1, len(before) - before.rfind("\n"))
+
+
+def _refuse_characters(text: str, file: str, findings: Findings) -> None:
+    unprintable = _UNPRINTABLE.search(text)
+    if unprintable is not None:
+        code = f"U+{ord(unprintable.group()):04X}"
+        findings.stop(_position_in(text[: unprintable.start()], file), f"character {code} has no place in a rule file")
+    tab = _INDENTING_TAB.search(text)
+    if tab is not None:
+        position = _position_in(text[: text.index("\t", tab.start())], file)
+        findings.stop(position, "a tab indents this line; YAML indents with spaces")
+
+
+def _syntax_message(error: yaml.MarkedYAMLError) -> str:
+    if error.problem is not None and "'\\t'" in error.problem:
+        return "a tab stands here; YAML wants a space"
+    parts = [part for part in (error.context, error.problem) if part]
+    return f"not valid YAML: {', '.join(parts)}"
+
+
+class Mark(Protocol):
+    """A place as PyYAML's scanner and its C twin give it; both count from 0."""
+
+    line: int
+    column: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A list or mapping whose end has not come yet; a mapping's keys and values alternate in `children`."""
+
+    position: Position
+    is_mapping: bool
+    children: list[Node] = field(default_factory=list)
+
+
+class _Builder:
+    """Builds nodes from parse events with a stack of its own."""
+
+    def __init__(self, file: str, findings: Findings, plain_keys: bool) -> None:
+        self._file = file
+        self._findings = findings
+        self._plain_keys = plain_keys
+        self._open: list[_Open] = []
+        self._documents = 0
+        self.root: Node | None = None
+
+    def position(self, mark: Mark | None) -> Position:
+        return Position(self._file, 1, 1) if mark is None else Position(self._file, mark.line + 1, mark.column + 1)
+
+    def take(self, event: yaml.Event) -> None:
+        if isinstance(event, yaml.DocumentStartEvent):
+            self._documents += 1
+            if self._documents == 2:
+                self._findings.stop(self.position(event.start_mark), "a second YAML document starts here; a rule file is one")
+        elif isinstance(event, yaml.NodeEvent):
+            self._take_node(event, self.position(event.start_mark))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self._add(self._closed(self._open.pop()))
+
+    def _take_node(self, event: yaml.NodeEvent, position: Position) -> None:
+        self._refuse_reference(event, position)
+        if isinstance(event, yaml.ScalarEvent):
+            self._add(ScalarNode(self._value(event, position), position))
+        elif isinstance(event, yaml.AliasEvent):
+            self._add(ScalarNode(None, position))
+        else:
+            if len(self._open) == MAX_DEPTH:
+                self._findings.stop(position, f"more than {MAX_DEPTH} lists and mappings in each other; no rule is that deep")
+            self._open.append(_Open(position, isinstance(event, yaml.MappingStartEvent)))
+
+    def _refuse_reference(self, event: yaml.NodeEvent, position: Position) -> None:
+        mend = "name the value in vars: and write ${name}"
+        if isinstance(event, yaml.AliasEvent):
+            self._findings.void(position, f"alias '*{event.anchor}': rule files take no aliases; {mend}")
+        elif event.anchor is not None:
+            self._findings.error(position, f"anchor '&{event.anchor}': rule files take no anchors; {mend}")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            self._findings.void(
+                position, f"tag '{tag}': rule files take no tags; a value's type is that of its text, and quotes make it text"
+            )
+
+    def _value(self, event: yaml.ScalarEvent, position: Position) -> str | int | float | bool | None:
+        text: str = event.value
+        if len(text) > MAX_TEXT:
+            self._findings.void(position, f"a value may have {MAX_TEXT} characters and this one has {len(text)}")
+            return None
+        return parse_value(text) if event.style is None else text
+
+    def _add(self, node: Node) -> None:
+        if self._open:
+            self._open[-1].children.append(node)
+        else:
+            self.root = node
+
+    def _closed(self, opened: _Open) -> Node:
+        if not opened.is_mapping:
+            return ListNode(tuple(opened.children), opened.position)
+        entries: dict[str, Entry] = {}
+        for key, value in zip(opened.children[::2], opened.children[1::2], strict=True):
+            name = key.value if isinstance(key, ScalarNode) else None
+            if self._plain_keys and isinstance(key, ScalarNode):
+                name = plain_text(key.value)
+            if not isinstance(name, str):
+                self._findings.error(key.position, f"a key must be text, and this is {key}")
+            elif name in entries:
+                first = entries[name].position.line
+                self._findings.error(key.position, f"key '{name}' is given twice; the first is in line {first}")
+            else:
+                entries[name] = Entry(name, key.position, value)
+        return MappingNode(tuple(entries.values()), opened.position)
+
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:
+    """`node` with every `${name}` replaced; what is undefined is an error where it stands, and becomes null."""
+    if isinstance(node, ScalarNode):
+        return _substituted(node, variables, findings)
+    if isinstance(node, ListNode):
+        return replace(node, items=tuple(substitute(item, variables, findings) for item in node.items))
+    return MappingNode(tuple(replace(entry, value=substitute(entry.value, variables, findings)) for entry in node), node.position)
+
+
+def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Findings) -> ScalarNode:
+    text = node.value
+    if not isinstance(text, str) or "${" not in text:
+        return node
+    names = _REFERENCE.findall(text)
+    if "${" in _REFERENCE.sub("", text):
+        findings.void(node.position, f"'${{' without its '}}' in {shown(text)}")
+        return replace(node, value=None)
+    for name in names:
+        if name not in variables:
+            known = did_you_mean(name, variables) or "; the file has no vars"
+            findings.void(node.position, f"variable {shown(f'${{{name}}}')} is not defined{known}")
+            return replace(node, value=None)
+    if len(names) == 1 and text == f"${{{names[0]}}}":
+        return ScalarNode(variables[names[0]], node.position, names[0])
+    length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name])) for name in names)
+    if length > MAX_TEXT:
+        findings.void(node.position, f"a value may have {MAX_TEXT} characters and this one has {length} once its variables are put in")
+        return replace(node, value=None)
+    filled = _REFERENCE.sub(lambda found: plain_text(variables[found[1]]), text)
+    return ScalarNode(filled, node.position, names[0] if names else None)

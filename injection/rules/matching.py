@@ -1,0 +1,296 @@
+"""Which rule takes which module: the first that matches, outer modules before what they hold.
+
+A model's modules as rules see them: path, class names, kinds and layer.
+
+What a rule that matches no module was probably meant to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+
+from torch import nn
+
+from moegraft.injection.rules import Match, Position, Rule
+from moegraft.injection.rules.diagnostics import nearest
+from moegraft.injection.rules.replacement import is_theirs
+from moegraft.injection.rules.rule import layer_of, runs
+from moegraft.operators.base import Kind
+from moegraft.operators.structure import kinds
+
+
+class ModelModules:
+    """Every module of a model by path, outer modules before what they hold; the model's own path is empty."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._by_path: dict[str, nn.Module] = dict(model.named_modules())
+        self._kinds: dict[str, frozenset[Kind]] = {}
+        self._by_kind: dict[Kind, frozenset[str]] = {}
+        self._layers: dict[str, int | None] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_path)
+
+    def __getitem__(self, path: str) -> nn.Module:
+        return self._by_path[path]
+
+    @property
+    def model_class(self) -> str:
+        return type(self._model).__name__
+
+    def kinds(self, path: str) -> frozenset[Kind]:
+        found = self._kinds.get(path)
+        if found is None:
+            found = self._kinds[path] = kinds(path, self._by_path[path], self._model)
+        return found
+
+    def layer(self, path: str) -> int | None:
+        if path not in self._layers:
+            self._layers[path] = layer_of(path)
+        return self._layers[path]
+
+    def matching(self, match: Match) -> list[str]:
+        """The paths that `match` takes when no other rule is before it, in the model's order.
+
+        The model itself has no name and no layer: only its kind and its class can match it.
+        """
+        paths: Iterable[str] = self._by_path
+        if match.layers is not None:
+            layers = match.layers
+            paths = [path for path in paths if self.layer(path) in layers]
+        if match.name is not None:
+            search = re.compile(match.name).search
+            paths = [path for path in paths if path and search(path)]
+        if match.class_name is not None:
+            fitting = {cls for cls in set(map(type, self._by_path.values())) if has_class(cls, match.class_name)}
+            paths = [path for path in paths if type(self._by_path[path]) in fitting]
+        if match.kind is not None:
+            of_kind = self._of_kind(match.kind)
+            paths = [path for path in paths if path in of_kind]
+        return list(paths)
+
+    def _of_kind(self, kind: Kind) -> frozenset[str]:
+        found = self._by_kind.get(kind)
+        if found is None:
+            found = self._by_kind[kind] = frozenset(path for path in self if kind in self.kinds(path))
+        return found
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Every name that is a part of a path."""
+        return sorted({part for path in self for part in path.split(".") if part and not part.isdecimal()})
+
+    @cached_property
+    def forms(self) -> dict[str, list[str]]:
+        """Paths by what they are when every number in them is 0."""
+        found: dict[str, list[str]] = {}
+        for path in self:
+            found.setdefault(re.sub(r"\d+", "0", path), []).append(path)
+        return found
+
+
+def has_class(cls: type, name: str) -> bool:
+    """Whether `cls` or a base of it is called `name`. A dotted name need not be the full one: torch.nn.Linear is
+    torch.nn.modules.linear.Linear. Nothing is imported to compare them."""
+    package, _, bare = name.rpartition(".")
+    return any(base.__name__ == bare and _is_in(base.__module__, package) for base in cls.__mro__)
+
+
+def _is_in(module: str, package: str) -> bool:
+    return not package or module == package or module.startswith(f"{package}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The outcome for each rule, by its index.
+
+    Attributes:
+        taken: the paths that each rule takes.
+        lost: for a rule that takes nothing: what it would have taken, by the index of the rule that has it. Empty where the
+            rule's match fits no module at all.
+        nested: swaps inside what another rule replaces as a whole, which cannot both be: paths by (inner rule, outer rule).
+    """
+
+    taken: Sequence[Sequence[str]]
+    lost: Sequence[dict[int, list[str]]]
+    nested: Mapping[tuple[int, int], Sequence[str]]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Where a walk over the modules stands: inside which module that is out of reach, or replaced."""
+
+    closed: tuple[str, int] | None = None
+    replaced: tuple[str, int] | None = None
+    owner: dict[str, int] = field(default_factory=dict)  # path -> the rule that takes it or keeps others from it
+
+    def leave(self, path: str) -> None:
+        if self.closed is not None and not _inside(path, self.closed[0]):
+            self.closed = None
+        if self.replaced is not None and not _inside(path, self.replaced[0]):
+            self.replaced = None
+
+
+def _inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[str]) -> Assignment:
+    """Assigns every module to the first rule that matches it; pure.
+
+    Args:
+        in_place: the operators that leave their module where it is, and its parts to other rules.
+    """
+    fitting = [modules.matching(rule.match) for rule in rules]
+    candidates: dict[str, int] = {}  # path -> the first rule that matches it
+    for index, paths in reversed(list(enumerate(fitting))):
+        candidates.update(dict.fromkeys(paths, index))
+    taken: list[list[str]] = [[] for _ in rules]
+    nested: dict[tuple[int, int], list[str]] = {}
+    walk = _Walk()
+    for path in modules:
+        walk.leave(path)
+        if walk.closed is not None:
+            walk.owner[path] = walk.closed[1]
+            continue
+        if path not in candidates:
+            continue
+        index = candidates[path]
+        walk.owner[path] = index
+        if walk.replaced is not None and walk.replaced[1] == index:
+            continue  # a part of what the rule takes already, such as the activation within experts
+        taken[index].append(path)
+        if walk.replaced is not None and rules[index].operator is not None:
+            nested.setdefault((index, walk.replaced[1]), []).append(path)
+        if not rules[index].recursive:
+            walk.closed = (path, index)
+        if rules[index].operator not in (None, *in_place) and walk.replaced is None:
+            walk.replaced = (path, index)
+    lost = [{} if took else _by_owner(fits, walk.owner) for took, fits in zip(taken, fitting, strict=True)]
+    return Assignment(taken, lost, nested)
+
+
+def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for path in paths:
+        found.setdefault(owner[path], []).append(path)
+    return dict(sorted(found.items()))
+
+
+MAX_FORMS = 2000  # distinct paths that a near miss is sought among
+_WORD = re.compile(r"\\.|[A-Za-z_][A-Za-z0-9_]*")  # an escape such as \d is no word
+_INDENT = "\n    "
+
+
+def explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
+    """Position and message for a rule whose `match` fits no module."""
+    match = rule.match
+    lines: list[str] = []
+    keys: list[str] = []
+    for key, value, alone in _parts(match):
+        found = modules.matching(alone)
+        if found:
+            lines.append(f"{key}: {value} alone matches {_count(found)}")
+        else:
+            keys.append(key)
+            lines.append(f"{key}: {value}{_near(key, match, modules)}")
+    if not keys:
+        lines.append(_apart(match, modules))
+    return rule.place(*keys, "match"), _INDENT.join([f"rule '{rule.id}' matches no module of {modules.model_class}", *lines])
+
+
+def _parts(match: Match) -> Iterator[tuple[str, str, Match]]:
+    if match.name is not None:
+        yield "name", f"'{match.name}'", Match(name=match.name)
+    if match.class_name is not None:
+        yield "class", match.class_name, Match(class_name=match.class_name)
+    if match.kind is not None:
+        yield "kind", match.kind, Match(kind=match.kind)
+    if match.layers is not None:
+        yield "layers", f"'{match.layers}'", Match(layers=match.layers)
+
+
+def _apart(match: Match, modules: ModelModules) -> str:
+    """Why parts that each match something match nothing together."""
+    elsewhere = [layer for path in modules.matching(replace(match, layers=None)) if (layer := modules.layer(path)) is not None]
+    if match.layers is not None and elsewhere:
+        return f"what else is asked for is in layers {runs(elsewhere)}"
+    return "no module fits all of them at once"
+
+
+def _near(key: str, match: Match, modules: ModelModules) -> str:
+    indent = _INDENT + " " * 6
+    if key == "name":
+        assert match.name is not None, "a part is there when its key is"
+        return _near_name(match.name, modules, indent)
+    if key == "class":
+        assert match.class_name is not None, "a part is there when its key is"
+        return _near_class(match.class_name, modules, indent)
+    if key == "kind":
+        return _near_kind(match, modules, indent)
+    layers = sorted({layer for path in modules if (layer := modules.layer(path)) is not None})
+    return f"{indent}the model has layers {runs(layers)}" if layers else f"{indent}the model has no numbered layers"
+
+
+def _near_kind(match: Match, modules: ModelModules, indent: str) -> str:
+    if match.kind != "experts":
+        return ""
+    named = [path for path in modules if path.rpartition(".")[2] == "experts"]
+    if not named:
+        return f"{indent}the model has no module named 'experts': it is no mixture of experts, or one that transformers builds otherwise"
+    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) is named so, but does not hold its experts in 3-D parameters"
+
+
+def _near_class(name: str, modules: ModelModules, indent: str) -> str:
+    names = {base.__name__ for path in modules for base in type(modules[path]).__mro__ if base is not object}
+    bare = name.rpartition(".")[2]
+    if bare in names:
+        full = next(type(modules[path]) for path in modules if has_class(type(modules[path]), bare))
+        where = next(base.__module__ for base in full.__mro__ if base.__name__ == bare)
+        theirs = "; KTransformers' copies of models are not used here" if is_theirs(name) else ""
+        return f"{indent}the model's {bare} is {where}.{bare}; did you mean '{bare}'?{theirs}"
+    near = nearest(bare, sorted(names))
+    return f"{indent}did you mean '{near}'?" if near is not None else ""
+
+
+def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
+    for mended in _mended(pattern, modules):
+        try:
+            found = modules.matching(Match(name=mended))
+        except re.error:
+            continue  # a word of the pattern's own syntax was renamed, such as the P of (?P<layer>
+        if found:
+            return f"{indent}nearest: {found[0]} ({_count(found)}); did you mean '{mended}'?"
+    near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)
+    return f"{indent}nearest: {modules.forms[near[0]][0]} ({_count(modules.forms[near[0]])})" if near else ""
+
+
+def _mended(pattern: str, modules: ModelModules) -> Iterator[str]:
+    """`pattern` with words that no path has replaced by those nearest to them: one word at a time, then all."""
+    unknown = {word[0] for word in _WORD.finditer(pattern) if word[0][0] != "\\" and word[0] not in modules.words}
+    changes: dict[str, str] = {}
+    for word in sorted(unknown):
+        for near in get_close_matches(word, modules.words, n=3, cutoff=0.6):
+            changes.setdefault(word, near)
+            yield _renamed(pattern, {word: near})
+    if len(changes) > 1:
+        yield _renamed(pattern, changes)
+
+
+def _renamed(pattern: str, changes: dict[str, str]) -> str:
+    return _WORD.sub(lambda word: changes.get(word[0], word[0]), pattern)
+
+
+def _literal(pattern: str) -> str:
+    """Roughly the path that a pattern was written after: wildcards and escapes become a layer number."""
+    text = re.sub(r"\\d[+*]?|\[[^\]]*\][+*]?|\.[*+]|\(\?[^)]*\)", "0", pattern)
+    return re.sub(r"\d+", "0", re.sub(r"[\\^$()?+*]", "", text))
+
+
+def _count(found: Sequence[str]) -> str:
+    return f"{len(found)} module{'s' if len(found) != 1 else ''}"

@@ -1,0 +1,298 @@
+"""From the name of a rule file to its rules, with all that it extends.
+
+What a rule file says about itself, before its rules: version, extends, vars, requires.
+
+The list of rules: which keys a rule has, and what their values may be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
+from moegraft.injection.rules.document import MAX_TEXT, NAME, ListNode, MappingNode, Node, ScalarNode, Value, read_document, substitute
+from moegraft.injection.rules.replacement import read_replace
+from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, check_keys, read_match, read_text
+from moegraft.rules import shipped_rules
+
+if TYPE_CHECKING:
+    from moegraft.operators.registry import OperatorRegistry
+
+
+RULE_KEYS = ("id", "match", "replace", "recursive", "expect")
+NEEDED_KEYS = {"match": "name, class, kind or layers", "replace": "the 'class' of an operator"}
+
+
+class RuleReader:
+    """Reads the rules of one file."""
+
+    def __init__(self, registry: OperatorRegistry, findings: Findings, *, inherited: bool) -> None:
+        self._registry = registry
+        self._findings = findings
+        self._inherited = inherited
+
+    def rules(self, node: Node | None, *, extends: bool) -> tuple[Rule, ...]:
+        """All rules that could be read; the others are in the findings."""
+        if node is None:
+            return ()
+        if not isinstance(node, ListNode):
+            self._findings.error(node.position, f"rules must be a list, not {node}; write '- ' before the first key of each rule")
+            return ()
+        if not node.items and not extends:
+            self._findings.error(node.position, "a rule file needs at least one rule")
+        ids: dict[str, Position] = {}
+        read = (self._rule(item, number, ids) for number, item in enumerate(node.items, start=1))
+        return tuple(rule for rule in read if rule is not None)
+
+    def _rule(self, node: Node, number: int, ids: dict[str, Position]) -> Rule | None:
+        if not isinstance(node, MappingNode):
+            self._findings.error(node.position, f"a rule must be a mapping with 'match' and 'replace', not {node}")
+            return None
+        present = check_keys(node, RULE_KEYS, "a rule", self._findings)
+        for key, form in NEEDED_KEYS.items():
+            if key not in present:
+                self._findings.error(node.position, f"a rule needs '{key}', a mapping with {form}")
+        places: dict[str, Position] = {}
+        rule_id = self._id(node.get("id"), number, ids)
+        match = read_match(node, places, self._findings)
+        replacement = read_replace(node, match, places, self._registry, self._findings)
+        return Rule(
+            id=rule_id,
+            named=node.get("id") is not None,
+            match=match,
+            operator=replacement.operator,
+            kwargs=replacement.kwargs,
+            options=replacement.options,
+            recursive=self._recursive(node.get("recursive")),
+            expect=self._expect(node.get("expect"), places),
+            position=node.position,
+            inherited=self._inherited,
+            places=places,
+        )
+
+    def _id(self, node: Node | None, number: int, ids: dict[str, Position]) -> str:
+        rule_id = read_text(node, "id", self._findings) if node is not None else None
+        if rule_id is None or node is None:
+            return f"rule-{number}"
+        if rule_id in ids:
+            self._findings.error(node.position, f"id {shown(rule_id)} is taken by the rule in line {ids[rule_id].line}")
+        ids.setdefault(rule_id, node.position)
+        return rule_id
+
+    def _recursive(self, node: Node | None) -> bool:
+        if node is None:
+            return True
+        if isinstance(node, ScalarNode) and isinstance(node.value, bool):
+            return node.value
+        self._findings.error(node.position, f"recursive must be true or false (without quotes), not {node}")
+        return True
+
+    def _expect(self, node: Node | None, places: dict[str, Position]) -> int | Literal["any"] | None:
+        if node is None:
+            return None
+        places["expect"] = node.position
+        if isinstance(node, ScalarNode) and type(node.value) is int and node.value >= 1:
+            return node.value
+        if isinstance(node, ScalarNode) and node.value == "any":
+            return "any"
+        self._findings.error(node.position, f"expect must be the number of modules, 1 or more, or any, not {node}")
+        return None
+
+
+VERSION = 1
+TOP_KEYS = ("version", "extends", "vars", "requires", "rules")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file before its variables are put in."""
+
+    file: str
+    position: Position
+    extends: ScalarNode | None
+    vars: Mapping[str, Value]
+    requires: Node | None
+    rules: Node | None
+
+
+def read_header(node: Node, findings: Findings) -> Header:
+    """What a file says about itself; a bare list, as KTransformers writes it, says nothing.
+
+    Raises:
+        RuleErrors: the file is neither a mapping nor a list.
+    """
+    file = node.position.file
+    if isinstance(node, ListNode):
+        return Header(file, node.position, None, {}, None, node)
+    if isinstance(node, ScalarNode):
+        findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
+    if node.get("match") is not None or node.get("replace") is not None:
+        findings.stop(node.position, "rules stand in a list: write '- ' before the first key of each rule and indent its other keys")
+    if not check_keys(node, TOP_KEYS, "a rule file", findings) & {"rules", "extends"}:
+        findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
+    version = node.get("version")
+    if version is not None and not (isinstance(version, ScalarNode) and type(version.value) is int and version.value == VERSION):
+        findings.error(version.position, f"version must be {VERSION}, not {version}")
+    extends = node.get("extends")
+    if extends is not None and not (isinstance(extends, ScalarNode) and isinstance(extends.value, str)):
+        findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
+        extends = None
+    return Header(file, node.position, extends, _read_vars(node.get("vars"), findings), node.get("requires"), node.get("rules"))
+
+
+def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
+    if node is None:
+        return {}
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"vars must be a mapping of names to values, not {node}")
+        return {}
+    found: dict[str, Value] = {}
+    for entry in node:
+        if not NAME.fullmatch(entry.key):
+            findings.error(entry.position, f"{shown(entry.key)} is no name for a variable: use letters, digits and _")
+        elif not isinstance(entry.value, ScalarNode):
+            findings.error(entry.value.position, f"variable '{entry.key}' must be text, a number, true, false or null, not {entry.value}")
+        elif isinstance(entry.value.value, str) and "${" in entry.value.value:
+            findings.error(entry.value.position, f"variable '{entry.key}' refers to a variable, which only values outside vars may")
+        else:
+            found[entry.key] = entry.value.value
+    return found
+
+
+def read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, ...]:
+    """The types of model that a file is for."""
+    if node is None:
+        return ()
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"requires must be a mapping, such as {{model_type: mixtral}}, not {node}")
+        return ()
+    check_keys(node, ("model_type",), "requires", findings)
+    types = node.get("model_type")
+    if types is None:
+        return ()
+    items = types.items if isinstance(types, ListNode) else (types,)
+    values = [item.value for item in items if isinstance(item, ScalarNode) and isinstance(item.value, str)]
+    if not values or len(values) < len(items):
+        findings.error(types.position, f"model_type must be text or a list of text, not {types}")
+        return ()
+    return (Requirement(tuple(values), types.position),)
+
+
+GENERIC = "cpu"
+SUFFIXES = (".yaml", ".yml")
+MAX_CHAIN = 16
+
+
+def default_rules(model_type: str) -> str:
+    """The name of the shipped file for a model's type, or for the family whose text part it is, else `cpu`."""
+    shipped = shipped_rules()
+    return next((name for name in (model_type, model_type.removesuffix("_text")) if name in shipped), GENERIC)
+
+
+def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry) -> RuleFile:
+    """Reads and checks a rule file: everything that can be known without a model.
+
+    Args:
+        source: a path, or the name of a shipped file such as `cpu`.
+        vars: values for `${...}`, over those in the file and in what it extends.
+        registry: the operators that rules may name.
+
+    Raises:
+        RuleErrors: every mistake of the file, and of the files it extends, with line and column.
+    """
+    findings = Findings()
+    headers = _read_chain(_find(source, findings), findings)
+    variables = _merge_vars(headers, vars or {}, findings)
+    rules: list[Rule] = []
+    requires: list[Requirement] = []
+    for depth, header in enumerate(headers):
+        reader = RuleReader(registry, findings, inherited=depth > 0)
+        own = reader.rules(_filled(header.rules, variables, findings), extends=header.extends is not None)
+        taken = {rule.id for rule in rules if rule.named}
+        rules += [rule for rule in own if not (rule.named and rule.id in taken)]
+        requires += read_requires(_filled(header.requires, variables, findings), findings)
+    findings.raise_errors()
+    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, tuple(header.file for header in headers))
+
+
+def _filled(node: Node | None, variables: Mapping[str, Value], findings: Findings) -> Node | None:
+    return None if node is None else substitute(node, variables, findings)
+
+
+def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
+    """A path, or a shipped file where `source` is the bare name of one."""
+    shipped = shipped_rules()
+    name = os.fspath(source)
+    if isinstance(source, str) and source in shipped:
+        return shipped[source]
+    path = _existing(name, Path())
+    if path is None:
+        findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped, Path())}")
+    return path
+
+
+def _existing(name: str, folder: Path) -> Path | None:
+    """The path where it exists. Path's own methods raise for a name that is too long or a user that is none; these do not."""
+    path = os.path.join(folder, os.path.expanduser(name))  # noqa: PTH111, PTH118
+    return Path(path) if os.path.exists(path) else None  # noqa: PTH110
+
+
+def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
+    """What was meant: a shipped file, or one that lies where this one was looked for, from `folder` on."""
+    path = Path(name)
+    stem = path.stem if path.suffix in SUFFIXES else path.name
+    if stem in shipped:
+        return f"; did you mean the shipped '{stem}'?"
+    beside = os.path.join(folder, path.parent)  # noqa: PTH118
+    if (len(path.parts) > 1 or path.suffix in SUFFIXES) and os.path.isdir(beside):  # noqa: PTH112
+        near = nearest(path.name, [entry.name for entry in Path(beside).glob("*.y*ml")])
+        if near is not None or len(path.parts) > 1:
+            return f"; did you mean '{path.parent / near}'?" if near else ""
+    return did_you_mean(stem, shipped).replace("known are", "shipped are")
+
+
+def _read_chain(path: Path, findings: Findings) -> list[Header]:
+    """The file, then what it extends, then what that extends."""
+    headers = [read_header(read_document(path, findings), findings)]
+    seen = [path.resolve()]
+    while (extended := headers[-1].extends) is not None:
+        assert isinstance(extended.value, str), "read_header checks it"
+        found = _find_extended(extended.value, Path(headers[-1].file).parent)
+        if found is None:
+            hint = _shipped_hint(extended.value, shipped_rules(), Path(headers[-1].file).parent)
+            findings.stop(extended.position, f"extends {shown(extended.value)}: there is no such rule file{hint}")
+        if found.resolve() in seen:
+            circle = " -> ".join([*(header.file for header in headers), str(found)])
+            findings.stop(extended.position, f"extends {shown(extended.value)} is circular: {circle}")
+        if len(headers) == MAX_CHAIN:
+            findings.stop(extended.position, f"more than {MAX_CHAIN} rule files extend each other")
+        seen.append(found.resolve())
+        headers.append(read_header(read_document(found, findings), findings))
+    return headers
+
+
+def _find_extended(name: str, folder: Path) -> Path | None:
+    shipped = shipped_rules()
+    if name in shipped:
+        return shipped[name]
+    return _existing(name, folder)
+
+
+def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:
+    merged: dict[str, Value] = {}
+    for header in reversed(headers):
+        merged.update(header.vars)
+    for name, value in given.items():
+        if name not in merged:
+            known = did_you_mean(str(name), merged) or "; it has no vars"
+            findings.error(headers[0].position, f"variable {shown(str(name))} was given, and this rule file does not have it{known}")
+        elif not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and len(value) > MAX_TEXT):
+            message = f"variable '{name}' was given as a {type(value).__name__}; it must be text, a number, true, false or null"
+            findings.error(headers[0].position, message)
+        else:
+            merged[name] = value
+    return merged

@@ -1,0 +1,370 @@
+"""`replace`: an operator by name and its options.
+
+An operator's options from a rule's `kwargs`: names, types and values are those of its options dataclass, at any depth.
+
+What KTransformers' operators and arguments are called here, for whoever brings a rule file along.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
+from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
+from moegraft.injection.rules.rule import LEAVE_ALONE, Match, check_keys, read_text
+
+if TYPE_CHECKING:
+    from moegraft.operators.registry import OperatorRegistry
+
+
+EXPERTS = "hybrid_experts does that: write 'match: {kind: experts}' and 'replace: {class: hybrid_experts, kwargs: {weights: int8}}'"
+LINEAR = (
+    "quantized_linear does that: write 'class: quantized_linear' with 'match: {kind: linear, name: ...}', or delete the rule and they stay"
+)
+STOCK = "nothing is needed: {} stay transformers' own; delete the rule"
+Becomes = Literal["experts", "linear", "router", "stock"]
+
+
+@dataclass(frozen=True, slots=True)
+class TheirClass:
+    """A kind of KTransformers' classes.
+
+    Attributes:
+        words: one of them is in the class name, in lower case.
+        shown: how the guide names them.
+        becomes: `experts` and `linear` are computed by an operator of ours; `router` and `stock` stay transformers' own.
+        advice: what to write instead.
+        what: what stays, for those that do.
+    """
+
+    words: tuple[str, ...]
+    shown: str
+    becomes: Becomes
+    advice: str
+    what: str = ""
+
+    @property
+    def ours(self) -> str:
+        """What the guide's table says stands for it."""
+        if self.becomes == "experts":
+            return "`match: {kind: experts}`, `replace: {class: hybrid_experts}`"
+        if self.becomes == "linear":
+            return "`match: {kind: linear, name: ...}`, `replace: {class: quantized_linear}`; for 16 bits no rule"
+        return f"no rule: {self.what} stay transformers' own"
+
+
+def _stock(words: tuple[str, ...], shown: str, what: str, more: str = "", becomes: Becomes = "stock") -> TheirClass:
+    return TheirClass(words, shown, becomes, STOCK.format(what) + more, what)
+
+
+# The first that fits is taken.
+CLASSES = (
+    TheirClass(("expert",), "`KTransformersExperts`, `KTransformersExpertsV2`, `KExpertsCPU`, `KExpertsMarlin`", "experts", EXPERTS),
+    _stock(("moegate", "gate"), "`KMoEGate`, `KMoEGateDeepSeekV3`", "routers", becomes="router"),
+    TheirClass(("linear",), "`KTransformersLinear`, `KLinearMarlin`, `KLinearCPUInfer`", "linear", LINEAR),
+    _stock(("rotary", "rope"), "`RotaryEmbedding`, `YarnRotaryEmbedding` and others of `RoPE`", "rotary embeddings"),
+    _stock(
+        ("attention", "attn", "mla"),
+        "`KDeepseekV2Attention`, `flashinfer_attn` and others",
+        "attention layers",
+        ", and choose an implementation with attn_implementation=",
+    ),
+    _stock(("norm",), "`RMSNorm`, `KQwen3MoeRMSNorm`", "norms"),
+    _stock(("mlp",), "`kDeepseekV3MLP`", "dense MLPs"),
+    _stock(("model",), "`KDeepseekV2Model` and other models", "models"),
+    # Last: KGlm4MoeAttention, too, has the name of its block in it.
+    TheirClass(
+        ("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"),
+        "`KDeepseekV2MoE`, `KDeepseekV3MoE`, `KQwen3MoeSparseMoeBlock` and other blocks",
+        "experts",
+        EXPERTS,
+    ),
+)
+_BARE_PREFIXES = ("KTransformers", "KExperts", "KLinear", "KMoEGate", "KDeepseek", "KQwen", "KMistral", "KGlm", "KSmallThinker", "VLinear")
+
+_DEVICES = "where modules that stay go is for device_map= of optimize_and_load, and where experts run for the options of hybrid_experts"
+_ENGINES = "an operator is chosen by 'class' alone"
+KWARGS = {
+    "generate_device": _DEVICES,
+    "prefill_device": _DEVICES,
+    "out_device": "results return to the device that the tokens came from",
+    "device": _DEVICES,
+    "transfer_map": _DEVICES,
+    "generate_op": _ENGINES,
+    "prefill_op": _ENGINES,
+    "backend": _ENGINES + "; the kernel's weight type is its option 'weights'",
+    "generate_linear_type": _ENGINES,
+    "prefill_linear_type": _ENGINES,
+    "absorb_for_prefill": "attention stays transformers' own",
+    "per_layer_prefill_intput_threshold": "prompts of every length take one way",  # spelt so in KTransformers
+    "cpu_infer": "threads are the argument threads= of optimize_and_load",
+}
+
+
+def is_theirs(name: str) -> bool:
+    """Whether a class, by its dotted or bare name, is KTransformers'."""
+    return name.startswith("ktransformers.") or name.rpartition(".")[2].startswith(_BARE_PREFIXES)
+
+
+def their_class(name: str) -> TheirClass | None:
+    """What KTransformers' class `name` is, or None where it is none of theirs, or none that is known here."""
+    if not is_theirs(name):
+        return None
+    lower = name.rpartition(".")[2].lower()
+    return next((known for known in CLASSES if any(word in lower for word in known.words)), None)
+
+
+def class_advice(name: str) -> str | None:
+    """What to write instead of KTransformers' class `name`, or None where it is none of theirs."""
+    if not is_theirs(name):
+        return None
+    known = their_class(name)
+    return STOCK.format("such modules") if known is None else known.advice
+
+
+def class_table() -> str:
+    """KTransformers' classes and ours, as the guide shows them."""
+    rows = [f"| {known.shown} | {known.ours} |" for known in CLASSES]
+    return "\n".join(["| KTransformers | here |", "|---|---|", *rows])
+
+
+def kwarg_advice(name: str) -> str | None:
+    """What stands for KTransformers' argument `name` here, or None where it is none of theirs."""
+    return KWARGS.get(name)
+
+
+_YAML_1_1_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def read_options(operator: str, options_type: type[Any], kwargs: MappingNode | None, position: Position, findings: Findings) -> object:
+    """The options of one rule; `position` is where missing options are reported.
+
+    Field types may be bool, int, float, str, Path (relative to the rule file), Literal, None, tuple, Mapping with text keys,
+    another dataclass, and unions of these. Returns None, with the errors in `findings`, when the options are wrong.
+    """
+    node = kwargs or MappingNode((), position)
+    return _Reader(operator, findings).options(options_type, node, "", position)
+
+
+class _Reader:
+    def __init__(self, operator: str, findings: Findings) -> None:
+        self._operator = operator
+        self._findings = findings
+        self._failed = False
+
+    def _error(self, position: Position, message: str) -> None:
+        self._failed = True
+        self._findings.error(position, message)
+
+    def options(self, options_type: type[Any], node: MappingNode, path: str, position: Position) -> object:
+        """An instance of the dataclass; `path` is the option it is the value of, with a dot after it."""
+        hints = get_type_hints(options_type)
+        known = {field.name: field for field in fields(options_type) if field.init}
+        values: dict[str, Any] = {}
+        for entry in node:
+            if entry.key in known:
+                values[entry.key] = self.value(hints[entry.key], entry.value, path + entry.key)
+            else:
+                self._unknown(entry.key, entry.position, path, list(known))
+        missing = [name for name, field in known.items() if name not in values and _is_required(field)]
+        for name in missing:
+            self._error(position, f"option '{path}{name}' of {self._operator} must be given")
+        if self._failed:
+            return None
+        try:
+            return options_type(**values)
+        except ValueError as error:
+            self._error(_culprit(node, str(error), position), f"{self._what(path)}: {error}")
+            return None
+
+    def _what(self, path: str) -> str:
+        return f"option '{path.removesuffix('.')}' of {self._operator}" if path else f"options of {self._operator}"
+
+    def _unknown(self, key: str, position: Position, path: str, known: list[str]) -> None:
+        where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else self._operator
+        advice = kwarg_advice(key)
+        if advice is not None:
+            self._error(position, f"'{key}' is KTransformers' and no option of {where}: {advice}")
+        else:
+            hint = did_you_mean(key, known) if known else "; it has none"
+            self._error(position, f"unknown option '{key}' of {where}{hint}")
+
+    def value(self, hint: Any, node: Node, path: str) -> Any:
+        """`node` as a value of type `hint`, or None with an error."""
+        member = next((member for member in _members(hint) if _fits(member, node)), None)
+        if member is None:
+            self._error(node.position, self._mismatch(hint, node, path))
+            return None
+        if isinstance(node, MappingNode):
+            if is_dataclass(member) and isinstance(member, type):
+                return self.options(member, node, f"{path}.", node.position)
+            of_values = get_args(member)[1] if get_args(member) else Any
+            return {entry.key: self.value(of_values, entry.value, f"{path}.{entry.key}") for entry in node}
+        if isinstance(node, ListNode):
+            return self._tuple(member, node, path)
+        if member is Path:
+            return Path(node.position.file).parent / str(node.value)
+        return float(node.value) if member is float and isinstance(node.value, int) else node.value
+
+    def _tuple(self, member: Any, node: ListNode, path: str) -> tuple[Any, ...]:
+        of_items = get_args(member)
+        if len(of_items) == 2 and of_items[1] is Ellipsis:
+            of_items = (of_items[0],) * len(node.items)
+        if len(of_items) != len(node.items):
+            self._error(node.position, f"option '{path}' of {self._operator} must have {len(of_items)} items, not {len(node.items)}")
+            return ()
+        pairs = zip(of_items, node.items, strict=True)
+        return tuple(self.value(hint, item, f"{path}[{index}]") for index, (hint, item) in enumerate(pairs))
+
+    def _mismatch(self, hint: Any, node: Node, path: str) -> str:
+        where = f"option '{path}' of {self._operator}"
+        choices = [choice for member in _members(hint) for choice in get_args(member) if get_origin(member) is Literal]
+        text = node.value if isinstance(node, ScalarNode) and isinstance(node.value, str) else None
+        near = nearest(text, [choice for choice in choices if isinstance(choice, str)]) if text is not None else None
+        meant = f"; did you mean '{near}'?" if near is not None else _unquoted(hint, text, node.position)
+        return f"{where} must be {_expected(hint)}, not {node}{meant}"
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _culprit(node: MappingNode, message: str, position: Position) -> Position:
+    """Where the one option that the message names is written, else where all of them are."""
+    named = [entry for entry in node if re.search(rf"\b{re.escape(entry.key)}\b", message)]
+    return named[0].value.position if len(named) == 1 else position
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(inner for member in get_args(hint) for inner in _members(member))
+    return (hint,)
+
+
+def _fits(hint: Any, node: Node) -> bool:
+    if hint is Any or hint is object:
+        return isinstance(node, ScalarNode)
+    if isinstance(node, MappingNode):
+        return is_dataclass(hint) or get_origin(hint) in (dict, Mapping) or hint is dict
+    if isinstance(node, ListNode):
+        return get_origin(hint) is tuple
+    value = node.value
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is Path:
+        return isinstance(value, str)
+    return type(value) is hint
+
+
+_NAMES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}
+
+
+def _expected(hint: Any) -> str:
+    return " or ".join(_expected_member(member) for member in _members(hint))
+
+
+def _expected_member(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        names = [plain_text(choice) for choice in get_args(hint)]
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    if is_dataclass(hint):
+        return f"a mapping ({', '.join(field.name for field in fields(hint) if field.init)})"
+    if get_origin(hint) is tuple:
+        return f"a list, each item {_expected(get_args(hint)[0])}"
+    return _NAMES.get(hint, "a mapping")
+
+
+def _unquoted(hint: Any, text: str | None, position: Position) -> str:
+    if text is None:
+        return ""
+    if bool in _members(hint) and text.lower() in _YAML_1_1_BOOLS:
+        return f"; write {_YAML_1_1_BOOLS[text.lower()]}"
+    value = parse_value(text)
+    fits = not isinstance(value, str) and any(_fits(member, ScalarNode(value, position)) for member in _members(hint))
+    return "; write it without quotes" if fits else ""
+
+
+REPLACE_KEYS = ("class", "kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """An operator (None: the module stays) with its options as written and as read."""
+
+    operator: str | None = None
+    kwargs: MappingNode | None = None
+    options: object = None
+
+
+def read_replace(
+    rule: MappingNode, match: Match, places: dict[str, Position], registry: OperatorRegistry, findings: Findings
+) -> Replacement:
+    """The `replace` of a rule that has one; `places` takes the positions of its values."""
+    node = rule.get("replace")
+    if node is None:
+        return Replacement()  # the rule's own keys are checked where it is read
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"replace must be a mapping with the 'class' of an operator, not {node}")
+        return Replacement()
+    present = check_keys(node, REPLACE_KEYS, "replace", findings)
+    class_node = node.get("class")
+    if class_node is None:
+        if "class" in present:
+            return Replacement()
+        findings.error(node.position, f"replace needs 'class', the name of an operator{_known(registry)}")
+        return Replacement()
+    places["operator"] = class_node.position
+    kwargs = _read_kwargs(node.get("kwargs"), places, findings)
+    name = _read_operator(class_node, registry, findings)
+    if name == LEAVE_ALONE:
+        _refuse_kwargs(kwargs, findings)
+    if name is None or name == LEAVE_ALONE:
+        return Replacement(None, kwargs)
+    operator = registry[name]
+    if match.kind is not None and match.kind != operator.kind:
+        message = f"operator '{name}' replaces modules of kind {operator.kind}, and this rule matches kind {match.kind}"
+        findings.error(places["kind"], message)
+    place = places.get("kwargs", class_node.position)
+    return Replacement(name, kwargs, read_options(name, operator.options_type, kwargs, place, findings))
+
+
+def _known(registry: OperatorRegistry) -> str:
+    return f"; known are: {', '.join([*registry, LEAVE_ALONE])}"
+
+
+def _read_operator(node: Node, registry: OperatorRegistry, findings: Findings) -> str | None:
+    name = read_text(node, "class", findings)
+    if name is None or name in registry or name == LEAVE_ALONE:
+        return name
+    advice = class_advice(name)
+    if advice is not None:
+        findings.error(node.position, f"{shown(name)} is KTransformers': {advice}")
+    elif "." in name:
+        findings.error(node.position, f"class must be the name of an operator, not a path: {shown(name)}{_known(registry)}")
+    else:
+        findings.error(node.position, f"unknown operator {shown(name)}{did_you_mean(name, [*registry, LEAVE_ALONE])}")
+    return None
+
+
+def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findings) -> MappingNode | None:
+    if node is None or (isinstance(node, ScalarNode) and node.value is None and node.variable is None):
+        return None
+    places["kwargs"] = node.position
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"kwargs must be a mapping of options to values, not {node}")
+        return None
+    return node
+
+
+def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
+    for entry in kwargs or ():
+        advice = kwarg_advice(entry.key)
+        why = f"'{entry.key}' is KTransformers': {advice}" if advice else f"unknown option {shown(entry.key)}"
+        findings.error(entry.position, f"{why}; '{LEAVE_ALONE}' leaves its modules alone and has no options")

@@ -1,1 +1,0 @@
-"""A layer's experts on two devices at once: planned, carried out, joined, and the next layers made ready meanwhile."""

@@ -1,0 +1,215 @@
+"""How an experts module stores its weights, read off the module itself, and how one expert's piece is cut from it.
+
+Which gate an experts module applies, found by asking the module rather than by knowing its family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import nn
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, activations
+from moegraft.operators.reference import reference_activation, reference_gate
+from moegraft.operators.weights import Part
+
+# A clamp wider than this cannot be told from no clamp by probing, and no model's activations reach it.
+PROBE_RANGE = 64.0
+TOLERANCE = 1e-5  # float32 evaluations of one formula in two orders of operations differ by less
+
+
+# The probes are float32 whatever the caller's default dtype: `torch.set_default_dtype(torch.bfloat16)` would blur them.
+def _values(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _grid(low: float, high: float, count: int) -> torch.Tensor:
+    return torch.linspace(low, high, count, dtype=torch.float32)
+
+
+def _scalars(module: nn.Module) -> list[float]:
+    """The numbers a module holds: its clamps and scales are among them, whatever it calls them."""
+    held = (value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool))
+    return sorted({float(value) for value in held if 0 < value < PROBE_RANGE})
+
+
+def _evaluate(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The module's own gate at every pair of the two vectors: (G, U)."""
+    pairs_gate, pairs_up = torch.meshgrid(gate, up, indexing="ij")
+    apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
+    # A width of two has one neuron, whose gate comes first in both layouts (concatenated and interleaved).
+    pairs = torch.stack([pairs_gate.flatten(), pairs_up.flatten()], dim=-1)
+    return apply(pairs).view(len(gate), len(up))
+
+
+def _match_activation(module: nn.Module, values: torch.Tensor, curve: torch.Tensor) -> tuple[str, float] | None:
+    plain = [(name, 1.0) for name in activations()]
+    scaled = [("silu", alpha) for alpha in (1.702, *_scalars(module))]
+    for name, alpha in plain + scaled:
+        if torch.allclose(reference_activation(name, values, alpha), curve, rtol=TOLERANCE, atol=TOLERANCE):
+            return name, alpha
+    return None
+
+
+def recognise_gate(module: nn.Module) -> GateSpec | None:
+    """The gate of an experts module as the kernel describes it, or None when it is of another form.
+
+    The module's `_apply_gate` (or `act_fn` where it has no gate) is evaluated on a grid and compared with every form the
+    kernel knows, limits taken from the numbers the module holds; only a form that agrees on the whole grid is returned.
+    Weights are not read, so the module may be on meta.
+    """
+    with torch.no_grad(), torch.device("cpu"):
+        if not getattr(module, "has_gate", True):
+            return _recognise_ungated(module)
+        if not _splits_as_stored(module):
+            return None
+        near = _grid(-0.9, 0.9, 37)
+        at_zero, at_one = _evaluate(module, near, _values(0.0, 0.9)).unbind(-1)
+        found = _match_activation(module, near, (at_one - at_zero) / 0.9)
+        if found is None:
+            return None
+        name, alpha = found
+        offset = float((at_zero / ((at_one - at_zero) / 0.9)).nan_to_num(0.0)[-1])
+        return _with_limits(module, name, alpha, round(offset, 3))
+
+
+def _splits_as_stored(module: nn.Module) -> bool:
+    """Whether `_apply_gate` takes gate and up from where the storage flag says they are."""
+    apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
+    first, second = _values(0.3, -0.7), _values(0.5, 0.9)  # (gate, up) of two neurons
+    joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if module.is_concatenated else torch.cat([first, second])
+    return torch.allclose(apply(joined), torch.cat([apply(first), apply(second)]), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _recognise_ungated(module: nn.Module) -> GateSpec | None:
+    values = _grid(-8.0, 8.0, 257)
+    act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
+    found = _match_activation(module, values, act(values))
+    return None if found is None else GateSpec(activation=found[0], alpha=found[1])
+
+
+def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> GateSpec | None:
+    """Fits the clamps one axis at a time, then demands agreement on the whole grid."""
+    gate = up = _grid(-PROBE_RANGE, PROBE_RANGE, 129)
+    limits = [math.inf, *_scalars(module)]
+    make = partial(GateSpec, activation=name, alpha=alpha, up_offset=offset)
+    small = _values(0.5)  # inside every clamp
+    specs = [make(up_limit=limit) for limit in limits]
+    up_limit = _closest(specs, small, up, _evaluate(module, small, up).flatten()).up_limit
+    specs = [make(up_limit=up_limit, gate_limit=first, act_limit=second) for first, second in product(limits, repeat=2)]
+    spec = _closest(specs, gate, small, _evaluate(module, gate, small).flatten())
+    # An activation's own rounding is multiplied by up, so the absolute tolerance grows with the range of up.
+    agrees = torch.allclose(
+        reference_gate(spec, gate[:, None], up[None, :]), _evaluate(module, gate, up), rtol=TOLERANCE, atol=TOLERANCE * PROBE_RANGE
+    )
+    return spec if agrees else None
+
+
+def _closest(specs: list[GateSpec], gate: torch.Tensor, up: torch.Tensor, expected: torch.Tensor) -> GateSpec:
+    """The first spec of least error: a clamp before a saturating activation and one after it nearly agree."""
+    return min(specs, key=lambda spec: float((reference_gate(spec, gate, up) - expected).abs().max()))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """Sizes, gate and storage order of one experts module.
+
+    Stored forms (transformers 5, `use_experts_implementation`): `gate_up_proj (E, 2I, H)` or, transposed, `(E, H, 2I)`;
+    `down_proj (E, H, I)` or `(E, I, H)`; gate rows first, or interleaved with the up rows; `up_proj` where there is no gate.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    bias: bool
+    transposed: bool
+    interleaved: bool
+    gate: GateSpec
+
+    @property
+    def shape(self) -> ExpertsShape:
+        return ExpertsShape(
+            num_experts=self.num_experts, hidden=self.hidden, intermediate=self.intermediate, gated=self.gated, bias=self.bias
+        )
+
+    def parts(self) -> tuple[Part, ...]:
+        matrices: tuple[Part, ...] = ("gate", "up", "down") if self.gated else ("up", "down")
+        biases: tuple[Part, ...] = ("gate_bias", "up_bias", "down_bias") if self.gated else ("up_bias", "down_bias")
+        return matrices + biases if self.bias else matrices
+
+    def part_shape(self, part: Part) -> tuple[int, ...]:
+        """The shape of one expert's piece in `nn.Linear` orientation."""
+        rows = self.hidden if part.startswith("down") else self.intermediate
+        if part.endswith("_bias"):
+            return (rows,)
+        return (rows, self.intermediate if part == "down" else self.hidden)
+
+    def parameter(self, part: Part) -> str:
+        """The name of the module's parameter that holds `part`."""
+        matrix, _, bias = part.partition("_")
+        name = "down_proj" if matrix == "down" else "gate_up_proj" if self.gated else "up_proj"
+        return f"{name}_bias" if bias else name
+
+    def cut(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
+        """One expert's piece as a view of that expert's slice of the stored parameter, `stored[expert]`."""
+        piece = stored if part.endswith("_bias") or not self.transposed else stored.T
+        if part.startswith("down") or not self.gated:
+            return piece
+        index = 0 if part.startswith("gate") else 1
+        if self.interleaved:
+            return piece[index::2]
+        return piece[index * self.intermediate : (index + 1) * self.intermediate]
+
+
+def why_unsupported(module: nn.Module) -> str | None:
+    """The reason why a module does not follow the shared experts interface of transformers 5, or None when it does."""
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_bias"):
+        return f"{type(module).__name__} does not follow transformers' shared experts interface (use_experts_implementation)"
+    if getattr(module, "has_post_expert_norm", False):
+        return f"{type(module).__name__} normalises each expert's output, which the kernel cannot do"
+    needed = {"down_proj", "gate_up_proj" if module.has_gate else "up_proj"}
+    if module.has_bias:
+        needed |= {f"{name}_bias" for name in needed}
+    held = {name for name, _ in module.named_parameters(recurse=False)}
+    if held != needed:
+        return f"{type(module).__name__} holds {_names(held)} where {_names(needed)} is expected"
+    if recognise_gate(module) is None:
+        return f"{type(module).__name__} has a gate function of a form that the kernel does not know"
+    return None
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "no parameter"
+
+
+def read_layout(module: nn.Module) -> ExpertsLayout:
+    """The layout of a module that `why_unsupported` lets pass; it may be on meta.
+
+    Raises:
+        ValueError: the module is unsupported.
+    """
+    reason = why_unsupported(module)
+    if reason is not None:
+        raise ValueError(reason)
+    down = module.get_parameter("down_proj")
+    num_experts, hidden, intermediate = down.shape
+    if module.is_transposed:
+        hidden, intermediate = intermediate, hidden
+    gate = recognise_gate(module)
+    assert gate is not None, "why_unsupported checks the gate"
+    return ExpertsLayout(
+        num_experts=num_experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=bool(module.has_gate),
+        bias=bool(module.has_bias),
+        transposed=bool(module.is_transposed),
+        interleaved=bool(module.has_gate) and not module.is_concatenated,
+        gate=gate,
+    )

@@ -1,0 +1,355 @@
+"""What routers say: the scores of all experts, the experts that a layer's own router would choose, and every call as it is made.
+
+The caches read the scores, prefetching applies the routers of later layers to the hidden states at hand. A router is called the way its
+block calls it and chooses by its family's own rule, biases and groups included. Shapes: T tokens, E experts, K experts a token, H hidden.
+
+What a router returned, read by shapes and types: families order it differently and turn logits into scores in different ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.structure import ROUTER_NAMES
+
+__all__ = ["RoutedCall", "Router", "Scoring", "experts_paths", "router_of", "routers_of", "scores_of", "selection_of", "watch_routing"]
+
+
+# How families make scores of logits. The first that explains a router's weights is taken.
+SCORE_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "probabilities": lambda logits: logits,
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+EXPLAINS = 0.02  # of a token's weight: bfloat16 weights are off by up to 0.004, another function's by more
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOutput:
+    """The logits, or already scores, of (T, E or more) experts; the weights and ids (T, K) of those chosen, where it returns them."""
+
+    logits: torch.Tensor
+    top_k_weights: torch.Tensor | None
+    top_k_index: torch.Tensor | None
+
+    @classmethod
+    def read(cls, output: Any, num_experts: int) -> Self:
+        """
+        Raises:
+            ValueError: no floating-point tensor with a column for each expert is in `output`.
+        """
+        parts = [part for part in (output if isinstance(output, tuple | list) else (output,)) if isinstance(part, torch.Tensor)]
+        index = next((part for part in parts if not part.is_floating_point()), None)
+        wide = [part for part in parts if part.is_floating_point() and part.shape[-1] >= num_experts]
+        if not wide:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "no tensor"
+            raise ValueError(f"a router of {num_experts} experts returned {shapes}: no scores of all experts are among them")
+        # Only a layer that chooses all its experts has two; its ids stand first where the logits stand last.
+        logits = wide[-1] if parts[0] is index else wide[0]
+        rest = [part for part in parts if part is not logits and part.is_floating_point()]
+        weights = next((part for part in rest if index is not None and part.shape == index.shape), None)
+        return cls(_flat(logits), None if weights is None else _flat(weights), None if index is None else _flat(index))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _are_probabilities(logits: torch.Tensor) -> bool:
+    values = logits.float()
+    return bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < EXPLAINS).all())
+
+
+def score_function(output: RouterOutput) -> str:
+    """The name of the function in `SCORE_FUNCTIONS` that the weights of the chosen experts follow, up to a factor for each token.
+
+    `softmax` where none does, or where one expert a token leaves nothing to compare.
+    """
+    if _are_probabilities(output.logits):
+        return "probabilities"
+    if output.top_k_index is None or output.top_k_weights is None or output.top_k_index.shape[-1] < 2:
+        return "softmax"
+    weights = _shares(output.top_k_weights.float())
+    logits = output.logits.float()
+    errors = {
+        name: float((_shares(function(logits).gather(-1, output.top_k_index.long())) - weights).abs().max())
+        for name, function in SCORE_FUNCTIONS.items()
+        if name != "probabilities"
+    }
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] < EXPLAINS else "softmax"
+
+
+def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
+    """Whether the weights (T, K) of the chosen are their scores of (T, E), up to a factor for each token."""
+    found = _shares(scores.gather(-1, top_k_index.long()))
+    return bool(((found - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
+
+
+def _shares(weights: torch.Tensor) -> torch.Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def scores_of(router_output: Any, num_experts: int, function: str | None = None) -> torch.Tensor:
+    """Every expert's share of what a router gives a token: (T, E) float32, rows sum to 1 (less where a router may choose no expert).
+
+    Args:
+        router_output: what the router's forward pass returned: logits (T, E) alone, or among weights and ids in any order.
+        function: how the family makes scores of logits, a name in `SCORE_FUNCTIONS`; found from the output where it is not known.
+
+    Raises:
+        ValueError: there are no scores of all experts in `router_output`.
+    """
+    read = RouterOutput.read(router_output, num_experts)
+    name = function or score_function(read)
+    scores = SCORE_FUNCTIONS[name](read.logits.float())
+    if name in ("sigmoid", "sqrtsoftplus"):
+        scores = _shares(scores[:, :num_experts])
+    return scores[:, :num_experts]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A router's decision for T tokens: (T, K) int64 and (T, K) with the likeliest expert first, and (T, E) float32."""
+
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a router thinks of all experts, chosen or not.
+
+    Attributes:
+        scores: (T, E) float32, what weights follow.
+        rankings: (T, E) float32 each, of which the router may choose the largest: the scores, and with every correction that it or its
+            block holds, added to them or to the logits. Groups are not among them.
+    """
+
+    scores: torch.Tensor
+    rankings: Sequence[torch.Tensor]
+
+
+class Router:
+    """One layer's router, as the block that holds it calls it.
+
+    Attributes:
+        path: of the experts module it decides for.
+        exact: whether `route` chooses as the model does. False where a router reads more than hidden states and what its block holds:
+            the ids of the tokens (hash layers of DeepSeek-V4), or another layer's state (Zaya).
+    """
+
+    def __init__(self, path: str, module: nn.Module, block: nn.Module, num_experts: int) -> None:
+        self.path = path
+        self.module = module
+        self.num_experts = num_experts
+        self._block = block
+        self._function: str | None = None
+        parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        # By name, not by value: weights that are loaded later replace the tensors of today.
+        self._held = [p.name for p in named if isinstance(getattr(block, p.name, None), torch.Tensor)]
+        unknown = [p for p in named if p.name not in self._held]
+        self._callable = all(p.default is not p.empty for p in unknown)
+        self.exact = not unknown
+        self._windowed: bool | None = None  # whether it must be given (1, T, H); not known before the first call
+
+    def _call(self, hidden_states: torch.Tensor) -> Any:
+        """What `forward` returns, hooks left out: they are told what the model does, not what is only predicted."""
+        return self.module.forward(hidden_states, **{name: getattr(self._block, name) for name in self._held})
+
+    def scores(self, output: Any) -> torch.Tensor:
+        """`scores_of` a router's `output`, the function that makes scores of logits found once: (T, E) float32."""
+        read = RouterOutput.read(output, self.num_experts)
+        if self._function is None and read.top_k_index is not None:
+            self._function = score_function(read)
+        return scores_of(output, self.num_experts, self._function)
+
+    @torch.no_grad()
+    def scoring(self, output: Any) -> Scoring:
+        """Of every expert, from what `forward` returned."""
+        scores = self.scores(output)
+        logits = RouterOutput.read(output, self.num_experts).logits.float()[:, : self.num_experts]
+        raw = SCORE_FUNCTIONS[self._function](logits) if self._function is not None else scores
+        corrections = [each.float().reshape(-1) for each in self._corrections()]
+        return Scoring(scores, [raw, *(start + each for each in corrections for start in (raw, logits))])
+
+    def _corrections(self) -> list[torch.Tensor]:
+        """Biases of single experts, (E,), of the router or its block."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        named += [*self._block.named_parameters(recurse=False), *self._block.named_buffers(recurse=False)]
+        return [tensor for name, tensor in named if "bias" in name.rpartition(".")[2] and tensor.numel() == self.num_experts]
+
+    @torch.no_grad()
+    def route(self, hidden_states: torch.Tensor) -> Routing:
+        """The router's decision on hidden states (T, H), which may be those of an earlier layer."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if not self._callable:
+            logits = F.linear(tokens, self._weight().to(tokens.dtype))
+            return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
+        if self._windowed is None:
+            self._windowed = self._wants_windows(tokens[:1])
+        output = self._call(tokens[None] if self._windowed else tokens)
+        read = RouterOutput.read(output, self.num_experts)
+        if read.top_k_index is None:
+            read = self._routed_by_block(tokens, read)
+        return _ranked(read.top_k_index, read.top_k_weights, self.scores(output))
+
+    def _wants_windows(self, tokens: torch.Tensor) -> bool:
+        """Found by trial, flat first: nearly all take (T, H), and some that are given windows gather along a wrong axis."""
+        try:
+            RouterOutput.read(self._call(tokens), self.num_experts)
+        except (ValueError, IndexError, RuntimeError):
+            return True  # should it refuse windows as well, the error is the caller's to see
+        return False
+
+    def _weight(self) -> torch.Tensor:
+        """(E or more, H)."""
+        rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
+        weight = next(rows, None)
+        if weight is None:
+            raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
+        return weight
+
+    def top_k(self) -> int:
+        """Experts a token takes.
+
+        Raises:
+            UnsupportedModelError: neither the router nor its block says.
+        """
+        found = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
+        if not isinstance(found, int):
+            raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} does not say how many experts a token takes")
+        return found
+
+    def _routed_by_block(self, tokens: torch.Tensor, read: RouterOutput) -> RouterOutput:
+        """For routers that return logits alone (Jamba before transformers 5.2x): the block turns them into a choice."""
+        choose = getattr(self._block, "route_tokens_to_experts", None)
+        if choose is None:
+            self.exact = False
+            return RouterOutput(read.logits, None, read.logits.topk(self.top_k(), dim=-1).indices)
+        given = {"hidden_states": tokens, "router_logits": read.logits}
+        chosen = choose(**{name: given[name] for name in inspect.signature(choose).parameters})
+        return RouterOutput.read((read.logits, *chosen), self.num_experts)
+
+
+def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None, scores: torch.Tensor) -> Routing:
+    """Likeliest first: many routers do not sort, and biases may rank a chosen expert below one that is not."""
+    assert top_k_index is not None, "a router's decision names experts"
+    index = top_k_index.long()
+    weights = top_k_weights if top_k_weights is not None else scores.gather(-1, index)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    return Routing(index.gather(-1, order), weights.gather(-1, order), scores)
+
+
+def experts_paths(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that hold a layer's routed experts, injected or not, in the model's order."""
+    found = (path for path, module in model.named_modules() if path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts"))
+    return tuple(path for path in found if _router_beside(model, path) is not None)
+
+
+def _router_beside(model: nn.Module, experts_path: str) -> nn.Module | None:
+    block = model.get_submodule(experts_path.rpartition(".")[0])
+    beside = (getattr(block, name, None) for name in ROUTER_NAMES)
+    return next((module for module in beside if isinstance(module, nn.Module)), None)
+
+
+def router_of(model: nn.Module, experts_path: str) -> Router:
+    """The router beside the experts module at `experts_path`; the model may be on meta.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    experts: Any = model.get_submodule(experts_path)  # its attributes are not declared in a common class
+    module = _router_beside(model, experts_path)
+    if module is None:
+        names = " or ".join(f"'{name}'" for name in ROUTER_NAMES)
+        raise UnsupportedModelError(f"{experts_path}: no module {names} beside it routes tokens to {type(experts).__name__}")
+    return Router(experts_path, module, model.get_submodule(experts_path.rpartition(".")[0]), int(experts.num_experts))
+
+
+def routers_of(model: nn.Module) -> dict[str, Router]:
+    """Every layer's router by the path of its experts, in the model's order."""
+    return {path: router_of(model, path) for path in experts_paths(model)}
+
+
+def selection_of(router: Router, hidden_states: torch.Tensor, top_k: int | None = None) -> torch.Tensor:
+    """The experts that `router` would choose for hidden states (T, H): (T, K) int64, likeliest first.
+
+    `top_k` keeps that many of the router's own K.
+
+    Raises:
+        ValueError: `top_k` is not from 1 to K.
+    """
+    chosen = router.route(hidden_states).top_k_index
+    if top_k is None:
+        return chosen
+    if not 1 <= top_k <= chosen.shape[-1]:
+        raise ValueError(f"top_k is {top_k}; the router of {router.path} chooses {chosen.shape[-1]} experts a token")
+    return chosen[:, :top_k]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """One call of one layer's experts.
+
+    Attributes:
+        router: of the layer.
+        router_input: (T, H), what the router decided on; prediction for later layers starts from it.
+        scores: (T, E) float32.
+        top_k_index, top_k_weights: (T, K), what the experts were called with.
+    """
+
+    router: Router
+    router_input: torch.Tensor
+    scores: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+
+
+@contextmanager
+def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
+    """Tells `on_call` of every call of a layer's experts while the body runs; gives the routers by path."""
+    routers = routers_of(model)
+    hooks = []
+    for path, router in routers.items():
+        watch = _Watch(router, on_call)
+        hooks.append(router.module.register_forward_hook(watch.routed, with_kwargs=True))
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(watch.called, with_kwargs=True))
+    try:
+        yield routers
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Watch:
+    """Joins a router's call with the call of its experts that follows."""
+
+    def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
+        self._router = router
+        self._on_call = on_call
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        self._pending = hidden_states.detach().reshape(-1, hidden_states.shape[-1]), self._router.scores(output)
+
+    def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._pending is None:  # experts called without their router
+            return
+        (router_input, scores), self._pending = self._pending, None
+        given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]
+        index, weights = given[0].detach(), given[1].detach()
+        self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))

@@ -1,0 +1,154 @@
+"""Experts without some of their neurons on the CPU and emulated devices together: what the CPU alone computes, and the reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, prompt, served_cases
+from support.sparse_models import left_out
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.calibration import sparse_layers
+from moegraft.operators.offload.devices.base import Neurons
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.model_experts import GpuGroups
+from moegraft.operators.offload.statistics import EngineStatistics
+from moegraft.operators.sparse.layer import WINDOW_TOKENS, SparseLayers
+
+RULES = """
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, counts: routed}}, {more}}}}}
+"""
+# Plain, with shared experts, with biases and a clamp, ungated.
+FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "olmoe")
+SHARE = 0.6
+
+
+def load(model_type: str, folder: Path, more: str, weights: str = "stored") -> PreTrainedModel:
+    rules = folder / "rules.yaml"
+    rules.write_text(RULES.format(weights=weights, more=more))
+    model = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    return optimize_and_load(model, rules, progress=False, threads=1)
+
+
+@torch.no_grad()
+def thresholds_for(model: PreTrainedModel) -> dict[str, float]:
+    """Those that leave out about SHARE of each layer's neurons."""
+    seen: dict[str, torch.Tensor] = {}
+    for path, layer in sparse_layers(model).items():
+        layer.observer = lambda index, acted, path=path: seen.__setitem__(path, acted[index >= 0].abs().flatten())  # type: ignore[misc]
+    model(input_ids=prompt(9, batch=2))
+    for layer in sparse_layers(model).values():
+        layer.observer = None
+    return {path: float(found.quantile(SHARE)) for path, found in seen.items()}
+
+
+def take(model: PreTrainedModel, thresholds: Mapping[str, float]) -> None:
+    for path, layer in sparse_layers(model).items():
+        layer.set_threshold(thresholds[path], SHARE)
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, list[int]]:
+    logits = model(input_ids=prompt(9, batch=2)).logits.double()
+    return logits, model.generate(prompt(5), max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def counts_of(model: PreTrainedModel) -> list[list[int]]:
+    return [layer.counts.tolist() for layer in sparse_layers(model).values()]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
+    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    return [engine.statistics for engine in group.engines]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_is_the_reference(model_type: str, tmp_path: Path) -> None:
+    alone = load(model_type, tmp_path, "gpu: none")
+    thresholds = thresholds_for(alone)
+    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    with left_out(stock, thresholds):
+        expected, answer = outputs(stock)
+    take(alone, thresholds)
+    together = load(model_type, tmp_path, "gpu: emulated, cache: {slots: 2}")
+    take(together, thresholds)
+    for model in (alone, together):
+        found, found_answer = outputs(model)
+        assert error(found, expected) < 1e-4
+        assert found_answer == answer
+    assert counts_of(together) == counts_of(alone)
+    assert all(0.3 < 1 - active / neurons < 0.9 for active, neurons in counts_of(together))
+    computed = engines_of(together)
+    assert sum(each.on_cpu for each in computed) > 0 and sum(each.used - each.on_cpu for each in computed) > 0, "both took a part"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "cache: {slots: 0}, schedule: two_threshold",
+        "cache: {slots: 1}, schedule: greedy",
+        "cache: {ratio: 0.5}, schedule: on_demand, prefetch: {policy: next_layer}",
+        "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
+        "cache: {ratio: 0.6}, schedule: layer_map",
+        "cache: {ratio: 0.5}, schedule: all_cpu",
+    ],
+)
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_every_setting_is_the_cpu_alone(more: str, weights: str, tmp_path: Path) -> None:
+    alone = load("qwen3_moe", tmp_path, "gpu: none", weights)
+    thresholds = thresholds_for(alone)
+    take(alone, thresholds)
+    expected, answer = outputs(alone)
+    model = load("qwen3_moe", tmp_path, f"gpu: emulated, {more}", weights)
+    take(model, thresholds)
+    found, found_answer = outputs(model)
+    assert error(found, expected) < 1e-5
+    assert found_answer == answer
+    assert counts_of(model) == counts_of(alone)
+
+
+def test_devices_are_told_what_a_token_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an emulated one charges for what is computed, and plans balance that."""
+    model = load("qwen3_moe", tmp_path, "gpu: emulated, cache: {slots: 2}, schedule: fixed")
+    told: dict[str, set[Neurons | None]] = {"submit_cpu": set(), "launch": set()}
+    for name, seen in told.items():
+        hand_over = getattr(VirtualDevice, name)
+
+        def spy(*arguments: Any, hand_over: Any = hand_over, seen: set[Neurons | None] = seen) -> Any:
+            seen.add(arguments[-1].neurons)
+            return hand_over(*arguments)
+
+        monkeypatch.setattr(VirtualDevice, name, spy)
+    for share in (0.0, SHARE):
+        for layer in sparse_layers(model).values():
+            layer.set_threshold(0.0, share)
+        with torch.no_grad():
+            model(input_ids=prompt(9, batch=2))
+    assert told["submit_cpu"] == told["launch"] == {Neurons(1.0, 1 / 3), Neurons(1 - SHARE, 1 / 3)}
+
+
+def test_statistics_and_drift_count_every_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load("qwen3_moe", tmp_path, "gpu: emulated, cache: {ratio: 1.0}, schedule: on_demand")
+    take(model, thresholds_for(load("qwen3_moe", tmp_path, "gpu: none")))
+    with torch.no_grad():
+        model(input_ids=prompt(9, batch=2))
+    (shown,) = model.moegraft.context.shared(SparseLayers, SparseLayers).statistics()
+    assert shown["routed_sparsity"] == pytest.approx(SHARE, abs=0.1)
+    assert sum(each.on_cpu for each in engines_of(model)) == 0
+    for layer in sparse_layers(model).values():
+        layer.set_threshold(0.0, SHARE)  # leaves nothing out of what is to be left out
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for _ in range(WINDOW_TOKENS // 64 + 2):
+            model(input_ids=prompt(32, batch=2))
+    assert any(f"where the target is {100 * SHARE:.1f} %" in record.getMessage() for record in caplog.records)

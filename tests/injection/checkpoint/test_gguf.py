@@ -1,0 +1,290 @@
+"""Models in GGUF files, of every family and block type: what is loaded equals the stock model, its weights rounded as the file has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.families import build_model, family_cases, prompt
+from support.gguf_files import (
+    ARCHITECTURES,
+    BlockType,
+    Tensors,
+    experts_apart,
+    gate_and_up_together,
+    quantised,
+    split_key_value,
+    tensors_of,
+    write_gguf,
+)
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.linear import QuantizedLinear
+
+SPARSE_EVERYWHERE = {"qwen2_moe", "qwen3_moe"}  # llama.cpp has no dense layers in these
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101}
+
+
+def build(model_type: str) -> PreTrainedModel:
+    case = next(case for case in family_cases() if case.model_type == model_type)
+    if model_type not in SPARSE_EVERYWHERE:
+        return build_model(case)
+    return build_model(dataclasses.replace(case, text={**case.text, "mlp_only_layers": []}))
+
+
+def mixtral(hidden: int = 64, intermediate: int = 32) -> PreTrainedModel:
+    """Every row of every matrix is whole groups of 32."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, hidden_size=hidden, intermediate_size=intermediate, num_local_experts=4, initializer_range=0.2)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def qwen3(hidden: int = 256, intermediate: int = 256) -> PreTrainedModel:
+    """Rows of whole blocks of 256."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 48, "moe_intermediate_size": intermediate, "num_experts": 3}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES | sizes, num_experts_per_tok=2, initializer_range=0.1)).eval()
+
+
+def saved(model: PreTrainedModel, folder: Path, kinds: Mapping[str, BlockType] | None = None, **options: object) -> Path:
+    """A folder with the config alone, and the file beside it."""
+    model.config.save_pretrained(folder)
+    write_gguf(folder / "model.gguf", model, kinds, **options)  # type: ignore[arg-type]
+    return folder
+
+
+def load(folder: Path, rules: str | Path = "cpu-exact", path: str = "model.gguf", **options: object) -> PreTrainedModel:
+    return optimize_and_load(folder, rules, gguf=folder / path, dtype="float32", progress=False, **options)
+
+
+def rules_in(folder: Path, match: str, replace: str) -> Path:
+    path = folder / "rules.yaml"
+    path.write_text(f"version: 1\nrules:\n- match: {{{match}}}\n  replace: {{{replace}}}\n")
+    return path
+
+
+def experts_rules(folder: Path, options: str) -> Path:
+    return rules_in(folder, "kind: experts", f"class: hybrid_experts, kwargs: {{{options}}}")
+
+
+def relative_error(found: PreTrainedModel, stock: PreTrainedModel) -> float:
+    ids = prompt(12)
+    with torch.no_grad():
+        expected = stock(ids).logits
+        return float((found(ids).logits - expected).abs().max() / expected.abs().max())
+
+
+def experts_of(model: PreTrainedModel, layer: int = 1) -> HybridExperts:
+    found = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    assert isinstance(found, HybridExperts)
+    return found
+
+
+def unpacked(model: PreTrainedModel, expert: int, part: str) -> torch.Tensor:
+    packed = experts_of(model)._packed
+    assert packed is not None
+    return torch.from_numpy(packed.unpack(expert, part))
+
+
+@torch.no_grad()
+def rounded(model: PreTrainedModel, kind: BlockType) -> PreTrainedModel:
+    """The model with each matrix as `kind` holds it; blocks run along rows, so no order of rows matters."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.from_numpy(gguf.dequantize(quantised(parameter.numpy(), kind), kind)))
+    return model
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_every_family_equals_stock(model_type: str, tmp_path: Path) -> None:
+    stock = build(model_type)
+    assert relative_error(load(saved(stock, tmp_path)), stock) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form"),
+    [("mixtral", experts_apart), ("qwen3_moe", gate_and_up_together), ("deepseek_v3", None), ("glm4_moe_lite", None)],
+    ids=["experts apart", "gate and up together", "kv_b in halves", "kv_b in halves, glm"],
+)
+def test_other_forms_of_the_same_weights(model_type: str, form: Callable[[Tensors], Tensors] | None, tmp_path: Path) -> None:
+    stock = build(model_type)
+    tensors = tensors_of(stock)
+    tensors = form(tensors) if form is not None else split_key_value(tensors, stock)
+    assert set(tensors) != set(tensors_of(stock))
+    assert relative_error(load(saved(stock, tmp_path, tensors=tensors)), stock) < 2e-6
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_experts_that_no_rule_takes(model_type: str, tmp_path: Path) -> None:
+    """transformers loads them itself, in its own order of gate and up."""
+    stock = build(model_type)
+    rules = rules_in(tmp_path, "name: '^lm_head$'", "class: quantized_linear")
+    loaded = load(saved(stock, tmp_path), rules)
+    for name, parameter in stock.named_parameters():
+        if name != "lm_head.weight":
+            assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("kind", [BlockType.F16, BlockType.BF16], ids=lambda kind: kind.name)
+def test_floats_are_kept(kind: BlockType, tmp_path: Path) -> None:
+    folder = saved(mixtral(), tmp_path, {"": kind})
+    found = load(folder)
+    assert experts_of(found).weight_type == {"F16": "float16", "BF16": "bfloat16"}[kind.name]
+    assert relative_error(found, rounded(mixtral(), kind)) < 2e-6
+
+
+CODES = pytest.mark.parametrize(("kind", "weights"), [(BlockType.Q8_0, "int8"), (BlockType.Q4_0, "int4")], ids=["Q8_0", "Q4_0"])
+
+
+@CODES
+@pytest.mark.parametrize("rule", ["stored", "named"])
+def test_codes_are_kept(kind: BlockType, weights: str, rule: str, tmp_path: Path) -> None:
+    folder = saved(mixtral(), tmp_path, {"": kind})
+    stock = rounded(mixtral(), kind)
+    found = load(folder, "cpu-exact" if rule == "stored" else experts_rules(tmp_path, f"weights: {weights}"))
+    assert experts_of(found).weight_type == weights
+    layer = stock.get_submodule("model.layers.1.mlp.experts")
+    gate_up, down = layer.get_parameter("gate_up_proj"), layer.get_parameter("down_proj")
+    for expert in range(4):
+        assert torch.equal(unpacked(found, expert, "gate"), gate_up[expert, :32])
+        assert torch.equal(unpacked(found, expert, "up"), gate_up[expert, 32:])
+        assert torch.equal(unpacked(found, expert, "down"), down[expert])
+    ids = prompt(48)
+    with torch.no_grad():
+        expected = stock(ids).logits[0]
+        errors = (found(ids).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # The kernel rounds activations to 8 bits: logits are near, but for a token whose experts were all but tied.
+    assert errors.median() < 0.02
+
+
+@CODES
+def test_codes_in_a_float_type(kind: BlockType, weights: str, tmp_path: Path) -> None:
+    """Without the rounding of activations, the logits are those of the stock model with dequantised weights."""
+    folder = saved(mixtral(), tmp_path, {"": kind})
+    assert relative_error(load(folder, experts_rules(tmp_path, "weights: float32")), rounded(mixtral(), kind)) < 2e-6
+
+
+def test_a_layer_of_both_codes_is_int8(tmp_path: Path) -> None:
+    """Codes of 4 bits are codes of 8 bits, too: nothing is rounded."""
+    model = mixtral()
+    found = load(saved(model, tmp_path, {"_down_exps": BlockType.Q8_0, "_exps": BlockType.Q4_0}))
+    assert experts_of(found).weight_type == "int8"
+    layer = model.get_submodule("model.layers.1.mlp.experts")
+    for part, stored, kind in (
+        ("gate", layer.get_parameter("gate_up_proj")[2, :32], BlockType.Q4_0),
+        ("down", layer.get_parameter("down_proj")[2], BlockType.Q8_0),
+    ):
+        expected = gguf.dequantize(quantised(stored.detach().numpy(), kind), kind)
+        assert np.array_equal(unpacked(found, 2, part).numpy(), expected)
+
+
+def test_a_quantised_linear_keeps_codes_in_its_own_order_of_rows(tmp_path: Path) -> None:
+    found = load(saved(mixtral(), tmp_path, {"": BlockType.Q8_0}), "cpu")
+    for name in ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj", "lm_head"):
+        operator = found.get_submodule(name)
+        assert isinstance(operator, QuantizedLinear) and operator._packed is not None
+        expected = rounded(mixtral(), BlockType.Q8_0).get_parameter(f"{name}.weight")
+        assert np.array_equal(operator._packed.unpack(), expected.detach().numpy()), name
+
+
+def random_blocks(kind: BlockType, shape: tuple[int, ...], seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Blocks that nothing here can quantise to: random bits, and scales of a sensible size where the format has them."""
+    scales = {"Q5_K": (0, 2), "Q3_K": (108,), "Q2_K": (80, 82), "IQ4_XS": (0,), "MXFP4": ()}[kind.name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+    for offset in scales:
+        blocks[..., offset : offset + 2] = np.array([2e-4], np.float16).view(np.uint8)
+    if kind is BlockType.MXFP4:
+        blocks[..., 0] = 124  # a power of two: 2 ** (124 - 128)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+@pytest.mark.parametrize("name", ["Q5_K", "Q3_K", "Q2_K", "IQ4_XS", "MXFP4"])
+def test_other_blocks_are_converted_with_one_notice(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind = BlockType[name]
+    model = qwen3()
+    model.config.save_pretrained(tmp_path)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "qwen3moe")
+    blocks = {}
+    for seed, (tensor, values) in enumerate(tensors_of(model).items()):
+        if "_exps" in tensor:
+            blocks[tensor] = random_blocks(kind, values.shape, seed)
+            writer.add_tensor(tensor, blocks[tensor], raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with caplog.at_level(logging.WARNING):
+        exact = load(tmp_path, experts_rules(tmp_path, "weights: float32"))
+    notices = [record.message for record in caplog.records if name in record.message]
+    assert len(notices) == 1 and "converted through float32" in notices[0]
+    expected = gguf.dequantize(blocks["blk.1.ffn_up_exps.weight"], kind)[2]
+    assert 0 < np.abs(expected).max() < 100
+    assert np.array_equal(unpacked(exact, 2, "up").numpy(), expected)
+    stored = load(tmp_path)
+    assert experts_of(stored).weight_type == "int8"
+    assert np.abs(unpacked(stored, 2, "up").numpy() - expected).max() <= np.abs(expected).max() / 127
+
+
+@pytest.mark.parametrize("name", ["part", "folder"])
+def test_split_files(name: str, tmp_path: Path) -> None:
+    stock = mixtral()
+    saved(stock, tmp_path, tensors_a_file=10)
+    parts = sorted(path.name for path in tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    assert relative_error(load(tmp_path, path=parts[1] if name == "part" else "."), stock) < 2e-6
+
+
+def test_a_folder_with_a_tower_beside_the_model(tmp_path: Path) -> None:
+    stock = mixtral()
+    saved(stock, tmp_path)
+    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    assert relative_error(load(tmp_path, path="."), stock) < 2e-6
+
+
+def test_the_plan_counts_what_the_file_holds(tmp_path: Path) -> None:
+    folder = saved(mixtral(), tmp_path, {"_exps": BlockType.Q4_0})
+    planned = optimize_and_load(folder, "cpu-exact", gguf=folder, dry_run=True)
+    first = next(swap for swap in planned.swaps if swap.operator == "hybrid_experts")
+    assert first.options.weights == "int4"  # type: ignore[attr-defined]
+    packed = experts_of(load(folder))._packed
+    assert packed is not None and first.footprint.by_device == {"cpu": packed.nbytes}
+
+
+def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(mixtral(), tmp_path, {"": BlockType.Q8_0})
+    rules = experts_rules(tmp_path, f"weights: stored, cache_dir: '{tmp_path / 'packed'}'")
+    first = load(folder, rules)
+    monkeypatch.setattr(HybridExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
+    assert torch.equal(unpacked(load(folder, rules), 3, "down"), unpacked(first, 3, "down"))
+    monkeypatch.undo()
+    torch.manual_seed(1)
+    saved(AutoModelForCausalLM.from_config(mixtral().config), folder, {"": BlockType.Q8_0})
+    assert not torch.equal(unpacked(load(folder, rules), 3, "down"), unpacked(first, 3, "down"))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    stock = build("glm4_moe")
+    tensors = tensors_of(stock)
+    further = {name.replace("blk.2.", "blk.3."): values for name, values in tensors.items() if name.startswith("blk.2.")}
+    further["blk.3.nextn.enorm.weight"] = np.ones(4, np.float32)
+    assert relative_error(load(saved(stock, tmp_path, tensors=tensors | further)), stock) < 2e-6
+
+
+def test_a_folder_whose_own_weights_are_quantised(tmp_path: Path) -> None:
+    """The config of GPT-OSS says MXFP4 of the weights beside it, and nothing about the file's."""
+    stock = build("gpt_oss")
+    folder = saved(stock, tmp_path)
+    stock.config.quantization_config = {"quant_method": "mxfp4"}
+    stock.config.save_pretrained(folder)
+    assert relative_error(load(folder), build("gpt_oss")) < 2e-6

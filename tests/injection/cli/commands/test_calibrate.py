@@ -1,0 +1,171 @@
+"""`moegraft calibrate`: it writes a file that loads, says what the file says, and every mistake is one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+from typer.testing import Result
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.calibration import CALIBRATION_TEXT, sparse_layers
+from moegraft.injection.demo import demo_path
+from moegraft.operators.sparse.thresholds import FILE_NAME, read_thresholds
+
+Run = Callable[..., Result]
+RunJson = Callable[..., dict[str, Any]]
+RULES = (
+    "- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{sparsity: {{target: {target}, counts: routed{more}}}}}}}\n"
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(CALIBRATION_TEXT[:1200])
+    return path
+
+
+def test_the_file_loads_with_any_target(folder: Path, run_json: RunJson, text: Path, tmp_path: Path) -> None:
+    out, rules = tmp_path / "mine.json", tmp_path / "rules.yaml"
+    found = run_json("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--out", out, "--target", 0.6, "--window", 100)
+    assert found["exit_code"] == 0
+    written = read_thresholds(out)
+    assert found["layers"] == list(written.layers) == [f"model.layers.{number}.mlp.experts" for number in range(1, 12)]
+    assert (found["tokens"], found["held_out_tokens"]) == (written.tokens, written.held_out_tokens)
+    assert found["tokens"] + found["held_out_tokens"] == len(text.read_bytes())
+    assert written.text_sha256 == found["text_sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
+    assert written.model == folder.name and str(folder.parent) not in out.read_text()
+    (row,) = found["held_out"]
+    assert row["achieved"] == pytest.approx(0.6, abs=0.05) and row["perplexity"] > 0 and 0 < row["agreement"] <= 1
+    rules.write_text(RULES.format(target=0.9, more=", thresholds: mine.json"))
+    model = optimize_and_load(folder, rules, progress=False)  # the file's path is relative to the rules
+    for path, layer in sparse_layers(model).items():
+        assert layer.threshold == written.threshold(path, 0.9, "layer")
+
+
+def test_people_read_a_table(folder: Path, run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    arguments = ("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--out", out)
+    result = run(*arguments, "--target", 0.5, "--target", 0.9, "--tokens", 600)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    first = read_thresholds(out)
+    assert lines[0] == f"11 layers calibrated on {first.tokens} tokens"
+    assert lines[1].endswith(f"held out is {first.held_out[0].dense_perplexity:.4g}")
+    assert [line.split()[0] for line in lines[2:5]] == ["target", "0.5", "0.9"]
+    assert lines[5] == f"{out}: written; in rules: sparsity: {{target: 0.9, counts: routed, thresholds: mine.json}}"
+    # The same text gives the same thresholds, whatever is tried; the first two thirds of it other ones.
+    assert run(*arguments, "--force", "--target", 0.3, "--tokens", 600).exit_code == 0
+    assert read_thresholds(out).layers == first.layers
+    assert run(*arguments, "--force", "--target", 0.3, "--tokens", 400).exit_code == 0
+    assert read_thresholds(out).layers != first.layers
+
+
+def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES.format(target=0.9, more=", thresholds: new.json"))
+    assert run("check", rules, "--model", folder).exit_code == 1
+    assert run("calibrate", "--model", folder, "--rules", rules, "--text", text, "--out", tmp_path / "new.json").exit_code == 0
+    assert run("check", rules, "--model", folder).exit_code == 0
+    (tmp_path / "new.json").write_text("{}")
+    refused = run("check", rules, "--model", folder)
+    assert refused.exit_code == 1 and "not a thresholds file" in refused.output and f"{rules}:2:" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "Missing option '--out'"),
+        (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
+        (("--out", "x.json", "--target", "0"), "target 0 leaves nothing out"),
+        (("--out", "x.json", "--counts", "all"), "'all' is not one of 'routed'"),
+        (("--out", "x.json", "--rules", "nowhere.yaml"), "nowhere.yaml"),
+        (("--out", "x.json", "--text", "nowhere.txt"), "nowhere.txt: No such file"),
+        (("--out", "x.json", "--var", "a"), "give NAME=VALUE"),
+        (("--out", "no/such/folder/x.json", "--tokens", "100", "--target", "0.5"), "no/such/folder: no such folder to write x.json to"),
+        (("--out", "x.json", "--tokens", "50"), "the text has 50 tokens; 64 are needed"),
+        (("--out", "x.json", "--rules", "linear.yaml"), "none of its rules names an operator that can leave neurons out"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence(
+    folder: Path, run: Run, arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("linear.yaml").write_text("- {match: {kind: linear}, replace: {class: quantized_linear}}\n")
+    result = run("calibrate", "--model", folder, *arguments)
+    assert result.exit_code == 2 and says in result.stderr.replace("\n", " "), result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert not Path("x.json").exists()
+
+
+def test_a_file_that_is_there_is_kept(folder: Path, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    out.write_text("dear")
+    result = run("calibrate", "--model", folder, "--out", out)
+    assert result.exit_code == 2 and "give --force to write over it" in result.stderr
+    assert out.read_text() == "dear"
+
+
+def test_text_that_is_none(folder: Path, run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.bin"
+    text.write_bytes(b"abc\xff")
+    result = run("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--out", tmp_path / "x.json")
+    assert result.exit_code == 2 and f"{text}: not UTF-8 text (offset 3)" in result.stderr
+
+
+def test_wrong_rules_are_exit_code_1(folder: Path, run: Run, rules: Callable[[str], Path], tmp_path: Path) -> None:
+    path = rules("- {match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weight: int8}}}\n")
+    result = run("calibrate", "--model", folder, "--rules", path, "--out", tmp_path / "x.json")
+    assert result.exit_code == 1 and "did you mean 'weights'" in result.stderr
+
+
+def test_the_report_is_a_png_or_a_sentence(folder: Path, run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--target", 0.5, "--force")
+    picture = tmp_path / "report.png"
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib", None)
+        result = run(*arguments, "--out", tmp_path / "x.json", "--report", picture)
+        assert result.exit_code == 2 and "--report draws with matplotlib, which is not installed" in result.stderr
+        assert list(tmp_path.iterdir()) == [text]  # said before the work
+    pytest.importorskip("matplotlib")
+    assert run(*arguments, "--out", tmp_path / "x.json", "--report", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_verify_judges_layers_with_every_neuron(folder: Path, run_json: RunJson, run: Run, text: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {sparsity: {target: 0.8, counts: routed}}}\n")
+    found = run_json("verify", "--model", folder, "--rules", rules, "--text", text, "--tokens", 200)
+    assert found["exit_code"] == 0 and all(layer["relative_error"] < 1e-4 for layer in found["layers"])
+    assert found["left_out"] == pytest.approx(0.8, abs=0.05)
+    assert found["logits"]["kl_nats"] > 1e-3  # the neurons are missed
+    shown = run("verify", "--model", folder, "--rules", rules, "--text", text, "--tokens", 200).stdout
+    assert f"the injected logits leave out {100 * found['left_out']:.1f} % of the routed ones" in shown
+    whole = run_json("verify", "--model", folder, "--rules", "cpu-exact", "--text", text, "--tokens", 50)
+    assert whole["left_out"] is None
+
+
+def test_the_demos_thresholds_are_its_own_and_what_the_guides_say() -> None:
+    model = optimize_and_load(demo_path(), "sparse", progress=False)
+    thresholds = read_thresholds(demo_path() / FILE_NAME)
+    assert len(thresholds.layers) == 5 and thresholds.model_type == "qwen3_moe"
+    for path, layer in sparse_layers(model).items():
+        assert layer.threshold == thresholds.threshold(path, 0.5, "layer")
+    for guide, rows in (
+        (ROOT / "rules" / "README.md", "| {target:g} | {perplexity:.2f} | {agreement:.1f} % |"),
+        (demo_path() / "README.md", "| {target:g} | {achieved:.1f} % | {perplexity:.2f} | {agreement:.1f} % |"),
+    ):
+        text = guide.read_text(encoding="utf-8")
+        for row in thresholds.held_out:
+            values = {"achieved": 100 * row.achieved, "perplexity": row.perplexity, "agreement": 100 * row.agreement}
+            assert rows.format(target=row.target, **values) in text, (guide, row)
+        assert f"perplexity ({thresholds.held_out[0].dense_perplexity:.2f} with every neuron)" in text
+    assert json.loads((demo_path() / FILE_NAME).read_text())["criterion"] == "abs_act_gate"

@@ -1,0 +1,200 @@
+"""`moegraft doctor`: the facts are those of this machine, each problem comes with its mend, and rates are kept and go stale."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from support import ROOT
+from typer.testing import Result
+
+from moegraft.injection import doctor as facts_module
+from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
+from moegraft.injection.estimate import measure as store
+from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.operators.experts import self_test
+from moegraft.operators.experts.self_test import LIMITS, InstructionSet
+from moegraft.operators.machine import Gpu
+
+Run = Callable[..., Result]
+RunJson = Callable[..., dict[str, Any]]
+GIB = 1 << 30
+RIGHT = dict.fromkeys(LIMITS, 0.0)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Facts:
+    """A machine with nothing to complain of but that it has no GPU."""
+    return Facts(
+        python="CPython 3.11.7",
+        platform="Linux",
+        packages=(Package("torch", "2.13.0", ">=2.11", True),),
+        cuda=None,
+        compiler="g++ 13",
+        cpu="a CPU",
+        cpu_flags=frozenset({"avx2", "fma", "f16c"}),
+        instruction_sets=(InstructionSet("scalar", True, RIGHT), InstructionSet("avx2", True, RIGHT)),
+        isa="avx2",
+        cores=8,
+        quota_cores=None,
+        kernel_threads=8,
+        torch_threads=8,
+        omp_num_threads=None,
+        numa_nodes=1,
+        total_bytes=64 * GIB,
+        available_bytes=50 * GIB,
+        memory_limit_bytes=None,
+        swap_bytes=0,
+        pinned_limit_bytes=None,
+        gpu_device=False,
+        gpus=(),
+    )
+
+
+AVX512 = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "what", "mend"),
+    [
+        ({"packages": (Package("torch", "2.1", ">=2.11", False),)}, "error", "torch 2.1 is installed", "pip install 'torch>=2.11'"),
+        ({"packages": (Package("torch", None, ">=2.11", False),)}, "error", "torch is not installed", "pip install 'torch>=2.11'"),
+        (
+            {"instruction_sets": (InstructionSet("avx2", True, {"int8": 0.5}),)},
+            "error",
+            "wrong results here in int8",
+            "ISA=scalar",
+        ),
+        ({"instruction_sets": (InstructionSet("avx2", True, {"int8": float("nan")}),)}, "error", "int8", "report"),
+        (
+            {"cpu_flags": AVX512},
+            "warning",
+            "has avx512",
+            "g++ 12",
+        ),
+        ({"isa": "scalar"}, "warning", "runs as scalar although avx2", "unset MOEGRAFT_ISA"),
+        ({"torch_threads": 1, "omp_num_threads": "1"}, "warning", "1 of 8 cores", "OMP_NUM_THREADS=8"),
+        ({"numa_nodes": 2}, "warning", "2 NUMA nodes", "numactl --interleave=all"),
+        ({"available_bytes": GIB}, "warning", "1.0 GiB", "end other programs"),
+        ({"gpu_device": True}, "warning", "this PyTorch is a CPU build", "CUDA build"),
+        ({"gpus": GPU, "pinned_limit_bytes": 8 << 20}, "warning", "lock 8 MiB", "ulimit -l unlimited"),
+        ({"gpus": GPU}, "notice", "experts on a GPU are new", "hybrid"),
+        ({"quota_cores": 2.0}, "notice", "2 of the 8 cores", "more CPUs"),
+        ({"compiler": None}, "notice", "no C++ compiler", "apt install g++"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_problem_has_its_mend(changes: dict[str, Any], severity: str, what: str, mend: str, healthy: Facts) -> None:
+    found = [problem for problem in find_problems(replace(healthy, **changes)) if what in problem.what]
+    assert [problem.severity for problem in found] == [severity]
+    assert mend in found[0].mend
+
+
+def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
+    assert [problem.severity for problem in find_problems(healthy)] == ["notice"]
+    assert "no GPU" in find_problems(healthy)[0].what
+
+
+def test_the_facts_are_this_machine() -> None:
+    facts = gather()
+    assert facts.cores == len(os.sched_getaffinity(0))
+    assert 1 <= facts.kernel_threads <= facts.cores
+    assert facts.torch_threads == torch.get_num_threads()
+    assert 0 < facts.available_bytes <= facts.total_bytes
+    assert facts.python.endswith(sys.version.split()[0])
+    names = {found.name: found for found in facts.packages}
+    assert names["torch"].version == torch.__version__ and names["torch"].ok and ">=" in names["torch"].wanted
+    assert facts.isa in [isa.name for isa in facts.instruction_sets if isa.usable]
+
+
+def test_packages_are_held_to_what_is_asked_for() -> None:
+    assert package("torch", ">=1.0").ok
+    assert not package("torch", ">=1000").ok
+    assert package("no-such-package", ">=1") == Package("no-such-package", None, ">=1", False)
+    assert package("no-such-package", "", optional=True).ok
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)],
+    ids=["no limit", "a core and a half", "no cgroup"],
+)
+def test_quota(text: str, cores: float | None) -> None:
+    assert facts_module._quota(text) == cores
+
+
+def test_every_instruction_set_is_right_and_a_wrong_one_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = [isa for isa in self_test.instruction_sets() if isa.usable]
+    assert usable and all(set(isa.errors) == set(LIMITS) and not isa.wrong for isa in usable)
+    right = self_test.reference_experts
+    monkeypatch.setattr(self_test, "reference_experts", lambda *given, **more: 1.1 * right(*given, **more))
+    assert all(isa.wrong == tuple(LIMITS) for isa in self_test.instruction_sets() if isa.usable)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "error: the kernel's scalar version computes wrong results here" in result.stdout
+
+
+MEASURED = Measurements(40.0, {"int8": Rate(30.0, 900.0)}, {"bfloat16": Rate(35.0, 500.0)}, 0.25, 1.05)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "moegraft" / "measurements.json"
+
+
+def test_rates_are_kept_and_shown(run: Run, run_json: RunJson, cache: Path) -> None:
+    assert run_json("doctor")["measured"] is None
+    assert "moegraft doctor --measure" in run("doctor").stdout
+    assert store.save(MEASURED) == cache
+    assert store.load() == MEASURED
+    assert run_json("doctor")["measured"]["experts"] == {"int8": {"decode_gbps": 30.0, "prefill_gflops": 900.0}}
+    assert "experts, int8" in run("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"threads": ', '"threads": 9'),
+        lambda text: text[:-9],
+        lambda text: "[]",
+        lambda text: text.replace("load", "l"),
+    ],
+    ids=["another machine", "cut off", "no object", "a key that is not"],
+)
+def test_rates_of_another_machine_are_not_taken(damage: Callable[[str], str], cache: Path) -> None:
+    store.save(MEASURED)
+    cache.write_text(damage(cache.read_text()))
+    assert store.load() is None
+
+
+def test_measuring_gives_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJson, cache: Path) -> None:
+    """Small sizes: what the rates are is no test, that there is one for every weight type is."""
+    from moegraft.injection.estimate import measure
+
+    sizes = {"HIDDEN": 64, "INTERMEDIATE": 32, "READ_BYTES": 1 << 18, "PREFILL_TOKENS": 4, "OVERHEAD_LAYERS": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(measure, name, value)
+    found = run_json("doctor", "--measure")["measured"]
+    assert set(found["experts"]) == {"float32", "bfloat16", "int8", "int4"} == set(found["linear"])
+    rates = [rate for kind in ("experts", "linear") for rate in found[kind].values()]
+    assert all(rate["decode_gbps"] > 0 and rate["prefill_gflops"] > 0 for rate in rates)
+    assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["load"] >= 0
+    loaded = store.load()
+    assert loaded is not None and loaded.read_gbps == found["read_gbps"]
+
+
+def test_what_is_needed_is_no_extra_as_well() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not {Requirement(line).name for line in project["dependencies"]} & set(facts_module.OPTIONAL)
+    names = [package.name for package in facts_module.gather().packages]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,210 @@
+"""`moegraft plan`: the cache is as large as the real one, the figures add up, and what is said to fit does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, served_cases
+from support.family_rows import FamilyCase
+from typer.testing import Result
+
+from moegraft.injection.cli.options import OptionsError, parse_size
+from moegraft.injection.estimate import measure as store
+from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
+from moegraft.injection.estimate.speed import predict
+from moegraft.injection.estimate.work import Load, Work, work_of
+from moegraft.injection.meta_model import build_meta_model
+from moegraft.injection.rules import read_rules
+from moegraft.operators.registry import load_registry
+
+Run = Callable[..., Result]
+RunJson = Callable[..., dict[str, Any]]
+# Plain heads, sliding windows in every other layer, compressed (MLA), and linear attention beside full.
+CACHES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+CASES = [case for case in served_cases() if case.model_type in CACHES]
+
+
+def size_of(value: Any) -> int:
+    """Bytes of every tensor in a layer of a cache, also in the states by name that linear attention keeps."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(size_of, value.values())) if isinstance(value, dict) else 0
+
+
+def meta(model: torch.nn.Module) -> Any:
+    return model.to("meta")
+
+
+@pytest.mark.parametrize("tokens", [5, 40], ids=["inside the window", "past the window of 16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model_type)
+def test_the_cache_is_as_large_as_the_real_one(case: FamilyCase, tokens: int) -> None:
+    model = build_model(case)
+    with torch.no_grad():
+        cache = model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=True).past_key_values
+    real = sum(size_of(vars(layer)) for layer in cache.layers)
+    found = kv_cache(meta(model))
+    window = max((layer.window or 0 for layer in found.layers), default=0)
+    # A full window keeps one token less than it spans: the token that comes next is the last of it.
+    slack = sum(layer.bytes_per_token for layer in found.layers if layer.window) if window and tokens > window else 0
+    assert found.exact
+    assert real <= found.nbytes(tokens) <= real + slack + real // 50
+
+
+def test_the_cache_by_hand() -> None:
+    cache = KvCache((LayerCache(100, 0, None), LayerCache(10, 7, 16)), True, 4)
+    assert cache.nbytes(8) == 800 + 80 + 7
+    assert cache.nbytes(1000, batch=3) == 3 * (100_000 + 160 + 7)
+
+
+def test_a_model_that_meta_cannot_run_goes_by_its_config(config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skeleton = build_meta_model(config_folder).skeleton
+    exact = kv_cache(skeleton)
+    monkeypatch.setattr(type(skeleton), "forward", lambda self, **given: given["input_ids"].sum().item())
+    assert exact.exact and not kv_cache(skeleton).exact
+    assert kv_cache(skeleton).nbytes(100) == exact.nbytes(100)
+
+
+EVEN = Rate(decode_gbps=1.0, prefill_gflops=1.0)
+MEASURED = Measurements(2.0, {"int8": EVEN}, {"bfloat16": Rate(10.0, 100.0)}, 1.0, 0.0)
+
+
+def test_speed_by_hand() -> None:
+    """A layer of 1 ms; experts of 1 GB of which a token reads a quarter, 250 ms; a cache of 1 GB at 2 GB/s, 500 ms."""
+    experts = Work("experts", "int8", 10**9, 10**9, 0.25)
+    load = Load(context=1, batch=1, prompt=1)
+    (found,) = [predict([experts], MEASURED, layers=1, kv_bytes=10**9, load=load)]
+    assert found.decode_tokens_s == pytest.approx(1 / (0.001 + 0.5 + 0.5)), "2 x 250 million operations take longer than reading"
+    linear = Work("linear", "bfloat16", 10**9, 5 * 10**8, 1.0)
+    found = predict([linear], MEASURED, layers=0, kv_bytes=0, load=Load(1, 1, 1000))
+    assert found.decode_tokens_s == pytest.approx(10), "1 GB at 10 GB/s"
+    assert found.prefill_tokens_s == pytest.approx(1000 / (2 * 5e8 * 1000 / 100e9))
+
+
+def test_more_sequences_share_what_is_read() -> None:
+    works = [Work("linear", "bfloat16", 10**9, 10**6, 1.0)]
+    one, four = (predict(works, MEASURED, layers=0, kv_bytes=0, load=Load(1, batch, 1)).decode_tokens_s for batch in (1, 4))
+    assert one is not None and four == pytest.approx(4 * one)
+
+
+def test_a_rate_that_is_missing_is_named() -> None:
+    found = predict([Work("experts", "ternary", 1, 1, 1.0)], MEASURED, layers=1, kv_bytes=0, load=Load(1, 1, 1))
+    assert (found.decode_tokens_s, found.missing) == (None, ("experts, ternary",))
+
+
+def test_work_counts_every_weight_once(experts_rules: Path, config_folder: Path) -> None:
+    open_meta_model = build_meta_model(config_folder)
+    registry = load_registry()
+    works = work_of(open_meta_model, open_meta_model.plan(read_rules(experts_rules, registry=registry), registry))
+    embedding = open_meta_model.skeleton.get_input_embeddings().weight.numel()
+    assert sum(work.weight_count for work in works) == sum(p.numel() for p in open_meta_model.skeleton.parameters()) - embedding
+    (experts,) = [work for work in works if work.kind == "experts"]
+    assert (experts.weights, experts.share, experts.weight_count) == ("int8", 0.5, 11 * 4 * 3 * 64 * 32)
+
+
+@pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_figures_add_up(experts_rules: Path, run_json: RunJson, run: Run, config_folder: Path, cache_home: None) -> None:
+    found = run_json("plan", experts_rules, "--model", config_folder, "--context", 1000, "--batch", 2)
+    memory = found["memory_bytes"]
+    assert found["exit_code"] == 0 and found["ok"]
+    assert memory["weights"] == run_json("explain", experts_rules, "--model", config_folder)["bytes_by_device"]["cpu"]
+    assert memory["kv_cache"] == 2 * 1000 * 12 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, float32
+    assert memory["at_rest"] == memory["weights"] + memory["program"] < memory["peak_loading"]
+    assert memory["running"] == memory["at_rest"] + memory["kv_cache"] + memory["activations"]
+    assert memory["needed"] == max(memory["peak_loading"], memory["running"])
+    assert found["speed"] is None and "doctor --measure" in found["no_speed"]
+    assert "speed: this machine's rates are not measured" in run("plan", experts_rules, "--model", config_folder).stdout
+
+
+def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run: Run, config_folder: Path, cache_home: None) -> None:
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 1.0, 0.0))
+    slow = run_json("plan", experts_rules, "--model", config_folder)["speed"]
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 0.5, 0.0))
+    fast = run_json("plan", experts_rules, "--model", config_folder)["speed"]
+    assert 0 < slow["decode_tokens_s"] < fast["decode_tokens_s"] and 0 < slow["prefill_tokens_s"] < fast["prefill_tokens_s"]
+    assert "predicted: decode " in run("plan", experts_rules, "--model", config_folder).stdout
+    assert "rough" not in run("plan", experts_rules, "--model", config_folder).stdout
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 0.5, load=2.0))
+    assert "rough: other programs ran" in run("plan", experts_rules, "--model", config_folder).stdout
+    unknown = run_json("plan", experts_rules, "--model", config_folder, "--var", "weights=int4")
+    assert unknown["no_speed"] == "no rate is known for experts, int4"
+
+
+def test_too_little_memory_is_refused_with_what_would_fit(
+    experts_rules: Path, run_json: RunJson, run: Run, config_folder: Path, cache_home: None
+) -> None:
+    def needed(weights: str) -> int:
+        found = run_json("plan", experts_rules, "--model", config_folder, "--var", f"weights={weights}", "--ram", "1TiB")
+        return int(found["memory_bytes"]["needed"] - found["memory_bytes"]["program"])
+
+    program = run_json("plan", experts_rules, "--model", config_folder)["memory_bytes"]["program"]
+    ram = program + (needed("int8") + needed("int4")) // 2
+    found = run_json("plan", experts_rules, "--model", config_folder, "--ram", ram)
+    # The process grows from test to test, and its own size counts: only what does not depend on it is held to figures.
+    assert (found["exit_code"], found["ok"]) == (1, False)
+    assert found["memory_bytes"]["available"] == ram < found["memory_bytes"]["needed"]
+    assert "more free memory" in found["would_fit"][-1]
+    assert "it does not fit: " in run("plan", experts_rules, "--model", config_folder, "--ram", ram).stdout
+
+
+def test_a_shorter_context_that_is_said_to_fit_does(experts_rules: Path, run_json: RunJson, config_folder: Path, cache_home: None) -> None:
+    long = run_json("plan", experts_rules, "--model", config_folder, "--context", 1 << 20, "--ram", "1TiB")["memory_bytes"]
+    ram = long["needed"] - long["kv_cache"] // 2
+    refused = run_json("plan", experts_rules, "--model", config_folder, "--context", 1 << 20, "--ram", ram)
+    assert refused["exit_code"] == 1
+    assert refused["would_fit"][0].startswith("a context of ")
+    context = int(refused["would_fit"][0].split()[3].replace(",", ""))
+    assert run_json("plan", experts_rules, "--model", config_folder, "--context", context, "--ram", ram)["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GiB", 64 << 30), ("64G", 64 << 30), ("64gb", 64 << 30), ("1.5 TiB", 3 << 39), ("512m", 512 << 20), ("1000", 1000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, "--ram") == size
+
+
+def test_a_size_that_is_none(run: Run) -> None:
+    assert parse_size(None, "--ram") is None
+    for text in ("much", "-3G", "3X", ""):
+        with pytest.raises(OptionsError, match="give a size such as 24GiB"):
+            parse_size(text, "--ram")
+    assert run("plan", "--ram", "much").exit_code == 2
+
+
+def test_neurons_that_are_left_out_are_not_read() -> None:
+    measured = Measurements(10.0, {"int8": Rate(10.0, 1e9)}, {"int8": Rate(10.0, 1e9)}, 0.0, 0.0)
+    works = [Work("experts", "int8", 3 << 30, 3 << 30, 0.125, left_out) for left_out in (0.0, 0.9)]
+
+    def decode(batch: int) -> list[float]:
+        speeds = [predict([work], measured, layers=0, kv_bytes=0, load=Load(1, batch, 1)).decode_tokens_s for work in works]
+        return [speed for speed in speeds if speed is not None]
+
+    dense, sparse = decode(1)
+    assert sparse / dense == pytest.approx(3 / 1.2)  # the gate, and a tenth of the rest
+    dense, sparse = decode(64)
+    assert 1 < sparse / dense < 1.5  # eight tokens an expert need most of it together
+
+
+def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: Run, run_json: RunJson) -> None:
+    text = "- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{weights: int8{}}}}}}}\n"
+    dense = run_json("explain", rules(text.format("")), "--model", config_folder)
+    path = rules(text.format(", sparsity: {target: 0.8, counts: routed}"))
+    found = run_json("explain", path, "--model", config_folder)
+    # Down's groups of 32 run along H, and its rows along I are padded to whole groups as the gate's are.
+    assert found["exit_code"] == 0 and found["bytes_by_device"]["cpu"] >= dense["bytes_by_device"]["cpu"]
+    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "counts": "routed", "thresholds": None, "mode": "layer"}
+    assert "sparsity.target=0.8 sparsity.counts=routed" in run("explain", path, "--model", config_folder).stdout
+    works = work_of(
+        found_outline := build_meta_model(config_folder), found_outline.plan(read_rules(path, registry=load_registry()), load_registry())
+    )
+    assert [work.left_out for work in works if work.kind == "experts"] == [0.8]

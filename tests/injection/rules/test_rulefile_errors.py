@@ -1,0 +1,115 @@
+"""Errors of rule files beyond the table of mistakes: KTransformers' names, several files, several errors, variables from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.rule_support import findings_of, read, write
+
+RULE = "- match: {kind: experts}\n  replace: {class: hybrid_experts}\n"
+
+THEIRS = (
+    ("ktransformers.operators.experts.KTransformersExperts", "hybrid_experts does that: write 'match: {kind: experts}'"),
+    ("ktransformers.operators.experts.KTransformersExpertsV2", "hybrid_experts does that"),
+    ("KExpertsCPU", "hybrid_experts does that"),
+    ("ktransformers.operators.experts.KDeepseekV3MoE", "hybrid_experts does that"),
+    ("ktransformers.operators.experts.KQwen3MoeSparseMoeBlock", "hybrid_experts does that"),
+    ("ktransformers.operators.linear.KTransformersLinear", "quantized_linear does that"),
+    ("KLinearMarlin", "quantized_linear does that"),
+    ("ktransformers.operators.gate.KMoEGate", "nothing is needed: routers stay"),
+    ("ktransformers.operators.RoPE.YarnRotaryEmbeddingV3", "nothing is needed: rotary embeddings stay"),
+    ("ktransformers.operators.attention.KDeepseekV2Attention", "nothing is needed: attention layers stay"),
+    ("ktransformers.operators.balance_serve_attention.flashinfer_attn", "nothing is needed: attention layers stay"),
+    ("ktransformers.operators.models.KDeepseekV2Model", "nothing is needed: models stay"),
+    ("ktransformers.operators.layernorm.RMSNorm", "nothing is needed: norms stay"),
+    ("ktransformers.operators.mlp.kDeepseekV3MLP", "nothing is needed: dense MLPs stay"),
+    ("ktransformers.operators.other.Thing", "nothing is needed: such modules stay"),
+)
+
+
+@pytest.mark.parametrize(("name", "advice"), THEIRS, ids=lambda value: value if "." in value else None)
+def test_a_class_of_ktransformers_says_what_to_write(name: str, advice: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f'- match: {{name: "x"}}\n  replace:\n    class: {name}\n    kwargs: {{generate_device: "cpu"}}\n')
+    (found,) = findings_of(lambda: read(path))
+    assert str(found).startswith(f"{path}:3:12: error: '{name}' is KTransformers': {advice}")
+
+
+@pytest.mark.parametrize("name", ["hybrid_experts", "default"])
+def test_an_argument_of_ktransformers_says_what_stands_for_it(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"- match: {{kind: experts}}\n  replace: {{class: {name}, kwargs: {{prefill_device: cuda}}}}\n")
+    (found,) = findings_of(lambda: read(path))
+    assert "'prefill_device' is KTransformers'" in found.message
+    assert "device_map= of optimize_and_load" in found.message
+
+
+def test_all_mistakes_are_reported_together_in_order(tmp_path: Path) -> None:
+    text = (
+        "versoin: 1\nrules:\n- match: {kind: expert}\n  replace: {class: hybrid_expert}\n- id: 5\n  match: {kind: experts}\n"
+        "  replace:\n    class: hybrid_experts\n    kwargs:\n      wieghts: 1\n      alpha: x\n"
+    )
+    found = findings_of(lambda: read(write(tmp_path, text)))
+    assert [(finding.position.line, finding.position.column) for finding in found] == [(1, 1), (3, 17), (4, 20), (5, 7), (10, 7), (11, 14)]
+
+
+def test_mistakes_of_an_extended_file_are_reported_in_that_file(tmp_path: Path) -> None:
+    base = write(tmp_path, RULE.replace("kind: experts", "kind: expert"), "base.yaml")
+    found = findings_of(lambda: read(write(tmp_path, "extends: base.yaml\nrulez: 1\n")))
+    assert [(Path(finding.position.file).name, finding.position.line) for finding in found] == [("rules.yaml", 2), (base.name, 1)]
+
+
+def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: ./a.yaml\n", "b.yaml")
+    (found,) = findings_of(lambda: read(tmp_path / "a.yaml"))
+    assert found.position.file == str(tmp_path / "b.yaml")
+    assert "is circular" in found.message
+
+
+def test_errors_stop_at_a_hundred(tmp_path: Path) -> None:
+    found = findings_of(lambda: read(write(tmp_path, "a: 1\n" * 10_000)))
+    assert len(found) == 101
+    assert found[-1].message == "stopped after 100 errors"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("cpuu", "cpuu:1:1: error: there is no such rule file; did you mean 'cpu'?"),
+        ("cpu.yml", "cpu.yml:1:1: error: there is no such rule file; did you mean the shipped 'cpu'?"),
+        ("nothing-like-it-at-all", "there is no such rule file; shipped are: all, cpu-exact, cpu"),
+        ("a\0b", "there is no such rule file"),
+        (".", "this rule file cannot be read: Is a directory"),
+    ],
+)
+def test_a_file_that_is_not_there(source: str, message: str) -> None:
+    (found,) = findings_of(lambda: read(source))  # type: ignore[arg-type]
+    assert message in str(found)
+
+
+def test_a_near_path_is_named(tmp_path: Path) -> None:
+    write(tmp_path, RULE, "hybrid.yaml")
+    (found,) = findings_of(lambda: read(tmp_path / "hybrd.yaml"))
+    assert found.message == f"there is no such rule file; did you mean '{tmp_path / 'hybrid.yaml'}'?"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cahce": 1}, "variable 'cahce' was given, and this rule file does not have it; did you mean 'cache'?"),
+        ({"cache": [1]}, "variable 'cache' was given as a list; it must be text, a number, true, false or null"),
+    ],
+)
+def test_variables_that_are_given_wrongly(given: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"vars: {{cache: 1}}\nrules:\n{RULE}")
+    (found,) = findings_of(lambda: read(path, **given))
+    assert found.message == message
+
+
+def test_the_other_suffix_is_a_near_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, RULE, "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    (found,) = findings_of(lambda: read(Path("mine.yml")))
+    assert found.message.endswith("; did you mean 'mine.yaml'?")
+    (found,) = findings_of(lambda: read(write(tmp_path, f"extends: mine.yml\nrules:\n{RULE}", "other.yaml")))
+    assert found.message.endswith("; did you mean 'mine.yaml'?")

@@ -1,0 +1,172 @@
+"""`cpu_attention` in a model: the stock model's tokens with every cache, its own kernel where it can, PyTorch's where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, prompt, served_cases
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.cpu_ops import attention as function
+from moegraft.operators.cpu_ops.attention import CpuAttention
+from moegraft.operators.linear import QuantizedLinear
+
+ATTENTION = "- {match: {kind: attention}, replace: {class: cpu_attention}}\n"
+
+
+def stock(model_type: str) -> PreTrainedModel:
+    return build_model(next(case for case in served_cases() if case.model_type == model_type)).eval()
+
+
+def injected(model: PreTrainedModel, tmp_path: Path, more: str = "") -> PreTrainedModel:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"version: 1\nrules:\n{ATTENTION}{more}")
+    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+    return found
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The queries of every call that the kernel answers."""
+    calls: list[int] = []
+    compute = function.compute
+
+    def counting(runtime: Any, tensors: Any, *rest: Any) -> torch.Tensor:
+        calls.append(tensors[0].shape[2])
+        return compute(runtime, tensors, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "compute", counting)
+        yield calls
+
+
+def generated(model: PreTrainedModel, **options: Any) -> torch.Tensor:
+    ids = options.pop("ids", prompt(9, batch=1, seed=3))
+    return model.generate(ids, do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "gemma4_text"])
+def test_the_kernel_answers_every_call_and_the_tokens_are_stock(
+    model_type: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generated(stock(model_type), cache_implementation=cache)
+    model = injected(stock(model_type), tmp_path)
+    layers = sum(isinstance(operator, CpuAttention) for operator in model.moegraft.operators.values())
+    with counted(monkeypatch) as calls:
+        assert torch.equal(generated(model, cache_implementation=cache), expected)
+    assert layers > 0
+    assert calls == [9] * layers + [1] * layers * 19
+
+
+def test_a_padded_batch(tmp_path: Path) -> None:
+    ids = prompt(9, batch=3, seed=5)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :7] = 0
+    expected = generated(stock("qwen3_moe"), ids=ids, attention_mask=mask)
+    assert torch.equal(generated(injected(stock("qwen3_moe"), tmp_path), ids=ids, attention_mask=mask), expected)
+
+
+def test_a_sliding_window_and_several_tokens_at_once(tmp_path: Path) -> None:
+    model, ours = stock("gpt_oss"), injected(stock("gpt_oss"), tmp_path)
+    ids = prompt(40, batch=1, seed=1)
+    with torch.no_grad():
+        expected = model(ids).logits
+        start = ours(ids[:, :30], use_cache=True)
+        rest = ours(ids[:, 30:], past_key_values=start.past_key_values)
+    torch.testing.assert_close(torch.cat([start.logits, rest.logits], 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rules_for_its_parts_apply_as_well(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path, "- {match: {kind: linear, name: 'q_proj$'}, replace: {class: quantized_linear}}\n")
+    kinds = [type(operator) for operator in model.moegraft.operators.values()]
+    assert kinds.count(CpuAttention) == kinds.count(QuantizedLinear) == model.config.num_hidden_layers
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantizedLinear)
+    assert any("cpu_attention" in line for line in model.moegraft.placement())
+    attention_bytes = {swap.footprint.total_bytes for swap in model.moegraft.plan.swaps if swap.in_place}
+    assert attention_bytes == {0}
+
+
+def _with_gradient(model: PreTrainedModel) -> None:
+    model(prompt(9, batch=1)).logits.sum().backward()
+
+
+def _with_weights(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert model(prompt(9, batch=1), output_attentions=True).attentions[0].shape[-2:] == (9, 9)
+
+
+@pytest.mark.parametrize("call", [_with_gradient, _with_weights])
+def test_what_the_kernel_cannot_is_left_to_pytorch(
+    call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    with counted(monkeypatch) as calls:
+        call(model)
+    assert not calls
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_graph_of_torch_compile_calls_the_kernel(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(9, batch=1)
+    with torch.no_grad():
+        expected = stock(model_type)(ids, use_cache=False).logits
+        model = injected(stock(model_type), tmp_path)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with counted(monkeypatch) as calls:
+            found = compiled(ids, use_cache=False).logits
+    assert calls == [9] * sum(isinstance(operator, CpuAttention) for operator in model.moegraft.operators.values())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_with_gradients_is_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    with counted(monkeypatch) as calls:
+        torch.compile(model, backend="aot_eager")(prompt(9, batch=1), use_cache=False).logits.sum().backward()
+    assert not calls
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_another_implementation_that_is_set_later_holds(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    ids = prompt(9, batch=1)
+    with torch.no_grad():
+        first = model(ids).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids).logits, first, rtol=1e-4, atol=1e-4)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_function_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as family
+
+    eager = family.eager_attention_forward
+
+    def capped(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
+        return eager(module, query, key, value, mask, scaling=scaling * 1.5, **kwargs)
+
+    monkeypatch.setattr(family, "eager_attention_forward", capped)
+    model = stock("qwen3_moe")
+    model.set_attn_implementation("eager")
+    expected = generated(model)
+    ours = stock("qwen3_moe")
+    ours.set_attn_implementation("eager")
+    ours = injected(ours, tmp_path)
+    assert "its function computes something of its own" in caplog.text
+    with counted(monkeypatch) as calls:
+        assert torch.equal(generated(ours), expected)
+    assert not calls
+
+
+def test_a_module_asks_for_the_name_and_hears_what_it_stands_for() -> None:
+    name = function.Implementation.of("sdpa")
+    assert name in ("eager", "sdpa")
+    assert name != "eager"
+    assert {function.IMPLEMENTATION: 1}[name] == 1

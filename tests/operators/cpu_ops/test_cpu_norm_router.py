@@ -1,0 +1,285 @@
+"""`cpu_norm` and `cpu_router` in models: every family says what it said, the kernel answers what it can, the module the rest."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, prompt, served_cases
+from transformers import PreTrainedModel
+
+from moegraft.cpu_backend import Runtime
+from moegraft.injection import optimize_and_load
+from moegraft.operators.cpu_ops import norm, router
+from moegraft.operators.cpu_ops.in_place import as_it_was
+from moegraft.operators.cpu_ops.router import form_of
+
+RULES = """
+version: 1
+rules:
+- {match: {kind: norm}, replace: {class: cpu_norm}, expect: any}
+- {match: {kind: router}, replace: {class: cpu_router}, expect: any}
+"""
+# Their modules are no root-mean-square norms of one tensor, or choose by a rule that the kernel does not have.
+OWN_ROUTERS = {
+    "afmoe", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "gemma4_text", "hunyuan_v1_moe", "hy_v3", "inkling_text",
+    "kolibri1", "lfm2_moe", "minimax_m2", "phimoe", "zaya",
+}  # fmt: skip
+OWN_NORMS = {"cohere2_moe", "phimoe"}
+
+
+def stock(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return build_model(next(case for case in served_cases() if case.model_type == model_type)).to(dtype).eval()
+
+
+def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES)
+    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+    return found
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Calls that the kernel answers."""
+    calls = {"norm": 0, "router": 0}
+
+    def counting(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return compute(*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(norm, "normalised", counting("norm", norm.normalised))
+        patch.setattr(router, "routed", counting("router", router.routed))
+        yield calls
+
+
+@pytest.mark.parametrize("model_type", sorted({case.model_type for case in served_cases()}))
+def test_every_family_says_what_it_said(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(6, batch=1, seed=3)
+    model = stock(model_type)
+    with torch.no_grad():
+        expected = model(ids).logits
+    ours = injected(model, tmp_path)
+    with torch.no_grad(), counted(monkeypatch) as calls:
+        found = ours(ids).logits
+    assert float((found - expected).norm()) <= 2e-5 * float(expected.norm())
+    assert (calls["router"] > 0) == (model_type not in OWN_ROUTERS)
+    assert (calls["norm"] > 0) == (model_type not in OWN_NORMS)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
+def test_greedy_tokens_are_stock(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
+    ids = prompt(20, batch=1, seed=1)
+    model = stock(model_type)
+    expected = model.generate(ids, **options)
+    ours = injected(model, tmp_path)
+    with counted(monkeypatch) as calls:
+        assert torch.equal(ours.generate(ids, **options), expected)
+    steps, layers = 23, sum(isinstance(operator, router.CpuRouter) for operator in ours.moegraft.operators.values())
+    assert calls["router"] == steps * layers  # and PyTorch the prompt's
+
+
+def test_bfloat16_rounds_where_the_module_does(tmp_path: Path) -> None:
+    model = stock("qwen3_moe", torch.bfloat16)
+    module = model.model.norm
+    x = torch.randn(40, module.weight.numel()).bfloat16()
+    with torch.no_grad():
+        expected = module(x)
+        injected(model, tmp_path)
+        found = module(x)
+    assert float((found == expected).float().mean()) > 0.99  # a sum in another order may round a last bit the other way
+    gate = next(m for name, m in model.named_modules() if name.endswith("mlp.gate"))
+    states = torch.randn(4, gate.weight.shape[1]).bfloat16()
+    with torch.no_grad():
+        ours = gate(states)
+        with as_it_was(gate):
+            theirs = gate(states)
+    assert [part.dtype for part in ours] == [part.dtype for part in theirs]
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-2, atol=1e-2)
+
+
+def _with_gradient(model: PreTrainedModel) -> None:
+    model(prompt(4, batch=1)).logits.sum().backward()
+    assert model.model.norm.weight.grad is not None
+
+
+def _compiled(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        torch.compile(model, backend="aot_eager", fullgraph=True)(prompt(4, batch=1), use_cache=False)
+
+
+def _in_another_dtype(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.norm(torch.randn(2, model.model.norm.weight.numel()).double())
+
+
+@pytest.mark.parametrize("call", [_with_gradient, _compiled, _in_another_dtype])
+def test_what_the_kernel_cannot_is_the_modules_own(
+    call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    with counted(monkeypatch) as calls:
+        call(model)
+    assert calls == {"norm": 0, "router": 0}
+
+
+def test_more_tokens_than_a_few_are_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    with counted(monkeypatch) as calls, torch.no_grad():
+        model(prompt(router.FEW_TOKENS + 1, batch=1))
+    assert calls["router"] == 0
+    assert calls["norm"] > 0
+
+
+def test_the_router_logits_that_a_caller_asks_for(tmp_path: Path) -> None:
+    model = stock("qwen3_moe")
+    ids = prompt(5, batch=1)
+    with torch.no_grad():
+        expected = model(ids, output_router_logits=True).router_logits
+        found = injected(model, tmp_path)(ids, output_router_logits=True).router_logits
+    assert len(found) == len(expected) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+    plain = Qwen3MoeRMSNorm.forward
+    monkeypatch.setattr(Qwen3MoeRMSNorm, "forward", lambda self, x: plain(self, x) + 0.5)  # rsqrt is still in the class's text
+    model = stock("qwen3_moe")
+    with caplog.at_level("INFO"), counted(monkeypatch) as calls, torch.no_grad():
+        injected(model, tmp_path)(prompt(4, batch=1))
+    assert calls["norm"] == 0
+    assert "Qwen3MoeRMSNorm) computes something of its own" in caplog.text
+
+
+def test_a_weight_that_is_changed_later_is_read(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    module, x = model.model.norm, torch.randn(3, model.model.norm.weight.numel())
+    with torch.no_grad():
+        before = module(x)
+        module.weight.mul_(2)
+        torch.testing.assert_close(module(x), 2 * before)
+
+
+def router_of(model: PreTrainedModel) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+
+
+@pytest.mark.parametrize("method", ["group_limited_greedy", "greedy"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept", "top_k"), [(160, 8, 3, 6), (16, 4, 3, 3), (8, 2, 1, 2), (20, 8, 3, 6), (16, 8, 1, 4)]
+)
+def test_groups_are_not_taken_for_others(method: str, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """On a few tokens the best expert of a group and the best two often choose the same."""
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    if method != "greedy" and (experts % groups or top_k > experts // groups * kept):
+        return
+    runtime = Runtime(threads=1)
+    config = stock("deepseek_v2").config
+    config.n_routed_experts, config.n_group, config.topk_group = experts, groups, kept
+    config.num_experts_per_tok, config.topk_method = top_k, method
+    for seed in range(12):
+        module = DeepseekV2TopkRouter(config)
+        module.weight.data = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(seed)) / 10
+        form = form_of(module, runtime)
+        if method == "greedy":
+            assert form is not None
+            assert form.groups == 1
+        elif form is not None:
+            same = kept >= top_k  # the best experts are then in the best groups
+            assert (form.groups, form.kept_groups, form.group_score) == ((1, 1, "two_largest") if same else (groups, kept, "largest"))
+
+
+def test_what_has_changed_since_it_was_loaded_is_the_modules(tmp_path: Path) -> None:
+    def agree(module: Any, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            ours = module(x)
+            with as_it_was(module):
+                theirs = module(x)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one.sort(-1).values, other.sort(-1).values, rtol=1e-4, atol=1e-5)
+
+    model = injected(stock("deepseek_v3"), tmp_path)
+    gate = router_of(model)
+    x = torch.randn(3, gate.weight.shape[1])
+    agree(gate, x)
+    with torch.no_grad():
+        gate.e_score_correction_bias += torch.linspace(-3, 3, len(gate.e_score_correction_bias))
+    agree(gate, x)
+    gate.top_k = 1
+    agree(gate, x)
+    for dtype in (torch.bfloat16, torch.float16):
+        gate.to(dtype)
+        agree(gate, x.to(dtype))
+    norm_module = model.model.norm
+    columns = norm_module.weight.numel()
+    rows = torch.randn(3, columns)
+    norm_module.variance_epsilon = 0.5
+    agree(norm_module, rows)
+    norm_module.weight = torch.nn.Parameter(torch.randn(columns, 2)[:, 1])
+    agree(norm_module, rows)
+
+
+def test_windows_of_tokens_are_shaped_as_the_module_does(tmp_path: Path) -> None:
+    for model_type in ("qwen3_moe", "gpt_oss"):
+        model = stock(model_type)
+        gate = next(m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router")))
+        x = torch.randn(1, 3, gate.weight.shape[1])
+        with torch.no_grad():
+            expected = [part.shape for part in gate(x)]
+            injected(model, tmp_path)
+            assert [part.shape for part in gate(x)] == expected
+
+
+def test_no_hook_is_told_of_made_up_tokens(tmp_path: Path) -> None:
+    model = stock("qwen3_moe")
+    calls: list[object] = []
+    for module in (router_of(model), model.model.norm):
+        module.register_forward_hook(lambda *call: calls.append(call))
+    injected(model, tmp_path)
+    assert not calls
+
+
+def test_the_model_goes_when_it_is_let_go(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe"), tmp_path)
+    gate = weakref.ref(router_of(model))
+    last = weakref.ref(model.model.norm)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gate() is None
+        assert last() is None
+    finally:
+        gc.enable()
+
+
+def test_class_and_signature_are_the_modules_own(tmp_path: Path) -> None:
+    model = stock("lfm2_moe")
+    kinds = [(type(m).__name__, inspect.signature(m.forward)) for m in model.modules()]
+    plain = type(model.model.layers[0].operator_norm)
+    injected(model, tmp_path)
+    assert [(type(m).__name__, inspect.signature(m.forward)) for m in model.modules()][1:] == kinds[1:]
+    assert isinstance(model.model.layers[0].operator_norm, plain)
+
+
+def test_placement_says_where(tmp_path: Path) -> None:
+    lines = "\n".join(injected(stock("phimoe"), tmp_path).moegraft.placement())
+    assert "router: cpu_router, as before" in lines
+    assert "norm: cpu_norm, the CPU" in "\n".join(injected(stock("qwen3_moe"), tmp_path).moegraft.placement())

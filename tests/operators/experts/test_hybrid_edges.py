@@ -1,0 +1,132 @@
+"""The operators' forward pass on every form of input that a caller may hand over, and what they do where autograd looks on."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
+from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
+from moegraft.operators.machine import Machine
+
+EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
+
+
+def built(operator: type[Operator], module: nn.Module, options: object) -> Operator:
+    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    made = operator.build(module, options, context)
+    made.load(live_source("experts", module), lambda size: None)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stock() -> Qwen3MoeExperts:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=40, num_experts=EXPERTS)
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+@pytest.fixture(scope="module")
+def experts(stock: Qwen3MoeExperts) -> Operator:
+    return built(HybridExperts, stock, HybridExpertsOptions())
+
+
+@pytest.fixture(scope="module")
+def linear() -> Operator:
+    torch.manual_seed(0)
+    return built(QuantizedLinear, nn.Linear(HIDDEN, 48), QuantizedLinearOptions())
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden_states = torch.randn(TOKENS, HIDDEN, generator=generator)
+    return hidden_states, torch.randint(EXPERTS, (TOKENS, TOP_K), generator=generator), torch.rand(TOKENS, TOP_K, generator=generator)
+
+
+def test_any_form_of_the_inputs_gives_the_stock_output(stock: Qwen3MoeExperts, experts: Operator) -> None:
+    hidden, index, weights = inputs()
+    with torch.no_grad():
+        expected = stock(hidden, index, weights)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(experts(hidden, index.int(), weights), expected, **close)
+    torch.testing.assert_close(experts(hidden, index, weights.double()), expected, **close)
+    torch.testing.assert_close(experts(hidden, index, weights.bfloat16()), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(experts(hidden.double(), index, weights), expected.double(), **close)
+    strided = torch.stack([hidden, hidden], dim=-1).flatten(1)[:, ::2]
+    torch.testing.assert_close(experts(strided, index.T.contiguous().T, weights.T.contiguous().T), expected, **close)
+    with torch.inference_mode():
+        torch.testing.assert_close(experts(hidden, index, weights), expected, **close)
+
+
+def test_no_tokens_and_no_choices(experts: Operator) -> None:
+    hidden, index, weights = inputs()
+    assert experts(hidden[:0], index[:0], weights[:0]).shape == (0, HIDDEN)
+    assert torch.equal(experts(hidden, index[:, :0], weights[:, :0]), torch.zeros(TOKENS, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda hidden, index, weights: (hidden.view(2, 3, HIDDEN), index, weights), "2 dimensions"),
+        (lambda hidden, index, weights: (hidden[:, :32], index, weights), "64"),
+        (lambda hidden, index, weights: (hidden, index[:3], weights), "top_k_index"),
+        (lambda hidden, index, weights: (hidden, index + EXPERTS + 1, weights), "expert ids are 0 to 4"),
+        (lambda hidden, index, weights: (hidden, index - 100, weights), "expert ids are 0 to 4"),
+    ],
+    ids=["three-dimensional", "narrow", "fewer rows", "beyond the experts", "negative"],
+)
+def test_wrong_inputs_are_named(experts: Operator, change: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        experts(*change(*inputs()))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("wanting", [0, 2], ids=["hidden_states", "top_k_weights"])
+def test_a_gradient_of_experts_is_refused(experts: Operator, wanting: int) -> None:
+    given = inputs()
+    given[wanting].requires_grad_()
+    out = experts(*given)
+    torch.testing.assert_close(out, experts(*inputs()))
+    with pytest.raises(UnsupportedModelError, match="no gradient"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not experts(*given).requires_grad
+
+
+def test_a_gradient_of_a_linear_is_refused(linear: Operator) -> None:
+    x = torch.randn(2, 3, HIDDEN, requires_grad=True)
+    with pytest.raises(UnsupportedModelError, match="no gradient"):
+        linear(x).sum().backward()
+
+
+def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear: Operator) -> None:
+    """A loaded model's parameters want gradients, and not every caller turns them off before compiling."""
+    hidden, index, weights = inputs()
+    hidden.requires_grad_()
+    compiled = torch.compile(lambda *given: linear(experts(*given)), fullgraph=True, backend="aot_eager")
+    out = compiled(hidden, index, weights)
+    torch.testing.assert_close(out, linear(experts(hidden, index, weights)))
+    with pytest.raises(UnsupportedModelError, match="no gradient"):
+        out.sum().backward()
+
+
+def test_the_callers_default_device_is_no_matter(experts: Operator, linear: Operator) -> None:
+    hidden, index, weights = inputs()
+    expected = linear(experts(hidden, index, weights))
+    with torch.device("meta"):
+        assert torch.equal(linear(experts(hidden, index, weights)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_a_linear_takes_any_floating_dtype(linear: Operator, dtype: torch.dtype) -> None:
+    x = torch.randn(3, HIDDEN)
+    found = linear(x.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), linear(x), rtol=0.02, atol=0.02)

@@ -1,0 +1,244 @@
+"""`sparse_experts` as a rule names it: its options, what it refuses, what it holds; computed by the eager reference, for want of a GPU."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.base import BuildContext
+from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.errors import RuleFileError, UnsupportedModelError
+from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
+from moegraft.operators.machine import Machine
+from moegraft.operators.registry import load_registry
+from moegraft.operators.sparse.layer import SparseLayers
+from moegraft.operators.sparse.thresholds import SparsityOptions
+
+SPARSITY = SparsityOptions(0.5, "routed")
+
+
+def qwen() -> nn.Module:
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=40, num_experts=4)
+    config._experts_implementation = "eager"
+    return Qwen3MoeExperts(config)
+
+
+def gpt_oss() -> nn.Module:
+    """Transposed, interleaved, with biases and clamps."""
+    config = GptOssConfig(hidden_size=64, intermediate_size=40, num_local_experts=4)
+    config._experts_implementation = "eager"
+    return GptOssExperts(config)
+
+
+def initialised(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.2, generator=generator)
+    return module
+
+
+def built(module: nn.Module, options: SparseExpertsOptions | None = None, context: BuildContext | None = None) -> SparseExperts:
+    context = context or BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
+    operator.load(live_source("experts", module), lambda size: None)
+    return operator
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 64, generator=generator)
+    return x, torch.rand(6, 4, generator=generator).topk(2).indices, torch.rand(6, 2, generator=generator)
+
+
+@pytest.mark.parametrize("make", [qwen, gpt_oss])
+def test_without_a_threshold_it_is_the_stock_module(make) -> None:  # type: ignore[no-untyped-def]
+    module = initialised(make())
+    operator = built(module)
+    with torch.no_grad():
+        torch.testing.assert_close(operator(*inputs()), module(*inputs()), rtol=1e-4, atol=1e-5)
+
+
+def test_padded_slots_and_a_threshold() -> None:
+    operator = built(initialised(qwen()))
+    x, index, weights = inputs()
+    operator.sparsity.set_threshold(0.05, 0.5)
+    expected = operator(x, index, weights.where(torch.tensor([True, False]), 0.0))
+    for padding in (-1, 4):
+        torch.testing.assert_close(operator(x, index.where(torch.tensor([True, False]), padding), weights), expected)
+    operator.sparsity.set_threshold(0.0, 0.0)
+    assert not torch.allclose(operator(x, index, weights), expected)
+
+
+def test_a_draft_leaves_out_more_while_it_lasts() -> None:
+    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    operator, given = built(initialised(qwen()), context=context), inputs()
+    operator.sparsity.set_threshold(0.3, 0.9)
+    sparser = operator(*given)
+    operator.sparsity.set_threshold(0.01, 0.1)
+    operator.sparsity.set_draft_threshold(0.3, 0.9)
+    usual, switch = operator(*given), context.shared(DraftSwitch, DraftSwitch)
+    assert switch.sparse_layers == 1 and not torch.allclose(usual, sparser)
+    with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(2, sparsity=0.9)):
+        assert torch.equal(operator(*given), sparser)
+        raise KeyboardInterrupt
+    assert torch.equal(operator(*given), usual)
+
+
+def test_no_tokens_and_any_dtype() -> None:
+    operator = built(initialised(qwen()))
+    x, index, weights = inputs()
+    assert operator(x[:0], index[:0], weights[:0]).shape == (0, 64)
+    for dtype in (torch.float64, torch.bfloat16):
+        found = operator(x.to(dtype), index.int(), weights.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), operator(x, index, weights), rtol=0.05, atol=0.05)
+
+
+def test_a_gradient_is_refused() -> None:
+    operator = built(initialised(qwen()))
+    x, index, weights = inputs()
+    with pytest.raises(UnsupportedModelError, match="no gradient"):
+        operator(x.requires_grad_(), index, weights).sum().backward()
+
+
+def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SparseExpertsOptions(SPARSITY)
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
+    reason = SparseExperts.unsupported_reason(qwen(), options)
+    assert reason is not None
+    assert "CUDA GPU" in reason
+    assert "hybrid_experts" in reason
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: None)
+    assert SparseExperts.unsupported_reason(qwen(), options) is None
+    assert "does not follow" in (SparseExperts.unsupported_reason(nn.Linear(2, 2), options) or "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"margin": 0.0}, "margin"),
+        ({"margin": 1.5}, "margin"),
+        ({"gate": "sketch", "group": 8}, "group must be 1"),
+        ({"permute": True, "sparsity": SparsityOptions(0.5, "routed", thresholds="t.json")}, "permute"),
+        ({"gpu": "cpu"}, "cuda:0"),
+        ({"gpu": "cuda:x"}, "cuda:0"),
+    ],
+)
+def test_options_that_contradict_each_other(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SparseExpertsOptions(**{"sparsity": SPARSITY, **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gate", ["exact", "sketch"])
+@pytest.mark.parametrize("make", [qwen, gpt_oss])
+def test_the_footprint_is_what_it_holds(make, gate: str) -> None:  # type: ignore[no-untyped-def]
+    module = initialised(make())
+    options = SparseExpertsOptions(SPARSITY, gate=gate, gpu="cuda:1")  # type: ignore[arg-type]
+    operator = built(module, options)
+    operator.on_model_loaded(_model(), "layers.0.experts")
+    weights = operator._weights
+    assert weights is not None
+    held = sum(tensor.nbytes for tensor in (weights.gate_up, weights.down_t, weights.gate_up_bias, weights.down_bias) if tensor is not None)
+    if weights.sketch is not None:
+        held += weights.sketch.packed.units.nbytes
+    assert SparseExperts.footprint(module, options, torch.float32).by_device == {"cuda:1": held}
+
+
+def _model() -> nn.Module:
+    model = nn.Module()
+    model.config = Qwen3MoeConfig(num_experts_per_tok=2)  # type: ignore[assignment]
+    return model
+
+
+def test_permute_without_a_calibration_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY, permute=True))
+    with caplog.at_level(logging.WARNING):
+        operator.on_model_loaded(_model(), "layers.3.experts")
+    assert "layers.3.experts: permute is not done" in caplog.text
+
+
+def test_neurons_are_put_in_the_order_that_was_counted() -> None:
+    operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY, permute=True))
+    before, weights = operator(*inputs()), operator._weights
+    assert weights is not None
+    first = weights.down_t[2, 11].clone()
+    acted = torch.zeros(3, 2, 40)
+    acted[..., 11] = 5.0
+    operator._count_activity(torch.tensor([[2, 0], [1, 3], [-1, 2]], dtype=torch.int32), acted)
+    operator.on_model_loaded(_model(), "layers.3.experts")
+    assert torch.equal(weights.down_t[2, 0], first)
+    torch.testing.assert_close(operator(*inputs()), before)
+
+
+class Device:
+    """A layer on a GPU, as far as the state of a layer's sparsity sees it."""
+
+    def __init__(self) -> None:
+        self.thresholds: list[tuple[float, float]] = []
+        self.pending = (0, 0)
+
+    def set_threshold(self, threshold: float, sparsity: float) -> None:
+        self.thresholds.append((threshold, sparsity))
+
+    def take_counts(self) -> tuple[int, int]:
+        taken, self.pending = self.pending, (0, 0)
+        return taken
+
+
+def test_thresholds_reach_the_device_and_counts_come_back() -> None:
+    layers, device = SparseLayers(), Device()
+    layer = layers.join(SPARSITY)
+    layer.attach(device)
+    device.pending = (7, 8)  # before there was a threshold
+    layer.set_threshold(0.25, 0.5)
+    assert device.thresholds == [(0.0, 0.0), (0.25, 0.5)]
+    assert layer.achieved is None
+    device.pending = (3, 10)
+    assert layer.achieved == 0.7
+    device.pending = (2, 10)
+    assert layers.statistics()[0]["routed_sparsity"] == 0.75
+    assert np.array_equal(layer.counts, [5, 20])
+
+
+def test_it_is_registered() -> None:
+    registry = load_registry()
+    assert registry["sparse_experts"] is SparseExperts
+    assert registry.options_of("sparse_experts") == ("sparsity", "gate", "margin", "group", "permute", "gpu")
+
+
+def test_it_says_what_it_runs() -> None:
+    operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY, gate="sketch"))
+    assert operator.placement() == (
+        "experts: sparse_experts, float32 on cpu, gate by sketch, without the 50 % of routed neurons that matter least"
+    )
+    assert operator.statistics()["paths"] == []
+
+
+def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\n"
+        "rules:\n"
+        "- match: {kind: experts}\n"
+        "  replace:\n"
+        "    class: sparse_experts\n"
+        "    kwargs: {gate: sketch, sparsity: {target: 0.85, counts: total}}\n"
+    )
+    config = Qwen3MoeConfig(num_hidden_layers=2, hidden_size=32, moe_intermediate_size=16, num_experts=4, vocab_size=64)
+    model = Qwen3MoeForCausalLM(config)
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:5:\d+: error: .*sparse_experts computes on a CUDA GPU"):
+        optimize_and_load(model, rules, dry_run=True)
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: None)
+    plan = optimize_and_load(model, rules, dry_run=True)
+    assert plan.bytes_by_device.keys() >= {"cuda:0"}

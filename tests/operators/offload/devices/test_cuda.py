@@ -1,0 +1,345 @@
+"""The CUDA device where there is none: its logic over a runtime library and streams that stand for the real ones.
+
+Nothing here is asynchronous, so this shows that calls fit together and that failures are told, not that streams are in order: the tests
+of devices, queues and interleavings run on a real GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.loading_rig import WORK, Rig
+
+from moegraft.operators.offload.devices import cuda
+from moegraft.operators.offload.devices import cuda as cuda_runtime
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError
+from moegraft.operators.offload.devices.cuda import CudaDevice, RuntimeLibrary, load_runtime, loaded_paths, why_no_cuda
+from moegraft.operators.offload.devices.emulated import aligned_bytes
+from moegraft.operators.offload.transfers import Urgency
+
+SOURCE = Path(__file__).parent / "fake_cudart.c"
+OUT_OF_MEMORY = 2
+
+
+@pytest.fixture(scope="module", params=["cuda", "hip"])
+def prefix(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def library(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp(prefix) / "libfake.so"
+    subprocess.run([compiler, "-shared", "-fPIC", f"-DPREFIX={prefix}", "-o", str(path), str(SOURCE)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def runtime(library: ctypes.CDLL, prefix: str) -> RuntimeLibrary:
+    return RuntimeLibrary(library, prefix)
+
+
+class FakeStream:
+    cuda_stream = 77
+
+    def __init__(self, device: object = None) -> None:
+        self.waited: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        return
+
+
+class FakeEvent:
+    """Done as soon as it is recorded, unless told otherwise."""
+
+    broken = False
+    pending = False
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        assert blocking, "waits must not spin"
+        self.timed = enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        if FakeEvent.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return not FakeEvent.pending
+
+    def synchronize(self) -> None:
+        self.query()
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.timed and other.timed
+        return 1.5
+
+
+@pytest.fixture
+def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+    empty, current = torch.empty, FakeStream()
+
+    def on_the_host(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cuda", 0)
+        if size[0] > 1 << 30:
+            raise torch.OutOfMemoryError("Tried to allocate")
+        return empty(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_the_host)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if prefix == "hip" else None)
+    for name, fake in {
+        "is_available": lambda: True,
+        "init": lambda: None,
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "current_stream": lambda device: current,
+        "device": lambda device: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    asked = []
+    monkeypatch.setattr(cuda, "load_runtime", lambda name: asked.append(name) or runtime)
+    device = CudaDevice()
+    assert asked == [prefix]
+    yield device
+    FakeEvent.broken = FakeEvent.pending = False
+    device.close()
+
+
+def test_a_step_is_captured_by_pytorch_and_failures_are_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class FakeGraph:
+        def replay(self) -> None:
+            if FakeEvent.broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            calls.append("replay")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    @contextmanager
+    def capture(graph: FakeGraph, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "transfers of other threads go on"
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    compute, side = device.stream("compute"), device.stream("side")
+
+    def step() -> None:
+        device.order(compute, side)
+        device.launch(side, lambda: calls.append("side"), WORK)
+        device.order(side, compute)
+
+    graph = device.capture(step)
+    graph.replay()
+    assert calls == ["side", "replay"] and len(side.raw.waited) == len(compute.raw.waited) == 1
+    FakeEvent.broken = True
+    with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
+        graph.replay()
+    graph.release()
+
+    def waiting() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(DeviceError, match="cuda:0: the step cannot be captured: CUDA error: operation not permitted"):
+        device.capture(waiting)
+    assert calls[-1] == "reset"
+
+
+def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    runtime.copy(target.ctypes.data, source.ctypes.data, 100, 0)
+    assert np.array_equal(source, target)
+    seen: list[int] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(seen.append)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    runtime.launch_host_function(0, address, 5)
+    assert seen == [5]
+
+
+def test_every_failure_is_told_and_forgotten(runtime: RuntimeLibrary, library: ctypes.CDLL, prefix: str) -> None:
+    data = np.zeros(64, np.uint8)
+    calls: list[tuple[str, Any]] = [
+        ("MemcpyAsync", lambda: runtime.copy(data.ctypes.data, data.ctypes.data, 64, 0)),
+        ("LaunchHostFunc", lambda: runtime.launch_host_function(0, 0, 0)),
+        ("HostRegister", lambda: runtime.register(data.ctypes.data, 64, writable=True)),
+        ("HostUnregister", lambda: runtime.unregister(data.ctypes.data)),
+    ]
+    for name, call in calls:
+        library.fake_fail(OUT_OF_MEMORY)
+        with pytest.raises(DeviceError, match=f"{prefix}{name} failed with code 2: out of memory"):
+            call()
+        assert library.fake_last_error() == 0, "or PyTorch would meet it at its next call"
+
+
+def test_a_library_without_the_calls_is_refused(library: ctypes.CDLL) -> None:
+    with pytest.raises(DeviceError, match="the runtime library has no otherMemcpyAsync"):
+        RuntimeLibrary(library, "other")
+
+
+def test_the_loaded_runtime_is_found() -> None:
+    maps = "\n".join(
+        [
+            "7f00-7f01 r-xp 00000000 08:01 42    /opt/site packages/nvidia/cuda_runtime/lib/libcudart.so.12",
+            "7f01-7f02 r--p 00001000 08:01 42    /opt/site packages/nvidia/cuda_runtime/lib/libcudart.so.12",
+            "7f02-7f03 rw-p 00000000 00:00 0",
+            "7f03-7f04 r-xp 00000000 08:01 43    /usr/lib/libcudart_not.txt/libc.so.6",
+            "7f04-7f05 r-xp 00000000 08:01 44    /opt/rocm/lib/libamdhip64.so.6",
+        ]
+    )
+    assert loaded_paths(maps, "cuda") == ["/opt/site packages/nvidia/cuda_runtime/lib/libcudart.so.12"]
+    assert loaded_paths(maps, "hip") == ["/opt/rocm/lib/libamdhip64.so.6"]
+    assert loaded_paths("", "cuda") == []
+
+
+def test_a_runtime_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runtime, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
+    with pytest.raises(DeviceError, match=r"the cuda runtime that PyTorch uses was not found: .*MemcpyAsync.*; /nowhere"):
+        load_runtime("cuda")
+
+
+def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for version, reason in [(None, "was built for the CPU alone"), ("12.8", "finds no GPU that it can use")]:
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert reason in str(why_no_cuda())
+        with pytest.raises(DeviceError, match=reason):
+            CudaDevice()
+
+
+def test_copies_launches_and_events(device: CudaDevice) -> None:
+    target, copy = device.allocate(256), device.stream("copy")
+    source = aligned_bytes(256)
+    source[:] = 3
+    device.copy(copy, target, 0, source, 256)
+    device.copy(copy, None, 0, None, 256)
+    event = copy.record()
+    compute = device.stream("compute")
+    compute.wait(event)
+    assert compute.raw is torch.cuda.current_stream(device.torch_device)
+    assert event.raw in compute.raw.waited  # type: ignore[attr-defined]
+    ran: list[str] = []
+    device.launch(compute, lambda: ran.append("compute"), WORK)
+    device.launch(copy, lambda: ran.append("copy"), WORK)
+    device.launch(copy, None, WORK)
+    assert ran == ["compute", "copy"]
+    assert target.tensor.tolist() == [3] * 256
+    assert device.elapsed_ms(copy.record(timed=True), copy.record(timed=True)) == 1.5
+    for offset, nbytes in [(1, 256), (-1, 64), (0, 257)]:
+        with pytest.raises(ValueError, match="a copy of"):
+            device.copy(copy, target, offset, source, nbytes)
+
+
+def test_memory_that_cannot_be_had(device: CudaDevice, library: ctypes.CDLL) -> None:
+    with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: 2147483648 bytes: Tried to allocate"):
+        device.allocate(1 << 31)
+    data = np.zeros(4096, np.uint8)
+    pinned = device.pin(data)
+    assert library.fake_flags() == cuda_runtime.PORTABLE
+    with pytest.raises(DeviceError, match="HostRegister failed with code 712: already registered"):
+        device.pin(data)
+    pinned.release()
+    pinned.release()
+    data.flags.writeable = False
+    device.pin(data).release()
+    assert library.fake_flags() == cuda_runtime.PORTABLE | cuda_runtime.READ_ONLY
+
+
+def test_failures_of_the_device_are_its_errors(device: CudaDevice) -> None:
+    event, told = device.stream("copy").record(), list[DeviceError | None]()
+    FakeEvent.broken = True
+    assert event.done(), "the failure is for wait to tell"
+    with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
+        event.wait()
+    device.notify(event, told.append)
+    device.synchronize()
+    assert "illegal memory access" in str(told[0])
+
+
+def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
+    def raising(error: Exception) -> Any:
+        def kernel() -> None:
+            raise error
+
+        return kernel
+
+    compute = device.stream("compute")
+    with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: no room"):
+        device.launch(compute, raising(torch.OutOfMemoryError("no room")), WORK)
+    with pytest.raises(DeviceError, match="cuda:0: sticky"):
+        device.launch(compute, raising(torch.AcceleratorError("sticky")), WORK)
+    with pytest.raises(ZeroDivisionError):
+        device.launch(compute, raising(ZeroDivisionError()), WORK)
+
+
+def test_waits_end_in_time(device: CudaDevice) -> None:
+    event = device.stream("copy").record()
+    event.wait(1.0)
+    FakeEvent.pending = True
+    with pytest.raises(DeviceTimeoutError, match=r"not done after 0\.01 s"):
+        event.wait(0.01)
+    assert not event.done()
+
+
+def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
+    device.notify(device.stream("copy").record(), lambda error: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        device.synchronize()
+    device.synchronize()
+
+
+def test_a_queue_loads_experts(device: CudaDevice) -> None:
+    """The readers' code for GPUs, too."""
+    rig = Rig(device, (2, 2))
+    assert rig.queue.source.form == "pinned"
+    for step in range(40):
+        layer, expert = step % 2, (step * 3) % 5
+        rig.queue.request(1 - layer, (step * 2) % 5, Urgency.NEXT)
+        demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+        assert demand is not None
+        rig.compute.wait(demand.ready())
+        rig.read(layer, expert, demand.slot)
+        rig.queue.release(demand, rig.after())
+        if step % 7 == 0:
+            rig.settle()
+            rig.check()
+    rig.settle()
+    rig.check()
+    assert rig.reads == 40
+    rig.close()
+
+
+def test_copies_that_are_refused_fail_their_transfer_alone(device: CudaDevice, library: ctypes.CDLL) -> None:
+    rig = Rig(device, (2, 2))
+    library.fake_fail(OUT_OF_MEMORY)
+    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    assert demand is not None
+    with pytest.raises(DeviceError, match="MemcpyAsync failed with code 2"):
+        demand.ready()
+    rig.queue.release(demand, None)
+    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    assert demand is not None
+    demand.wait()
+    rig.queue.release(demand, None)
+    rig.settle()
+    rig.check()
+    rig.close()

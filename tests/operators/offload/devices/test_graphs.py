@@ -1,0 +1,102 @@
+"""A step captured on an emulated device: noted without being done, and done again at each replay on what its tensors hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.loading_rig import EMULATED, make_device
+from torch import nn
+
+from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
+from moegraft.operators.offload.devices.emulated import Faults
+
+WORK = Work("dense", cost_ms=0.1)
+
+
+@pytest.fixture(params=EMULATED)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = make_device(request.param)
+    yield device
+    device.close()
+
+
+def run(device: Device, graph: Graph) -> None:
+    graph.replay()
+    device.stream("compute").record().wait()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_is_noted_and_not_done_and_then_done_each_time(device: Device, mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """Views, copies, writes in place, operations made of others: as inference mode hands them out, and as others do."""
+    linear = nn.Linear(8, 8)
+    found = {}
+    with mode():
+        x, kept, count = torch.randn(1, 8), torch.zeros(3, 8), torch.zeros((), dtype=torch.long)
+
+        def layer() -> torch.Tensor:
+            return F.silu(linear(x)).reshape(1, 2, 4).transpose(1, 2).contiguous().view(1, 8)
+
+        def step() -> None:
+            kept.index_copy_(0, torch.arange(1) + count, layer())
+            count.add_(1)
+            found["attended"] = F.scaled_dot_product_attention(*[kept.view(1, 1, 3, 8)] * 3)
+
+        graph = device.capture(step)
+        assert int(count) == 0 and not kept.any(), "nothing happened yet"
+        expected = torch.zeros(3, 8)
+        for place in range(3):
+            x.copy_(torch.randn(1, 8))
+            expected[place] = layer()[0]
+            run(device, graph)
+        torch.testing.assert_close(kept, expected)
+        torch.testing.assert_close(found["attended"], F.scaled_dot_product_attention(*[expected.view(1, 1, 3, 8)] * 3))
+        graph.release()
+
+
+def test_forks_and_joins_are_kept(device: Device) -> None:
+    compute, side = device.stream("compute"), device.stream("side")
+    x, doubled, total = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+
+    def step() -> None:
+        moved = x + 1
+        device.order(compute, side)
+        device.launch(side, lambda: torch.mul(moved, 2, out=doubled), WORK)  # type: ignore[arg-type, return-value]
+        device.launch(compute, partial(total.copy_, moved), WORK)  # type: ignore[arg-type]
+        device.order(side, compute)
+        total.add_(doubled)
+
+    graph = device.capture(step)
+    for value in range(5):
+        x.fill_(value)
+        run(device, graph)
+        assert total.tolist() == [3.0 * (value + 1)] * 4
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [lambda x: x.sum().item(), torch.nonzero, lambda x: bool((x > 0).all()), lambda x: x[x > 0], torch.unique],
+    ids=["item", "nonzero", "bool", "mask", "unique"],
+)
+def test_what_waits_for_the_device_is_refused(device: Device, waits: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(DeviceError, match="waits for the device"):
+        device.capture(partial(waits, torch.ones(3)))  # type: ignore[arg-type]
+    device.launch(device.stream("compute"), None, WORK)  # and nothing is captured any more
+    device.synchronize()
+
+
+def test_a_failure_in_a_replay_is_told_by_the_next_event() -> None:
+    for kind in EMULATED:
+        device = make_device(kind, faults=Faults(launches=(1,)))
+        x = torch.zeros(1)
+        graph = device.capture(partial(x.add_, 1))  # type: ignore[arg-type]
+        run(device, graph)
+        with pytest.raises(DeviceError, match="injected: a launch failed"):
+            run(device, graph)
+        run(device, graph)
+        assert x.tolist() == [2.0]
+        device.close()

@@ -1,0 +1,262 @@
+"""What every device promises: order within a stream, waits between streams, copies, callbacks, jobs of the CPU, and an end."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from support.loading_devices import DEVICES
+from support.loading_rig import EMULATED, make_device
+
+from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work
+from moegraft.operators.offload.devices.emulated import Faults, aligned_bytes
+
+WORK = Work("dense", cost_ms=0.2)
+LONG = Work("dense", cost_ms=20.0)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = make_device(request.param)
+    yield device
+    device.close()
+
+
+def ones(nbytes: int, value: int = 1) -> np.ndarray:
+    source = aligned_bytes(nbytes)
+    source[:] = value
+    return source
+
+
+def test_a_copy_moves_its_bytes(device: Device) -> None:
+    target, copy = device.allocate(300), device.stream("copy")
+    device.copy(copy, target, 0, ones(300, 7), 300)
+    device.copy(copy, target, 100, ones(100, 9), 50)
+    copy.record().wait()
+    found = target.tensor.cpu().numpy()
+    assert found.tolist() == [7] * 100 + [9] * 50 + [7] * 150
+    assert target.tensor.dtype is torch.uint8
+    assert target.tensor.device.type == device.torch_device.type
+    assert target.tensor.data_ptr() % 64 == 0
+    target.free()
+    with pytest.raises(DeviceError, match="freed"):
+        _ = target.tensor
+
+
+def test_a_copy_that_leaves_its_buffers_is_refused(device: Device) -> None:
+    target, copy = device.allocate(128), device.stream("copy")
+    for offset, source, nbytes in [(100, 64, 64), (0, 64, 65), (-1, 64, 64)]:
+        with pytest.raises(ValueError, match="a copy of"):
+            device.copy(copy, target, offset, ones(source), nbytes)
+
+
+def test_a_stream_is_in_order_and_waits_for_events_of_others(device: Device) -> None:
+    done: list[str] = []
+    first, second = device.stream("compute"), device.stream("other")
+    assert device.stream("compute") is first
+    target = device.allocate(1 << 16)
+
+    def add(name: str) -> Callable[[], None]:
+        return lambda: done.append(name)
+
+    device.launch(first, add("a"), LONG)
+    device.launch(first, add("b"), WORK)
+    device.copy(first, target, 0, ones(1 << 16, 5), 1 << 16)
+    event = first.record()
+    second.wait(event)
+    device.launch(second, add("c"), WORK)
+    last = second.record()
+    last.wait()
+    assert event.done()
+    assert last.done()
+    assert done == ["a", "b", "c"]
+
+
+def test_streams_run_side_by_side() -> None:
+    for kind in EMULATED:
+        device = make_device(kind)
+        start_ms = device.now_ms()
+        events = []
+        for name in ("compute", "copy"):
+            device.launch(device.stream(name), None, Work("dense", cost_ms=200.0))
+            events.append(device.stream(name).record())
+        for event in events:
+            event.wait()
+        assert 199 < device.now_ms() - start_ms < 390, "one after the other they take 400"
+        device.close()
+
+
+def test_callbacks_come_in_order_and_never_at_once(device: Device) -> None:
+    stream, told = device.stream("copy"), list[tuple[int, object]]()
+    done = stream.record()
+    done.wait()
+    device.notify(done, lambda error: told.append((0, error)))
+    assert not told or device.name != "emulated:0", "not within the call"
+    for number in range(1, 6):
+        device.launch(stream, None, WORK)
+        device.notify(stream.record(), lambda error, number=number: told.append((number, error)))  # type: ignore[misc]
+    device.synchronize()
+    assert told == [(number, None) for number in range(6)]
+
+
+def test_callbacks_may_hand_over_work(device: Device) -> None:
+    stream, left, over = device.stream("copy"), [20], threading.Event()
+
+    def again(error: DeviceError | None) -> None:
+        left[0] -= 1
+        if left[0] > 0:
+            device.launch(stream, None, WORK)
+            device.notify(stream.record(), again)
+        else:
+            over.set()
+
+    device.notify(stream.record(), again)
+    while not over.is_set():
+        device.advance(1.0)
+    assert left == [0]
+
+
+def test_what_a_callback_raises_is_not_lost() -> None:
+    device = make_device("threaded")
+    device.notify(device.stream("copy").record(), lambda error: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        device.synchronize()
+    device.synchronize()
+    device.close()
+
+
+def test_timed_events(device: Device) -> None:
+    stream = device.stream("compute")
+    device.launch(stream, None, WORK)
+    first = stream.record(timed=True)
+    device.launch(stream, None, LONG)
+    second = stream.record(timed=True)
+    second.wait()
+    elapsed_ms = device.elapsed_ms(first, second)
+    if device.torch_device.type == "cuda":
+        assert elapsed_ms >= 0
+    else:
+        assert 19 < elapsed_ms < 1000
+    if device.torch_device.type == "cpu":
+        device.launch(stream, None, LONG)
+        with pytest.raises(ValueError, match="known when both are done"):
+            device.elapsed_ms(second, stream.record(timed=True))
+
+
+def test_jobs_of_the_cpu(device: Device) -> None:
+    """A function does the job, or starts it and returns what waits for it."""
+    seen: list[str] = []
+
+    def job() -> None:
+        seen.append("done")
+
+    def start() -> Callable[[], None]:
+        seen.append("started")
+        return lambda: seen.append("waited")
+
+    def broken() -> None:
+        raise KeyError("expert")
+
+    def broken_later() -> Callable[[], None]:
+        def wait() -> None:
+            raise OverflowError("tokens")
+
+        return wait
+
+    tickets = [device.submit_cpu(function, Work("experts", cost_ms=1.0)) for function in (job, start, broken, broken_later, None)]
+    tickets[0].wait()
+    tickets[1].wait()
+    assert seen == ["done", "started", "waited"]
+    with pytest.raises(KeyError, match="expert"):
+        tickets[2].wait()
+    with pytest.raises(OverflowError, match="tokens"):
+        tickets[3].wait()
+    tickets[4].wait()
+
+
+def test_host_functions_run_in_their_stream(device: Device) -> None:
+    seen: list[int] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def function(data: int) -> None:
+        seen.append(data)
+
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    stream = device.stream("compute")
+    device.launch(stream, None, WORK)
+    device.launch_host(stream, address, 42, WORK)
+    device.launch_host(stream, address, 43, WORK)
+    stream.record().wait()
+    assert seen == [42, 43]
+
+
+def test_memory_is_page_locked_and_released(device: Device) -> None:
+    source = np.zeros(1 << 16, np.uint8)
+    pinned = device.pin(source)
+    target = device.allocate(1 << 16)
+    device.copy(device.stream("copy"), target, 0, source, 1 << 16)
+    device.synchronize()
+    pinned.release()
+    pinned.release()
+    device.pin(source).release()
+
+
+@pytest.mark.parametrize("kind", EMULATED)
+def test_memory_runs_out(kind: str) -> None:
+    device = make_device(kind, memory_bytes=1000)
+    first = device.allocate(600)
+    with pytest.raises(OutOfDeviceMemoryError, match="emulated:0: 401 bytes asked for, 400 of 1000 free"):
+        device.allocate(401)
+    second = device.allocate(400)
+    first.free()
+    first.free()
+    device.allocate(600)
+    second.free()
+    with pytest.raises(ValueError, match="0 bytes"):
+        device.allocate(0)
+    device.close()
+
+
+@pytest.mark.parametrize("kind", EMULATED)
+def test_each_failure_is_told_once_and_to_those_that_depend_on_it(kind: str) -> None:
+    device = make_device(kind, faults=Faults(copies=[1]))
+    copy, compute = device.stream("copy"), device.stream("compute")
+    target, ran, told = device.allocate(64), list[str](), list[DeviceError | None]()
+    events = []
+    for number in range(3):
+        device.copy(copy, target, 0, ones(64, number), 64)
+        events.append(copy.record())
+        device.notify(events[-1], told.append)
+    compute.wait(events[1])
+    device.launch(compute, lambda: ran.append("reads what never came"), WORK)
+    skipped = compute.record()
+    device.launch(compute, lambda: ran.append("after"), WORK)
+    compute.record().wait()
+    events[0].wait()
+    with pytest.raises(DeviceError, match="injected: a copy of 64 bytes failed"):
+        events[1].wait()
+    events[2].wait()
+    with pytest.raises(DeviceError, match="injected"):
+        skipped.wait()
+    device.synchronize()
+    assert ran == ["after"]
+    assert [error is None for error in told] == [True, False, True]
+    device.close()
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_closed_devices_refuse(kind: str) -> None:
+    device = make_device(kind)
+    stream = device.stream("copy")
+    device.launch(stream, None, WORK)
+    device.synchronize()
+    device.close()
+    device.close()
+    for misuse in (lambda: device.allocate(64), lambda: device.stream("new"), lambda: device.launch(stream, None, WORK)):
+        with pytest.raises(DeviceError, match="is closed"):
+            misuse()

@@ -1,0 +1,156 @@
+"""Whatever computes where: the sum is right, under every schedule, cache, prefetch and fault, and nothing stays held."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from support.engine_rig import EXPERTS, LAYERS, EngineRig, Setting, engine_rig
+from support.kernel_cases import relative_error
+
+from moegraft.operators.offload.devices.emulated import EVERY, Faults
+from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.scheduler import SCHEDULES
+from moegraft.operators.offload.slots import SlotState
+
+NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
+CAPACITIES = [
+    pytest.param((0,) * LAYERS, id="none"),
+    pytest.param((1,) * LAYERS, id="one"),
+    pytest.param((2,) * LAYERS, id="below-k"),
+    pytest.param((3,) * LAYERS, id="k"),
+    pytest.param((EXPERTS,) * LAYERS, id="all"),
+    pytest.param(5, id="pool"),
+]
+BATCHES = (1, 1, 4, 1, 17, 0, 1)  # decode, a verified draft, a prompt, nothing
+
+
+def run(rig: EngineRig, rounds: int = 1) -> None:
+    """Every layer, batch after batch, each result checked."""
+    for step, tokens in enumerate(BATCHES * rounds):
+        for number in range(LAYERS):
+            found, expected = rig.call(number, tokens, seed=100 * step + number)
+            assert relative_error(found, expected) < 2e-6, f"step {step}, layer {number}"
+
+
+def assert_nothing_held(rig: EngineRig) -> None:
+    slots = rig.engine.loading.slots
+    rig.engine.device.synchronize()
+    assert not any(slots._pins), "every pin was released"
+    for layer in range(LAYERS):
+        assert all(slots.state(slot) is SlotState.READY for slot in slots.slot_of(layer) if slot >= 0)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_computes_the_same(schedule: str, capacity: int | tuple[int, ...]) -> None:
+    with engine_rig(Setting(schedule, capacity)) as rig:  # type: ignore[arg-type]
+        run(rig)
+        assert_nothing_held(rig)
+        assert rig.engine.statistics.recoveries == 0
+
+
+@pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
+@pytest.mark.parametrize("prefetch", ["impact", "next_layer", "none"])
+def test_every_policy_and_prefetch_computes_the_same(policy: str, prefetch: str) -> None:
+    for seed in range(3):
+        device = {"seed": seed, "jitter": 1.0}
+        with engine_rig(Setting("greedy", policy=policy, prefetch=PrefetchOptions(policy=prefetch), device=device)) as rig:  # type: ignore[arg-type]
+            run(rig, rounds=3)
+            assert_nothing_held(rig)
+            landed = rig.engine.loading.queue.statistics.landed
+            assert landed > 0, "something was loaded"
+
+
+def test_threads_compute_the_same() -> None:
+    with engine_rig(Setting(kind="threaded", staging=1)) as rig:
+        run(rig, rounds=2)
+        assert_nothing_held(rig)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    with engine_rig(Setting(), dtype) as rig:
+        for number in range(LAYERS):
+            found, expected = rig.call(number, 5, seed=number)
+            assert found.dtype == torch.float32
+            assert relative_error(found, expected) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_a_prompt_streams_any_number_of_experts_through_one_slot() -> None:
+    """Nothing resident, all experts wanted, one slot to load into: they come one after another."""
+    with engine_rig(Setting("on_demand", (0,) * LAYERS, staging=1, prefetch=NO_PREFETCH)) as rig:
+        found, expected = rig.call(0, 40, seed=1)
+        assert relative_error(found, expected) < 2e-6
+        assert rig.engine.loading.queue.statistics.landed == EXPERTS
+        assert rig.engine.statistics.on_cpu == 0
+
+
+def test_a_fixed_map_stays() -> None:
+    with engine_rig(Setting("fixed", prefetch=NO_PREFETCH)) as rig:
+        run(rig)
+        assert rig.engine.loading.queue.statistics.requested == 0
+
+
+def test_what_is_equal_gives_equal_bits_whatever_is_loaded_ahead() -> None:
+    """Capacity for all: prefetching changes when experts come, and nobody computes anything else for it."""
+    results = []
+    for policy in ("none", "next_layer"):
+        setting = Setting("all_cpu", (EXPERTS,) * LAYERS, prefetch=PrefetchOptions(policy=policy, promote=False))  # type: ignore[arg-type]
+        with engine_rig(setting) as rig:
+            results.append([rig.call(number, 4, seed=number)[0] for number in range(LAYERS)])
+            assert (rig.engine.loading.queue.statistics.landed > 0) == (policy != "none")
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_prefetched_experts_are_found() -> None:
+    """A prediction that is right makes the next layer's experts resident before they are asked for."""
+    with engine_rig(Setting("greedy", (3,) * LAYERS, prefetch=PrefetchOptions(policy="next_layer", promote=False))) as rig:
+        for _ in range(20):
+            for number in range(LAYERS):
+                rig.call(number, 1, seed=7 + number)  # the same experts each time
+        statistics = rig.engine.statistics
+        assert statistics.found > 0.5 * statistics.used
+        assert rig.engine.loading.slots.prefetches_used > 0
+
+
+@pytest.mark.parametrize("kind", ["copies", "refused_copies", "launches"])
+def test_a_failing_device_costs_a_warning_and_no_result(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults(**{kind: range(3, 40, 7)})
+    with caplog.at_level(logging.WARNING), engine_rig(Setting("on_demand", device={"faults": faults})) as rig:
+        run(rig, rounds=2)
+        assert_nothing_held(rig)
+        assert rig.engine.statistics.recoveries > 0
+    assert "is computed anew on the CPU: emulated:0: injected" in caplog.text
+
+
+def test_a_device_that_always_fails_leaves_the_cpu() -> None:
+    with engine_rig(Setting("on_demand", device={"faults": Faults(copies=EVERY)})) as rig:
+        run(rig)
+
+
+def test_what_fails_on_the_cpu_is_raised_and_the_next_call_is_right() -> None:
+    with engine_rig(Setting("all_cpu", prefetch=NO_PREFETCH, device={"faults": Faults(cpu_jobs=(0,))})) as rig:
+        with pytest.raises(RuntimeError, match="injected: a job of the CPU engine failed"):
+            rig.call(0, 2, seed=1)
+        assert_nothing_held(rig)
+        run(rig)
+
+
+def test_the_cache_learns_from_every_token() -> None:
+    with engine_rig(Setting("all_cpu", prefetch=NO_PREFETCH)) as rig:
+        before = rig.engine.policy.priority(0).copy()
+        rig.call(0, 4, seed=1)
+        assert not np.array_equal(rig.engine.policy.priority(0), before)
+
+
+def test_statistics_add_up() -> None:
+    with engine_rig(Setting("two_threshold")) as rig:
+        run(rig)
+        statistics = rig.engine.statistics
+        assert statistics.used == statistics.used_by_layer.sum() and statistics.found == statistics.found_by_layer.sum()
+        assert 0 < statistics.found <= statistics.used and statistics.on_cpu + statistics.transferred <= statistics.used
+        report = rig.engine.report()
+        assert report["experts found on the GPU"] == f"{statistics.hit_rate:.1%}"

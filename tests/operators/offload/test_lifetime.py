@@ -1,0 +1,227 @@
+"""Ctrl-C, forks, spawned processes, closing, and a million steps."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import ROOT
+from support.loading_devices import DEVICES
+from support.loading_rig import Rig, make_device, serve_in_a_process
+
+from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.store import ExpertStore, even_plan
+from moegraft.operators.offload.transfers import Urgency
+
+TESTS = ROOT / "tests"
+STEPS = 100_000  # a million take ten times as long and were seen to need no more memory
+SLOW = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)  # 1 byte a millisecond: a chunk of 64 bytes takes 64 ms
+
+INTERRUPTED = """
+import sys, time
+from support.loading_rig import Rig, make_device
+from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.transfers import Urgency
+rig = Rig(make_device("threaded", MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)), (3, 3), expert_bytes=640)
+for expert in range(5):
+    rig.queue.request(0, expert, Urgency.NEXT)
+demand = rig.queue.request(1, 0, Urgency.DEMAND)
+print("waiting", flush=True)
+try:
+    demand.wait()
+except KeyboardInterrupt:
+    start = time.monotonic()
+    rig.close()
+    print(f"closed {time.monotonic() - start:.3f}", flush=True)
+"""
+
+TORN = """
+import os, random, signal, threading, time
+from contextlib import nullcontext
+from support.loading_rig import Rig, make_device
+from moegraft.operators.offload.devices.process import Uninterrupted
+from moegraft.operators.offload.transfers import Urgency
+rig = Rig(make_device("threaded", None), (1, 1), staging=1)
+shielded = True
+
+def layer(number):
+    pin = rig.slots.pin(number % 2, [number % 5])
+    if pin.slots[0] < 0:
+        demand = rig.queue.request(number % 2, number % 5, Urgency.DEMAND)
+        rig.compute.wait(demand.ready())
+        rig.read(number % 2, number % 5, demand.slot)
+        rig.queue.release(demand, rig.after())
+    else:
+        rig.read(number % 2, number % 5, pin.slots[0])
+    rig.slots.release(pin, rig.after())
+
+def interrupt():
+    while True:
+        handled.wait()  # a second one would come at once
+        handled.clear()
+        time.sleep(random.random() * 0.004)
+        os.kill(os.getpid(), signal.SIGINT)
+
+handled, interrupts, steps = threading.Event(), 0, 0
+handled.set()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=interrupt, daemon=True).start()
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    try:
+        while time.monotonic() < until:
+            with Uninterrupted() if shielded else nullcontext():
+                layer(steps)
+            steps += 1
+    except KeyboardInterrupt:
+        interrupts += 1
+        with Uninterrupted():
+            rig.settle()
+            rig.check()
+        handled.set()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+rig.close()
+print("interrupts", interrupts, "steps", steps, flush=True)
+"""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_ctrl_c_in_a_transfer_is_drained_within_a_second() -> None:
+    import signal
+
+    with start(INTERRUPTED) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=20)
+    assert process.returncode == 0, error
+    word, seconds = out.split()
+    assert word == "closed"
+    assert float(seconds) < 1.0
+
+
+def test_ctrl_c_between_any_two_steps_tears_nothing() -> None:
+    with start(TORN) as process:
+        out, error = process.communicate(timeout=30)
+    assert process.returncode == 0, error
+    _, interrupts, _, steps = out.split()
+    assert int(interrupts) > 5
+    assert int(steps) > 100
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_forked_child_is_refused(kind: str) -> None:
+    rig = Rig(make_device(kind), (3, 3))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            rig.queue.request(0, 1, Urgency.DEMAND)
+        except RuntimeError as error:
+            status = 0 if "cannot be used after a fork; start processes by spawn" in str(error) else 2
+        finally:
+            os._exit(status)
+    _, wait_status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(wait_status) == 0
+    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    assert demand is not None
+    demand.wait()
+    rig.queue.release(demand, None)
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_spawned_processes_have_devices_of_their_own(kind: str) -> None:
+    rig = Rig(make_device(kind), (3, 3))
+    process = multiprocessing.get_context("spawn").Process(target=serve_in_a_process, args=(kind,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["virtual", "threaded"])
+def test_closing_takes_less_than_a_second(kind: str) -> None:
+    """The chunk that was handed over ends, 64 ms; the flood behind them is dropped."""
+    rig = Rig(make_device(kind, SLOW), (5, 5))
+    for layer in range(2):
+        for expert in range(5):
+            rig.queue.request(layer, expert, Urgency.NEXT)
+    start_s, start_ms = time.monotonic(), rig.device.now_ms()
+    rig.close()
+    assert time.monotonic() - start_s < 1.0
+    assert rig.device.now_ms() - start_ms < 500
+    assert rig.queue.statistics.cancelled == 10
+
+
+def test_a_device_that_hangs_is_said_and_its_memory_left_alone() -> None:
+    from moegraft.operators.offload.devices.base import DeviceTimeoutError
+
+    hanging = MachineProfile("hanging link", 1, 1, 1, 1, link_gb_s=1e-9)  # 64 s a chunk
+    rig = Rig(make_device("virtual", hanging), (3, 3))
+    rig.queue.request(0, 1, Urgency.NEXT)
+    with pytest.raises(DeviceTimeoutError, match="not done after 1000 ms"):
+        rig.loading.close()
+    assert rig.device.taken_bytes > 0  # type: ignore[attr-defined]
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_stays_constant_over_many_steps() -> None:
+    """Steps of a decode: pins, demands, prefetches, cancellations, readers, evictions."""
+    steps = int(os.environ.get("MOEGRAFT_TEST_STEPS", STEPS))
+    layers, experts = 4, 16
+    device = VirtualDevice(notify_ms=0.001)
+    values = np.random.default_rng(0).random((layers, experts))
+    store = ExpertStore.phantom(layers, experts, 1000)
+    loading = open_loading(device, store, lambda layer: values[layer], LoadingOptions(even_plan(layers, 16, 3)))
+    assert loading is not None
+    slots, queue, compute = loading.slots, loading.queue, device.stream("compute")
+    before: tuple[int, int] | None = None
+    for step in range(steps):
+        layer, chosen = step % layers, [(step * 7 + shift * 5) % experts for shift in range(2)]
+        pin = slots.pin(layer, chosen)
+        transfer = queue.request((layer + 1) % layers, (step * 11) % experts, Urgency.NEXT)
+        if transfer is not None and step % 3 == 0:
+            queue.cancel(transfer)
+        if pin.slots[0] < 0:
+            demand = queue.request(layer, chosen[0], Urgency.DEMAND)
+            if demand is not None:
+                compute.wait(demand.ready())
+                queue.release(demand, compute.record())
+        slots.release(pin, compute.record())
+        queue.replan()
+        device.advance(0.01)
+        if step == steps // 10:
+            gc.collect()
+            before = len(gc.get_objects()), resident_bytes()
+    gc.collect()
+    assert before is not None
+    assert len(gc.get_objects()) - before[0] < 500
+    assert resident_bytes() - before[1] < 4 << 20
+    assert queue.statistics.landed > steps // 4
+    assert slots.evictions > steps // 4
+    loading.close()

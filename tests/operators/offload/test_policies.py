@@ -1,0 +1,252 @@
+"""Every policy against plain loops over tokens, and what all of them owe their callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from support.routing_traces import random_trace
+
+from moegraft.operators.offload.cache import (
+    CacheOptions,
+    CachePolicy,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    MinusRecentScore,
+    ScoreAndFrequency,
+    make_policy,
+)
+from moegraft.operators.offload.routing_trace import Trace, TraceError
+
+LAYERS, EXPERTS, TOP_K = 2, 7, 3
+Make = Callable[[], CachePolicy]
+MADE: dict[str, Make] = {
+    "lru": lambda: LeastRecentlyUsed(LAYERS, EXPERTS),
+    "lfu": lambda: LeastFrequentlyUsed(LAYERS, EXPERTS),
+    "mrs": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=0.3, top_p=4),
+    "mrs of all scores": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=0.3),
+    "mrs of the last token": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=1.0, top_p=4),
+    "score_frequency": lambda: ScoreAndFrequency(LAYERS, EXPERTS, alpha=0.3, top_p=4, frequency_alpha=0.1),
+}
+
+
+def trace_of(tokens: int, seed: int = 0, padded: float = 0.2) -> Trace:
+    return random_trace(tokens, LAYERS, EXPERTS, TOP_K, seed=seed, padded=padded)
+
+
+def play(policy: CachePolicy, trace: Trace, steps: list[int]) -> None:
+    """Gives the policy every layer of the trace in steps of so many tokens."""
+    first = 0
+    for tokens in steps:
+        for layer in range(LAYERS):
+            policy.update(layer, trace.scores[first : first + tokens, layer], trace.chosen[first : first + tokens, layer])
+        first += tokens
+
+
+def loop_mrs(trace: Trace, layer: int, alpha: float, top_p: int) -> list[float]:
+    average = [0.0] * EXPERTS
+    for scores in trace.scores[:, layer].tolist():
+        top = sorted(scores, reverse=True)[:top_p]
+        average = [alpha * (score if score in top else 0.0) + (1 - alpha) * old for score, old in zip(scores, average, strict=True)]
+    return average
+
+
+def loop_uses(trace: Trace, layer: int, alpha: float) -> list[float]:
+    average = [0.0] * EXPERTS
+    for chosen in trace.chosen[:, layer].tolist():
+        average = [alpha * (expert in chosen) + (1 - alpha) * old for expert, old in enumerate(average)]
+    return average
+
+
+def loop_last(trace: Trace, layer: int) -> list[int]:
+    """The token that used each expert last; 0: none, the first token is 1."""
+    last = [0] * EXPERTS
+    for token, chosen in enumerate(trace.chosen[:, layer].tolist(), start=1):
+        for expert in chosen:
+            if expert >= 0:
+                last[expert] = token
+    return last
+
+
+@pytest.mark.parametrize("steps", [[1] * 40, [7, 1, 1, 31], [40]], ids=["decoding", "mixed", "a prompt"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+class TestAgainstLoops:
+    def played(self, name: str, layer: int, steps: list[int]) -> tuple[Trace, NDArray[np.float64]]:
+        trace = trace_of(40)
+        policy = MADE[name]()
+        play(policy, trace, steps)
+        return trace, policy.priority(layer)
+
+    def test_mrs(self, layer: int, steps: list[int]) -> None:
+        for name, alpha, top_p in (("mrs", 0.3, 4), ("mrs of all scores", 0.3, EXPERTS), ("mrs of the last token", 1.0, 4)):
+            trace, found = self.played(name, layer, steps)
+            np.testing.assert_allclose(found, loop_mrs(trace, layer, alpha, top_p), rtol=1e-6)
+
+    def test_score_frequency(self, layer: int, steps: list[int]) -> None:
+        trace, found = self.played("score_frequency", layer, steps)
+        scores, uses = np.array(loop_mrs(trace, layer, 0.3, 4)), np.array(loop_uses(trace, layer, 0.1))
+        np.testing.assert_allclose(found, scores / scores.mean() + uses / uses.mean(), rtol=1e-6)
+
+    def test_lru(self, layer: int, steps: list[int]) -> None:
+        trace, found = self.played("lru", layer, steps)
+        last = loop_last(trace, layer)
+        for one in range(EXPERTS):
+            for other in range(EXPERTS):
+                assert (found[one] < found[other]) == (last[one] < last[other])
+
+    def test_lfu(self, layer: int, steps: list[int]) -> None:
+        trace, found = self.played("lfu", layer, steps)
+        uses, last = (trace.chosen[:, layer, :, None] == np.arange(EXPERTS)).sum((0, 1)), loop_last(trace, layer)
+        keys = list(zip(uses.tolist(), last, strict=True))
+        for one in range(EXPERTS):
+            for other in range(EXPERTS):
+                assert (found[one] < found[other]) == (keys[one] < keys[other])
+
+
+def test_the_papers_equation_by_hand() -> None:
+    policy = MinusRecentScore(1, 4, alpha=0.5, top_p=2)
+    nobody = np.full((1, 1), -1)
+    policy.update(0, np.array([[0.5, 0.3, 0.15, 0.05]], np.float32), nobody)
+    policy.update(0, np.array([[0.1, 0.2, 0.3, 0.4]], np.float32), nobody)
+    np.testing.assert_allclose(policy.priority(0), [0.125, 0.075, 0.15, 0.2], rtol=1e-6)
+
+
+@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", MADE)
+def test_tokens_taken_together_count_as_one_by_one(name: str, seed: int, cuts: list[int]) -> None:
+    trace = trace_of(sum(cuts), seed)
+    together, apart = MADE[name](), MADE[name]()
+    play(together, trace, cuts)
+    play(apart, trace, [1] * sum(cuts))
+    for layer in range(LAYERS):
+        # Clocks of layers that take turns differ; the order within a layer does not.
+        found, expected = together.priority(layer), apart.priority(layer)
+        if name in ("lru", "lfu"):
+            found, expected = (np.sign(rank[:, None] - rank[None, :]) for rank in (found, expected))
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_long_prompt_leaves_what_its_tokens_leave() -> None:
+    """Tokens whose weight is gone are skipped: 3,000 at alpha 0.1 are more than count."""
+    trace = trace_of(3000)
+    together, apart = (MinusRecentScore(LAYERS, EXPERTS, alpha=0.1, top_p=4) for _ in range(2))
+    play(together, trace, [3000])
+    play(apart, trace, [1] * 3000)
+    np.testing.assert_allclose(together.priority(1), apart.priority(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MADE)
+class TestWhatAllOwe:
+    def test_a_layer_is_not_touched_by_others(self, name: str) -> None:
+        trace, policy = trace_of(5), MADE[name]()
+        policy.update(0, trace.scores[:, 0], trace.chosen[:, 0])
+        assert not policy.priority(1).any()
+        assert policy.priority(0).any()
+
+    def test_steps_without_tokens_change_nothing(self, name: str) -> None:
+        trace, policy = trace_of(5), MADE[name]()
+        play(policy, trace, [5])
+        before = policy.priority(0).copy()
+        policy.update(0, trace.scores[:0, 0], trace.chosen[:0, 0])
+        np.testing.assert_array_equal(policy.priority(0), before)
+
+    def test_inputs_are_left_alone(self, name: str) -> None:
+        trace = trace_of(5)
+        scores, chosen = trace.scores.copy(), trace.chosen.copy()
+        play(MADE[name](), trace, [1, 4])
+        np.testing.assert_array_equal(trace.scores, scores)
+        np.testing.assert_array_equal(trace.chosen, chosen)
+
+    def test_scores_that_are_no_numbers_do_not_stay(self, name: str) -> None:
+        trace, policy = trace_of(6), MADE[name]()
+        play(policy, trace, [5])
+        broken = np.full((1, EXPERTS), np.nan, np.float32)
+        policy.update(0, broken, trace.chosen[5:6, 0])
+        assert np.isfinite(policy.priority(0)).all()
+        policy.update(0, trace.scores[5:6, 0], trace.chosen[5:6, 0])
+        assert np.isfinite(policy.priority(0)).all()
+
+    def test_a_caller_cannot_write_into_the_ranking(self, name: str) -> None:
+        trace, policy = trace_of(5), MADE[name]()
+        play(policy, trace, [5])
+        shown = policy.priority(0)
+        before = shown.copy()
+        if shown.flags.writeable:
+            shown[:] = 0
+        np.testing.assert_array_equal(policy.priority(0), before)
+
+
+def test_lru_compares_layers() -> None:
+    policy = LeastRecentlyUsed(2, 4)
+    scores = np.zeros((1, 4), np.float32)
+    policy.update(0, scores, np.array([[3]]))
+    policy.update(1, scores, np.array([[0]]))
+    assert policy.priority(1)[0] > policy.priority(0)[3] > policy.priority(1)[1]
+    policy.update(0, scores, np.array([[2]]))
+    assert policy.priority(0)[2] > policy.priority(1)[0]
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"alpha": 0.0}, "alpha is a weight above 0 and at most 1, not 0.0"),
+            ({"alpha": 1.5}, "alpha is a weight"),
+            ({"frequency_alpha": -0.1}, "frequency_alpha is a weight"),
+            ({"top_p": 0}, "top_p must be 1 or more, not 0"),
+            ({"policy": "static"}, "policy static and 'profile' need each other"),
+            ({"profile": Path("trace.npz")}, "policy static and 'profile' need each other"),
+            ({"policy": "static", "profile": Path("trace.npz"), "admission": "always"}, "'admission: always' cannot go with it"),
+        ],
+    )
+    def test_wrong_ones_are_refused(self, wrong: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            CacheOptions(**wrong)  # type: ignore[arg-type]
+
+    def test_who_bypasses(self) -> None:
+        assert not CacheOptions(policy="lru").bypasses
+        assert CacheOptions(policy="lru", admission="bypass").bypasses
+        assert CacheOptions(policy="static", profile=Path("trace.npz")).bypasses
+
+    @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
+    def test_each_makes_its_policy(self, policy: str) -> None:
+        trace = trace_of(30)
+        made = make_policy(
+            CacheOptions(policy=policy, alpha=0.3, top_p=4, frequency_alpha=0.1),  # type: ignore[arg-type]
+            LAYERS,
+            EXPERTS,
+            TOP_K,
+        )
+        expected = MADE[policy]()
+        play(made, trace, [1] * 30)
+        play(expected, trace, [1] * 30)
+        np.testing.assert_array_equal(made.priority(1), expected.priority(1))
+
+    def test_top_p_is_twice_top_k_unless_given(self) -> None:
+        trace = trace_of(30)
+        for options, top_p in ((CacheOptions(policy="mrs"), 2 * TOP_K), (CacheOptions(policy="mrs", top_p=1), 1)):
+            made, expected = make_policy(options, LAYERS, EXPERTS, TOP_K), MinusRecentScore(LAYERS, EXPERTS, options.alpha, top_p)
+            play(made, trace, [30])
+            play(expected, trace, [30])
+            np.testing.assert_array_equal(made.priority(0), expected.priority(0))
+
+    def test_top_p_of_more_than_all_is_all(self) -> None:
+        trace = trace_of(30)
+        made = make_policy(CacheOptions(policy="mrs", alpha=0.3, top_p=100), LAYERS, EXPERTS, TOP_K)
+        play(made, trace, [30])
+        np.testing.assert_allclose(made.priority(0), loop_mrs(trace, 0, 0.3, EXPERTS), rtol=1e-6)
+
+    def test_static_ranks_by_a_recorded_trace(self, tmp_path: Path) -> None:
+        trace = trace_of(30)
+        trace.save(tmp_path / "profile.npz")
+        policy = make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), LAYERS, EXPERTS, TOP_K)
+        play(policy, trace_of(30, seed=1), [30])
+        np.testing.assert_array_equal(policy.priority(1), trace.loads()[1])
+        with pytest.raises(TraceError, match=r"profile\.npz: a profile of \(2, 7\) layers and experts for a model of \(3, 7\)"):
+            make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)

@@ -1,0 +1,253 @@
+"""Replays against a plain loop that evicts one expert at a time, and counts that can be worked out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.routing_traces import random_trace
+
+from moegraft.operators.offload.cache import (
+    CachePolicy,
+    Ids,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    MinusRecentScore,
+    Priority,
+    Scores,
+    StaticProfile,
+)
+from moegraft.operators.offload.replay import Setting, Tally, replay, retained, steps_of, with_prefetched
+from moegraft.operators.offload.routing_trace import Trace
+
+Slot = tuple[int, int]  # layer, expert
+
+
+def loop_replay(trace: Trace, policy: CachePolicy, setting: Setting) -> Tally:
+    """The same game with sets and one eviction at a time."""
+    tally, cache = Tally(), set[Slot]()
+    size = setting.tokens_per_step
+    capacity = min(setting.capacity, trace.num_experts) * (trace.num_layers if setting.shared else 1)
+
+    def pool(layer: int) -> set[Slot]:
+        return {slot for slot in cache if setting.shared or slot[0] == layer}
+
+    def rank(slot: Slot) -> tuple[float, Slot]:
+        return float(policy.priority(slot[0])[slot[1]]), slot
+
+    for first in range(0, trace.num_tokens, size):
+        counts = first >= setting.warm_tokens
+        for layer in range(trace.num_layers):
+            active = {(layer, expert) for expert in trace.chosen[first : first + size, layer].ravel().tolist() if expert >= 0}
+            fetched = set[Slot]()
+            if setting.prefetch:
+                by_rank = trace.predicted[0, first : first + size, layer].T.ravel().tolist()
+                wanted = [(layer, expert) for expert in dict.fromkeys(by_rank) if expert >= 0]
+                missing = [slot for slot in wanted if slot not in cache][: setting.prefetch]
+                for slot in missing:
+                    if len(pool(layer)) >= capacity:
+                        victims = pool(layer) - set(wanted) - fetched
+                        if not victims:
+                            break
+                        cache.remove(min(victims, key=rank))
+                    cache.add(slot)
+                    fetched.add(slot)
+            if counts:
+                tally.prefetched += len(fetched)
+                tally.prefetched_in_use += len(fetched & active)
+                tally.accesses += len(active)
+                tally.hits += len(active & cache)
+            policy.update(layer, trace.scores[first : first + size, layer], trace.chosen[first : first + size, layer])
+            before = set(cache)
+            if active - cache:
+                cache |= active
+                while len(pool(layer)) > capacity:
+                    idle = pool(layer) - active
+                    cache.remove(min(idle if idle and not setting.bypass else pool(layer), key=rank))
+            if counts:
+                tally.admitted += len(cache - before)
+    return tally
+
+
+SETTINGS = st.builds(
+    Setting,
+    capacity=st.integers(0, 7),
+    shared=st.booleans(),
+    bypass=st.booleans(),
+    prefetch=st.integers(0, 3),
+    warm_tokens=st.integers(0, 12),
+    tokens_per_step=st.sampled_from([1, 1, 4]),
+)
+
+
+@given(seed=st.integers(0, 10_000), setting=SETTINGS, name=st.sampled_from(["lru", "lfu", "mrs"]))
+@settings(max_examples=150, deadline=None)
+def test_replay_equals_the_loop(seed: int, setting: Setting, name: str) -> None:
+    trace = random_trace(25, layers=3, seed=seed, padded=0.1)
+    made = {
+        "lru": lambda: LeastRecentlyUsed(3, 6),
+        "lfu": lambda: LeastFrequentlyUsed(3, 6),
+        "mrs": lambda: MinusRecentScore(3, 6, 0.3, 4),
+    }
+    assert replay(trace, made[name](), setting) == loop_replay(trace, made[name](), setting)
+
+
+class InOrder:
+    """Ranks experts by their ids."""
+
+    def update(self, layer: int, scores: Scores, chosen: Ids) -> None: ...
+
+    def priority(self, layer: int) -> Priority:
+        return np.arange(4.0)
+
+
+def by_hand(*chosen: list[int], predicted: list[int] | None = None) -> Trace:
+    """One layer of four experts; the predictions are for every token the same."""
+    tokens, top_k = len(chosen), len(chosen[0])
+    guesses = np.array([[[predicted]] * tokens]).reshape(1, tokens, 1, -1) if predicted else np.empty((0, tokens, 1, top_k), np.int64)
+    return Trace(
+        scores=np.full((tokens, 1, 4), 0.25, np.float32),
+        chosen=np.array(chosen)[:, None],
+        weights=np.ones((tokens, 1, top_k), np.float32),
+        predicted=guesses,
+        starts=np.arange(tokens) == 0,
+        layers=("experts",),
+        source="by hand",
+    )
+
+
+def test_a_game_by_hand() -> None:
+    # Two slots; of what is idle the lower id leaves: 3 0 | hit 3 | 3 1 | miss 0: 3 0 | 2 hits nothing and puts out 0
+    trace = by_hand([3], [0], [3], [1], [0], [2])
+    tally = replay(trace, InOrder(), Setting(2))
+    assert tally == Tally(hits=1, accesses=6, admitted=5)
+    assert tally.hit_rate == pytest.approx(1 / 6)
+    assert tally.misses == 5
+
+
+def test_the_same_with_bypass() -> None:
+    # Once 3 and 1 are in, 0 stays out; 2 replaces 1.
+    tally = replay(by_hand([3], [0], [3], [1], [0], [2]), InOrder(), Setting(2, bypass=True))
+    assert tally == Tally(hits=1, accesses=6, admitted=4)
+
+
+def test_warming_up_is_not_counted_and_is_played() -> None:
+    assert replay(by_hand([3], [0], [3]), InOrder(), Setting(2, warm_tokens=2)) == Tally(hits=1, accesses=1)
+
+
+def test_experts_that_tokens_of_a_step_share_count_once() -> None:
+    assert replay(by_hand([3, 1], [3, 0], [1, 3], [3, 1]), InOrder(), Setting(4, tokens_per_step=2)) == Tally(2, 5, 3)
+
+
+def test_a_prefetch_by_hand() -> None:
+    trace = by_hand([0], [1], [1], predicted=[1, 2])
+    # One at a time: 1 into a free slot, 0 misses into the other; then 2 over 0, since 1 is predicted itself.
+    assert replay(trace, InOrder(), Setting(2, prefetch=1)) == Tally(hits=2, accesses=3, admitted=1, prefetched=2)
+    # Two: 1 and 2, of which 0 puts out 1; then 1 comes back over 0, and is used.
+    assert replay(trace, InOrder(), Setting(2, prefetch=2)) == Tally(hits=2, accesses=3, admitted=1, prefetched=3, prefetched_in_use=1)
+    assert replay(by_hand([1], predicted=[1, 2]), InOrder(), Setting(2, prefetch=1)).prefetched_in_use == 1
+
+
+def test_room_for_all_misses_each_expert_once() -> None:
+    trace = random_trace(80, padded=0.1)
+    for shared in (False, True):
+        tally = replay(trace, LeastRecentlyUsed(2, 6), Setting(6, shared=shared))
+        assert tally.misses == tally.admitted == int(trace.used().any(axis=0).sum())
+
+
+def test_no_room_hits_nothing() -> None:
+    trace = random_trace(20)
+    for bypass in (False, True):
+        tally = replay(trace, LeastRecentlyUsed(2, 6), Setting(0, bypass=bypass, prefetch=2))
+        assert (tally.hits, tally.admitted, tally.prefetched) == (0, 0, 0)
+        assert tally.accesses == int(trace.used().sum())
+
+
+def test_more_slots_than_experts_are_as_many_as_experts() -> None:
+    trace = random_trace(40, layers=3)
+    for shared in (False, True):
+        found = [replay(trace, LeastRecentlyUsed(3, 6), Setting(capacity, shared=shared)) for capacity in (6, 100)]
+        assert found[0] == found[1]
+
+
+def test_right_predictions_leave_only_the_first_layer_to_miss() -> None:
+    trace = random_trace(40, layers=3)
+    told = np.full_like(trace.predicted, -1)
+    told[0, :, 1:] = trace.chosen[:, 1:]
+    sure = Trace(trace.scores, trace.chosen, trace.weights, told, trace.starts, trace.layers, trace.source)
+    alone = replay(sure.part(0, 40), LeastRecentlyUsed(3, 6), Setting(2))
+    tally = replay(sure, LeastRecentlyUsed(3, 6), Setting(2, prefetch=2))
+    first = replay(_first_layer(trace), LeastRecentlyUsed(1, 6), Setting(2))
+    assert tally.misses == first.misses < alone.misses
+    assert tally.prefetched == tally.prefetched_in_use == alone.misses - first.misses
+
+
+def _first_layer(trace: Trace) -> Trace:
+    arrays = (trace.scores[:, :1], trace.chosen[:, :1], trace.weights[:, :1], trace.predicted[:, :, :1])
+    return Trace(*arrays, trace.starts, trace.layers[:1], trace.source)
+
+
+def test_one_layer_shares_with_nobody() -> None:
+    trace = _first_layer(random_trace(60))
+    for capacity in range(7):
+        found = [replay(trace, MinusRecentScore(1, 6, 0.2), Setting(capacity, shared=shared)) for shared in (False, True)]
+        assert found[0] == found[1]
+
+
+def test_shared_slots_go_to_the_layer_that_needs_them() -> None:
+    """One layer uses two experts in turn, the other always the same one: three slots hold all."""
+    chosen = np.array([[[token % 2], [5]] for token in range(20)])
+    trace = random_trace(20, num_experts=6, top_k=1)
+    fixed = Trace(trace.scores, chosen, trace.weights, trace.predicted, trace.starts, trace.layers, trace.source)
+    assert replay(fixed, LeastRecentlyUsed(2, 6), Setting(2, shared=True)).misses == 3
+    assert replay(fixed, LeastRecentlyUsed(2, 6), Setting(1)).misses == 21
+
+
+def test_a_static_profile_keeps_its_set() -> None:
+    trace = random_trace(200)
+    tally = replay(trace, StaticProfile(trace.loads()), Setting(3, bypass=True, warm_tokens=100))
+    hot = np.argsort(trace.loads(), axis=1, kind="stable")[:, 3:]
+    hits = sum(int(trace.used()[100:, layer][:, hot[layer]].sum()) for layer in range(2))
+    assert tally.hits == hits
+    assert tally.admitted == 0
+
+
+def test_predictions_are_needed_to_prefetch() -> None:
+    with pytest.raises(ValueError, match="prefetch needs a trace with predictions"):
+        replay(random_trace(4, depths=0), LeastRecentlyUsed(2, 6), Setting(2, prefetch=1))
+
+
+@pytest.mark.parametrize("wrong", [{"capacity": -1}, {"prefetch": -1}, {"warm_tokens": -1}, {"tokens_per_step": 0}])
+def test_wrong_settings(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        Setting(**({"capacity": 1} | wrong))
+
+
+def test_the_steps_of_a_trace() -> None:
+    trace = random_trace(7, padded=0.1)
+    used = trace.used()
+    np.testing.assert_array_equal(steps_of(trace, 1), used)
+    joined = steps_of(trace, 3)
+    assert len(joined) == 3
+    np.testing.assert_array_equal(joined[1], used[3:6].any(axis=0))
+    np.testing.assert_array_equal(joined[2], used[6])
+
+
+class TestAdmission:
+    def test_always(self) -> None:
+        priority = np.array([5.0, 4.0, 3.0, 2.0])
+        marks = np.array([True, True, False, False]), np.array([False, False, True, True])
+        assert retained(priority, *marks, 3, bypass=False).tolist() == [True, False, True, True]
+        assert retained(priority, *marks, 1, bypass=False).tolist() == [False, False, True, False]  # more active than slots
+
+    def test_bypass(self) -> None:
+        priority = np.array([5.0, 1.0, 3.0, 2.0])
+        marks = np.array([True, True, False, False]), np.array([False, False, True, True])
+        assert retained(priority, *marks, 2, bypass=True).tolist() == [True, False, True, False]
+
+    def test_prefetched_experts_never_put_out_one_another(self) -> None:
+        priority, resident = np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, True, False, False])
+        assert with_prefetched(priority, resident, np.array([2, 3]), 2, 2).tolist() == [False, False, True, True]
+        assert with_prefetched(priority, resident, np.array([0, 2, 3]), 2, 2).tolist() == [True, False, True, False]
+        assert with_prefetched(priority, resident, np.array([2]), 3, 1).tolist() == [True, True, True, False]

@@ -1,0 +1,168 @@
+"""A captured step over an engine's layers: right with whatever the slots hold, which change between steps and not within one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
+from support.kernel_cases import make_batch, relative_error
+from support.loading_rig import EMULATED
+
+from moegraft.cpu_backend import PackedExperts
+from moegraft.operators.offload.captured import CallShape, StepGraph
+from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.devices.emulated import Faults
+from moegraft.operators.offload.model_experts import EngineParts
+from moegraft.operators.offload.slots import SlotTable
+from moegraft.operators.offload.statistics import Timeline
+from moegraft.operators.offload.transfers import Urgency
+
+
+class Step:
+    """All layers of a rig, called on inputs of their own within one captured step."""
+
+    def __init__(self, rig: EngineRig, tokens: int, dtype: torch.dtype = torch.float32) -> None:
+        self.rig = rig
+        self._tokens = tokens
+        self._inputs = [make_batch(tokens, TOP_K, layer, dtype, seed=0) for layer in rig.layers]
+        self._scores = [torch.rand(tokens, EXPERTS) for _ in rig.layers]
+        packed = [layer.packed for layer in rig.layers]
+        parts = EngineParts(rig.engine.device.name, packed, [], rig.runtime, [None] * LAYERS, rig.arena)
+        self.graph = StepGraph(rig.engine, parts, CallShape(tokens, TOP_K, dtype))
+        self._results: list[torch.Tensor] = []
+        self.runs = 0
+        self.graph.capture(self._run)
+
+    def _run(self) -> None:
+        self.runs += 1
+        for layer, inputs, scores in zip(self.graph.layers, self._inputs, self._scores, strict=True):
+            self._results.append(layer.forward(*inputs, scores))
+
+    def replay(self, seed: int) -> float:
+        """The largest error of a layer on new inputs."""
+        expected = []
+        for number, (kept, scores) in enumerate(zip(self._inputs, self._scores, strict=True)):
+            given = make_batch(self._tokens, TOP_K, self.rig.layers[number], kept[0].dtype, seed=seed * LAYERS + number)
+            if seed % 3 == 0:
+                given[1][0, 0] = (-1, EXPERTS)[seed % 2]  # a padded slot
+            for into, new in zip(kept, given, strict=True):
+                into.copy_(new)
+            scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
+            expected.append(self.rig.layers[number].reference(*given))
+        self.graph.replay()
+        return max(relative_error(found, right) for found, right in zip(self._results, expected, strict=True))
+
+
+@contextmanager
+def captured(setting: Setting, tokens: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Step]:
+    with engine_rig(setting, dtype) as rig:
+        yield Step(rig, tokens, dtype)
+
+
+@pytest.fixture
+def no_eviction_while_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict = SlotTable._evict
+
+    def checked(self: SlotTable, layer: int, expert: int) -> None:
+        assert not self._frozen, "somebody left within a step"
+        evict(self, layer, expert)
+
+    monkeypatch.setattr(SlotTable, "_evict", checked)
+
+
+@pytest.mark.usefixtures("no_eviction_while_frozen")
+@pytest.mark.parametrize("capacity", [(0,) * LAYERS, (2,) * LAYERS, (EXPERTS,) * LAYERS, 5])
+@pytest.mark.parametrize("kind", EMULATED)
+def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capacity: int | tuple[int, ...]) -> None:
+    """Experts land while steps run and others leave between them."""
+    with captured(Setting("greedy", capacity, kind=kind)) as step:
+        queue, rng = step.rig.engine.loading.queue, np.random.default_rng(0)
+        for seed in range(30):
+            for expert in rng.permutation(EXPERTS)[:3].tolist():
+                queue.request(int(rng.integers(LAYERS)), expert, Urgency.PROMOTION)
+            assert step.replay(seed) < 2e-6, f"step {seed}"
+            step.rig.engine.device.advance(1.0)  # of sampling
+        assert step.runs == 1, "Python code runs once alone"
+        slots = step.rig.engine.loading.slots
+        assert not slots._frozen
+        if 0 < slots.plan.total < LAYERS * EXPERTS:
+            assert slots.evictions > 0, "the table changed between steps"
+
+
+def test_several_sequences_and_half_precision() -> None:
+    for dtype, bound in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        with captured(Setting("greedy"), tokens=4, dtype=dtype) as step:
+            assert max(step.replay(seed) for seed in range(4)) < bound
+
+
+def test_both_devices_take_part_and_the_cache_learns() -> None:
+    with captured(Setting("greedy", (3,) * LAYERS)) as step:
+        engine = step.rig.engine
+        before = engine.policy.priority(0).copy()
+        for _ in range(12):
+            step.replay(7)  # the same experts each time
+            engine.device.advance(4.0)
+        statistics = engine.statistics
+        assert statistics.replayed == 11 and 0 < statistics.on_cpu < statistics.used  # of the last step nothing is learnt yet
+        assert not np.array_equal(engine.policy.priority(0), before)
+        on_cpu = statistics.on_cpu
+        step.replay(7)
+        step.replay(7)
+        assert statistics.on_cpu == on_cpu, "what the CPU had to serve was brought up"
+
+
+def test_a_timeline_shows_every_step() -> None:
+    with captured(Setting("greedy")) as step:
+        observer = step.rig.engine.observer
+        observer.timeline = timeline = Timeline("emulated:0")
+        for seed in range(3):
+            step.replay(seed)
+        spans = [span for span in timeline.spans if span.name == "captured step"]
+        assert len(spans) == 3 and all(span.lane == "GPU" and span.end_ms >= span.start_ms for span in spans)
+
+
+def test_a_fixed_map_stays() -> None:
+    from moegraft.operators.offload.prefetch import PrefetchOptions
+
+    with captured(Setting("fixed", prefetch=PrefetchOptions(policy="none", promote=False))) as step:
+        assert max(step.replay(seed) for seed in range(4)) < 2e-6
+        assert step.rig.engine.loading.queue.statistics.requested == 0
+
+
+@pytest.mark.parametrize("kind", EMULATED)
+def test_what_fails_on_the_cpu_is_raised_after_the_step(kind: str) -> None:
+    with engine_rig(Setting("greedy", (0,) * LAYERS, kind=kind)) as rig:
+        whole, first = rig.layers[1].packed, rig.layers[0].packed
+        rig.layers[1].packed = PackedExperts(whole.shape, whole.gate_spec, whole.weight_type)  # nothing is packed into it
+        step = Step(rig, 1)
+        with pytest.raises(ValueError, match="expert"):
+            step.replay(1)
+        assert not rig.engine.loading.slots._frozen
+        with pytest.raises(ValueError, match="expert"):
+            step.replay(2)
+        rig.layers[1].packed = whole
+        assert Step(rig, 1).replay(3) < 2e-6, "the engine is as good as new"
+        found, expected = rig.call(0, 2, seed=4)
+        assert relative_error(found, expected) < 2e-6 and first is rig.layers[0].packed
+
+
+@pytest.mark.parametrize("kind", EMULATED)
+def test_a_device_that_fails_is_told_and_steps_go_on(kind: str) -> None:
+    with captured(Setting("greedy", kind=kind, device={"faults": Faults(launches=(20,))})) as step:
+        with pytest.raises(DeviceError, match="injected: a launch failed"):
+            for seed in range(10):
+                step.replay(seed)
+        assert not step.rig.engine.loading.slots._frozen
+        assert max(step.replay(seed) for seed in range(3)) < 2e-6
+
+
+def test_the_step_and_eager_calls_take_turns() -> None:
+    with captured(Setting("greedy")) as step:
+        for seed in range(6):
+            assert step.replay(seed) < 2e-6
+            found, expected = step.rig.call(seed % LAYERS, 3, seed)
+            assert relative_error(found, expected) < 2e-6

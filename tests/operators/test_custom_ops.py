@@ -1,0 +1,87 @@
+"""An injected model is one graph to torch.compile, with a static cache too, and graphs hold their operators weakly."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, StaticCache
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators import custom_ops as traceable
+from moegraft.operators.errors import UnsupportedModelError
+
+RULES = """
+version: 1
+extends: cpu-exact
+rules:
+- match: {kind: linear, name: 'self_attn\\.|^lm_head$'}
+  replace: {class: quantized_linear}
+"""
+
+
+@pytest.fixture(scope="module")
+def injected(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = tmp_path_factory.mktemp("traceable")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        initializer_range=0.3,
+    )
+    rules = folder / "rules.yaml"
+    rules.write_text(RULES)
+    return optimize_and_load(AutoModelForCausalLM.from_config(config).eval(), rules, progress=False)
+
+
+def test_the_whole_model_is_one_graph(injected: PreTrainedModel) -> None:
+    """`aot_eager` traces as inductor does and calls the fakes, without a C++ compiler's minute."""
+    compiled = torch.compile(injected, fullgraph=True, backend="aot_eager")
+    ids = torch.tensor([[5, 17, 33, 90, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids).logits, injected(ids).logits)
+
+
+def test_decode_with_a_static_cache_is_one_graph(injected: PreTrainedModel) -> None:
+    compiled = torch.compile(injected, fullgraph=True, backend="aot_eager")
+    ids = torch.tensor([[5, 17, 33, 90, 3]])
+    with torch.no_grad():
+        whole = injected(ids).logits
+        cache = StaticCache(injected.config, max_cache_len=16)
+        for position in range(ids.shape[1]):
+            step = compiled(ids[:, position : position + 1], past_key_values=cache, position_ids=torch.tensor([[position]]))
+            torch.testing.assert_close(step.logits[:, 0], whole[:, position], rtol=2e-2, atol=2e-2)
+
+
+def test_a_freed_model_leaves_no_operator_behind(injected: PreTrainedModel) -> None:
+    del injected
+    gc.collect()
+    before = len(traceable._experts)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    model = optimize_and_load(AutoModelForCausalLM.from_config(config), "cpu", progress=False)
+    assert len(traceable._experts) == before + 1
+    del model
+    gc.collect()
+    assert len(traceable._experts) == before
+
+
+def test_a_copy_is_refused(injected: PreTrainedModel) -> None:
+    """A copy would answer for the original in graphs."""
+    with pytest.raises(UnsupportedModelError, match="cannot be copied"):
+        copy.deepcopy(injected)

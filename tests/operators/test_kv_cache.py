@@ -1,0 +1,273 @@
+"""`quantized_kv_cache`: `generate` over transformers' quantised cache, by each backend that is installed, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, prompt, served_cases
+from support.rule_support import findings_of, write
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import QuantizedCache
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.cli.chat.conversation import PromptCache, SavedChat, read_chat, write_chat
+from moegraft.injection.estimate.memory import form_of, kv_cache
+from moegraft.injection.graft import new_cache
+from moegraft.injection.plan import plan
+from moegraft.injection.prefill import read_ahead
+from moegraft.injection.rules import RuleErrors, read_rules
+from moegraft.operators import kv_cache as kv_options
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.kv_cache import QuantizedKvCache, QuantizedKvCacheOptions
+from moegraft.operators.offload.options import kv_cache_bytes
+from moegraft.operators.registry import load_registry
+
+RULE = "- match: {{kind: model}}\n  replace: {{class: quantized_kv_cache, kwargs: {{{options}}}}}\n"
+PROMPT, NEW = 150, 40
+BACKENDS = [
+    pytest.param("hqq", marks=pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed")),
+    pytest.param("fp8", marks=pytest.mark.skipif(not hasattr(kv_options.cache_utils, "Fp8QuantizedLayer"), reason="no fp8 cache")),
+    pytest.param("quanto", marks=pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")),
+]
+HQQ = BACKENDS[0].marks[0]
+# Of the logits' norm after 150 tokens, model of random weights: about twice what was found.
+TOLERANCE = {("hqq", 8): 0.006, ("hqq", 4): 0.08, ("hqq", 2): 0.4, ("quanto", 4): 0.08, ("quanto", 2): 0.4, ("fp8", 8): 0.08}
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., PreTrainedModel]:
+    def load(model_type: str = "qwen3_moe", options: str = "", *, extends: str = "cpu-exact", more: str = "") -> PreTrainedModel:
+        path = tmp_path / "rules.yaml"
+        path.write_text(f"version: 1\nextends: {extends}\nrules:\n{RULE.format(options=options)}{more}")
+        found: PreTrainedModel = optimize_and_load(stock(model_type), path, progress=False, threads=1)
+        return found
+
+    return load
+
+
+def stock(model_type: str = "qwen3_moe") -> PreTrainedModel:
+    return build_model(next(case for case in served_cases() if case.model_type == model_type)).eval()
+
+
+def answer(model: PreTrainedModel, **arguments: Any) -> Any:
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    return model.generate(arguments.pop("ids", prompt(PROMPT, batch=1, seed=3)), **{**settings, **arguments})
+
+
+@torch.no_grad()
+def followed(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the tokens after the prompt, given one by one; the model has the same to go on with whatever its cache is."""
+    call: Any = model
+    call(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    return torch.stack([call(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[0, -1] for at in range(PROMPT, ids.shape[1])])
+
+
+def held_bytes(value: Any) -> int:
+    """Of tensors anywhere within, those of quanto's packed ones included."""
+    if hasattr(value, "_data"):  # quanto's, which says it is as large as what it stands for
+        return sum(held_bytes(getattr(value, name)) for name in ("_data", "_scale", "_shift") if hasattr(value, name))
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(held_bytes, value.values()))
+    return sum(map(held_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def cache_bytes(cache: Any) -> int:
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(held_bytes(getattr(layer, name, None)) for layer in cache.layers for name in names)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_stay_close_and_the_cache_is_smaller(backend: str, load) -> None:  # type: ignore[no-untyped-def]
+    ids = prompt(PROMPT + NEW, batch=1, seed=3)
+    for bits in kv_options.BITS[backend]:  # type: ignore[index]
+        model = load(options=f"backend: {backend}, bits: {bits}")
+        plain, quantised = DynamicCache(config=model.config), new_cache(model)
+        expected, found = followed(model, plain, ids), followed(model, quantised, ids)
+        error = float((found - expected).norm() / expected.norm())
+        assert 0 < error < TOLERANCE[backend, bits], f"{bits} bits: {error:.4f}"
+        form, bytes_per_token = form_of(model.moegraft.plan, model), 4 * 2 * 2 * 16  # float32, keys and values, heads, width
+        assert form is not None
+        waiting = replace(form, residual=min(form.residual, NEW))  # what came after the prompt is not quantised yet
+        counted, most = (each.layer_bytes(bytes_per_token, 4, PROMPT + NEW) * len(plain.layers) for each in (waiting, form))
+        assert cache_bytes(quantised) == pytest.approx(counted, rel=0.01)
+        assert counted <= most < cache_bytes(plain)
+
+
+@HQQ
+def test_generate_makes_one_for_each_call(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model, expected = load(options="bits: 8"), answer(stock())
+    with caplog.at_level(logging.INFO, "moegraft"):
+        first, second = answer(model), answer(model)
+    assert isinstance(first.past_key_values, QuantizedCache) and first.past_key_values is not second.past_key_values
+    assert torch.equal(first.sequences, second.sequences)
+    agree = (first.sequences == expected.sequences)[0, PROMPT:].float().mean()
+    assert agree > 0.9, agree
+    assert model.moegraft.statistics()["modules"]["(the model)"] == {"quantised_caches": 2}
+    assert "1 x key-value cache: quantized_kv_cache, 8 bits by hqq, groups of 16" in model.moegraft.placement()
+    assert "not quantised" not in caplog.text
+
+
+@HQQ
+def test_calls_that_want_another_cache_get_it_and_the_log_says_so_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model, expected = load(), answer(stock()).sequences
+    calls: list[tuple[Callable[[], dict[str, Any]], str]] = [
+        (lambda: {"past_key_values": DynamicCache(config=model.config)}, "one of its own (DynamicCache)"),
+        (lambda: {"cache_implementation": "static", "disable_compile": True}, "a cache of kind static"),
+        (lambda: {"use_cache": False}, "asks for none"),
+        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out"),
+    ]
+    for arguments, reason in calls:
+        caplog.clear()
+        for _ in range(2):
+            assert torch.equal(answer(model, **arguments()).sequences, expected)
+        assert sum(reason in record.message for record in caplog.records) == 1
+    caplog.clear()
+    assert torch.equal(answer(model, num_beams=2).sequences, answer(stock(), num_beams=2).sequences)
+    assert "beams" in caplog.text
+
+
+@HQQ
+def test_a_conversation_goes_on_in_it_and_long_prompts_are_read_into_it(load) -> None:  # type: ignore[no-untyped-def]
+    model, kept = load(options="residual: 16"), PromptCache()
+    ids = prompt(PROMPT, batch=1, seed=3)
+    cache = read_ahead(model, ids[0].tolist(), None, 64)
+    assert isinstance(cache, QuantizedCache) and cache.get_seq_length() == 128
+    made = answer(model, ids=ids, past_key_values=cache)
+    kept.keep(made.sequences[0].tolist(), made.past_key_values)
+    longer = [*made.sequences[0].tolist(), 5, 6]
+    cache, shared = kept.take(longer)
+    assert cache is made.past_key_values and shared == PROMPT + NEW - 1
+    again = answer(model, ids=torch.tensor([longer]), past_key_values=cache)
+    assert again.past_key_values.get_seq_length() == len(longer) + NEW - 1
+    kept.keep(again.sequences[0].tolist(), again.past_key_values)
+    assert kept.take([*longer[:-1], 9, 9]) == (None, 0)  # it cannot go back
+
+
+@HQQ
+def test_a_saved_chat_has_its_words_and_not_the_cache(load, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = load()
+    made = answer(model)
+    path = tmp_path / "chat.safetensors"
+    write_chat(path, model, SavedChat([], made.sequences[0].tolist(), made.past_key_values))
+    assert read_chat(path, model).cache is None
+
+
+@HQQ
+def test_with_attention_on_the_cpu(load) -> None:  # type: ignore[no-untyped-def]
+    model = load(extends="cpu", options="bits: 8")
+    found = answer(model)
+    assert isinstance(found.past_key_values, QuantizedCache)
+    assert "cpu_attention" in str(model.moegraft.placement())
+
+
+FULL = ("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe")
+
+
+@HQQ
+@pytest.mark.parametrize("model_type", FULL)
+def test_families_that_attend_to_everything(model_type: str, load) -> None:  # type: ignore[no-untyped-def]
+    model = load(model_type, "bits: 8, residual: 16")
+    ids = prompt(PROMPT + NEW, batch=1, seed=3)
+    expected, found = (followed(model, cache, ids) for cache in (DynamicCache(config=model.config), new_cache(model)))
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02  # 0.011 for granitemoe
+    assert isinstance(answer(model, ids=ids[:, :21]).past_key_values, QuantizedCache)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt_oss", "of kind sliding_attention"),
+        ("qwen3_next", "recurrent state"),
+        ("lfm2_moe", "recurrent state|of kind conv"),
+        ("phimoe", "of kind DynamicSlidingWindowLayer"),
+        ("jamba", "recurrent state|linear_attention|hybrid"),
+    ],
+)
+def test_other_layers_are_refused_by_name(model_type: str, reason: str, load) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*quantized_kv_cache cannot replace.*({reason})"):
+        load(model_type, "backend: fp8")
+
+
+def test_a_package_that_is_missing_is_named_with_the_mend(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(kv_options, "_is_installed", lambda module: False)
+    for backend, mend in (("hqq", r"moegraft\[kv-cache\]"), ("quanto", r"moegraft\[kv-quanto\]")):
+        with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*is not installed; install it with pip install '{mend}'"):
+            load(options=f"backend: {backend}")
+
+
+def test_a_kernel_that_does_not_compile_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("Ninja is required to load C++ extensions\nand more")
+
+    monkeypatch.setattr("moegraft.operators.kv_cache._try_quanto", broken)
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot compile its kernel here \(Ninja is required to load C\+\+ extensions\); install"
+    ):
+        QuantizedKvCache(QuantizedKvCacheOptions(backend="quanto"), 16).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("bits: 3", "bits with 'backend: hqq' must be 2, 4 or 8, not 3"),
+        ("backend: quanto, bits: 8", "must be 2 or 4, not 8"),
+        ("backend: fp8, residual: 5", "'residual' cannot go with it"),
+        ("group: 0", "group must be 1 or more"),
+        ("group: 24", "groups of 24; write 'group: 16'"),  # heads are 16 wide
+        ("group: 16, bits: 2", "groups of 16; write 'group: 8'"),  # two groups a token fill half a byte
+    ],
+)
+def test_options_that_cannot_be(options: str, reason: str, tmp_path: Path) -> None:
+    if options.startswith("group: ") and find_spec("hqq") is None:
+        pytest.skip("hqq is not installed")
+    registry, text = load_registry(), f"version: 1\nrules:\n{RULE.format(options=options)}"
+
+    def planned() -> None:
+        plan(stock(), read_rules(write(tmp_path, text), registry=registry), registry=registry, dtype=torch.float32)
+
+    (finding,) = findings_of(planned)
+    assert reason in finding.message
+
+
+@HQQ
+def test_a_model_takes_one_operator(load) -> None:  # type: ignore[no-untyped-def]
+    draft = "- match: {kind: model}\n  replace: {class: speculative_draft}\n"
+    with pytest.raises(RuleErrors, match=r"are taken .* a model takes one operator of its own: keep one of the rules"):
+        load(more=draft)
+
+
+@HQQ
+def test_captured_steps_are_left_with_a_reason(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    experts = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}, decode: graph}}\n"
+    model = load(more=experts)
+    with caplog.at_level(logging.INFO, "moegraft"):
+        answer(model)
+        answer(model)
+    assert sum("layer by layer: the key-value cache is quantised" in record.message for record in caplog.records) == 1
+
+
+@HQQ
+def test_a_plan_counts_it(load) -> None:  # type: ignore[no-untyped-def]
+    model = load(options="bits: 4")
+    plain = kv_cache(stock().to("meta"))
+    form = form_of(model.moegraft.plan, model)
+    assert form is not None and (form.value_bits, form.group, form.residual) == (4, 16, 128)
+    per_token = plain.layers[0].bytes_per_token
+    small = per_token // 4 // 2 + per_token // 4 // 16 * 2 * 4
+    layers = len(plain.layers)
+    expected = layers * (small * (10_000 - 128) + per_token * 128) + 2 * per_token * 10_000  # one layer is brought back, and joined
+    quantised = type(plain)(plain.layers, True, 4, form)
+    assert quantised.nbytes(10_000) == expected < plain.nbytes(10_000)
+    assert quantised.nbytes(10_000, 3) == 3 * expected
+    config = model.config
+    assert kv_cache_bytes(config, 10_000, torch.float32, form) == expected
+    assert kv_cache_bytes(config, 10_000, torch.float32) == plain.nbytes(10_000)

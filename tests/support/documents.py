@@ -1,0 +1,46 @@
+"""The pages of the documentation, and the blocks in them that a reader would copy."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import ROOT
+
+PAGES = (ROOT / "README.md", ROOT / "rules" / "README.md", *sorted((ROOT / "rules" / "guide").glob("*.md")))
+# A mark that stands above a block, the block's language, and what is in it.
+_BLOCK = re.compile(r"(?:^ *<!-- (?P<mark>[\w ]+) -->\n)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    mark: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        """For a test's name."""
+        return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}"
+
+
+def blocks(language: str, mark: str | None = None) -> list[Block]:
+    """All blocks of a language, as they would be saved; with `mark`, those that have it above them."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        # All blocks are found first: the end of one in another language would pass for the start of one without.
+        for block in _BLOCK.finditer(text):
+            line = text[: block.start("text")].count("\n") + 1
+            if block["language"] == language and mark in (None, block["mark"]):
+                found.append(Block(page, line, language, block["mark"] or "", textwrap.dedent(block["text"])))
+    return found
+
+
+def the_block(language: str, mark: str) -> Block:
+    (found,) = blocks(language, mark)
+    return found

@@ -1,0 +1,168 @@
+"""Tiny models of every family of the installed transformers whose experts follow the shared experts interface.
+
+A family is a package of `transformers.models`. One that has the interface and no row in `ROWS` is found by `unlisted_families`; a row
+whose family the installed version lacks is left out of `family_cases`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
+
+DECORATOR = "use_experts_implementation"
+ROUTER_GAIN = 2.0  # standard deviation of router logits: some experts are chosen often, some seldom
+
+
+def _models_folder() -> Path:
+    assert transformers.__file__ is not None, "transformers is a namespace package"
+    return Path(transformers.__file__).parent / "models"
+
+
+@cache
+def library_families() -> Mapping[str, tuple[str, ...]]:
+    """Every family of the installed transformers that has the interface, with its experts classes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted(_models_folder().glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if f"@{DECORATOR}" not in text:
+            continue
+        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+        names = tuple(node.name for node in classes if any(DECORATOR in ast.unparse(mark) for mark in node.decorator_list))
+        found[path.parent.name] = found.get(path.parent.name, ()) + names
+    return found
+
+
+def unlisted_families() -> list[str]:
+    """Families of the installed transformers that have the interface and no row here."""
+    return sorted(set(library_families()) - {case.family for case in ROWS})
+
+
+def family_cases() -> list[FamilyCase]:
+    """Every row whose family the installed transformers has; refused are also those that it has without the interface."""
+    cases = [case for case in ROWS if (_models_folder() / case.family).is_dir()]
+    without = {case.family for case in cases} - set(library_families())
+    return [
+        dataclasses.replace(case, reason=case.reason or f"matches no module of {case.model_class}") if case.family in without else case
+        for case in cases
+    ]
+
+
+def served_cases() -> list[FamilyCase]:
+    """The cases that an injected model must match the stock one on."""
+    return [case for case in family_cases() if case.reason is None]
+
+
+def model_class(case: FamilyCase) -> type[PreTrainedModel]:
+    module = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
+    found = getattr(module, case.model_class)
+    assert isinstance(found, type) and issubclass(found, PreTrainedModel), f"{case.model_class} is no model class"
+    return found
+
+
+def _chosen(config_class: type[PreTrainedConfig], small: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own`, and `small` for the other fields that `config_class` has."""
+    names = {f.name for f in dataclasses.fields(config_class)}
+    return {name: value for name, value in small.items() if name in names} | dict(own)
+
+
+def _tower(default: PreTrainedConfig, own: Mapping[str, Any]) -> PreTrainedConfig:
+    """The smallest configuration of the type of `default`, towers inside it likewise."""
+    inner = {name: _tower(getattr(default, name), own.get(name, {})) for name in default.sub_configs}
+    return type(default)(**_chosen(type(default), SMALL_TOWER, {**own, **inner}))
+
+
+def build_config(case: FamilyCase) -> PreTrainedConfig:
+    """The tiny configuration of `case`: three layers, at least one of them with routed experts."""
+    config_class = model_class(case).config_class
+    assert config_class is not None, f"{case.model_class} names no configuration class"
+    assert config_class.model_type == case.model_type, f"{case.model_class} is of type {config_class.model_type}"
+    if "text_config" not in config_class.sub_configs:
+        return config_class(**_chosen(config_class, SMALL_TEXT, case.text))
+    default = config_class()
+    parts: dict[str, Any] = {}
+    for name in config_class.sub_configs:
+        part = getattr(default, name)
+        if name == "text_config":
+            parts[name] = type(part)(**_chosen(type(part), SMALL_TEXT, case.text))
+        elif part is not None:
+            parts[name] = _tower(part, case.towers.get(name, {}))
+    return config_class(**parts, **case.whole)
+
+
+def _fan_in(module: nn.Module, weight: torch.Tensor) -> int:
+    if isinstance(module, nn.Embedding):
+        return 1
+    if weight.dim() == 3 and hasattr(module, "num_experts"):
+        return weight.shape[1] if getattr(module, "is_transposed", False) else weight.shape[2]
+    return math.prod(weight.shape[1:])
+
+
+@torch.no_grad()
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """Weights that keep activations near 1 in every layer, biases and norms off their neutral values, uneven routing."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts = {count for module in model.modules() if isinstance(count := getattr(module, "num_experts", None), int)}
+    router_rows = num_experts | {count + 1 for count in num_experts}  # zaya's router may also choose no expert
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() < 2 or weight.shape[0] == 1:
+                weight.add_(0.1 * noise)
+                continue
+            gain = ROUTER_GAIN if weight.dim() == 2 and weight.shape[0] in router_rows else 1.0
+            weight.copy_(noise * gain / math.sqrt(_fan_in(module, weight)))
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                continue
+            if buffer.is_floating_point() and buffer.dim() == 1 and buffer.shape[0] in router_rows:
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))  # a router's correction of its scores
+            elif name == "tid2eid":  # deepseek_v4: the experts of each token id
+                scores = torch.rand(buffer.shape[0], max(num_experts), generator=generator)
+                buffer.copy_(scores.topk(buffer.shape[1]).indices)
+
+
+def build_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
+    """A stock model of `case` in float32 and evaluation mode, whose logits and routing depend on every weight."""
+    assert case.buildable, f"{case.model_type}: {case.reason}"
+    torch.manual_seed(seed)
+    model: PreTrainedModel = model_class(case)(build_config(case)).train(False)
+    _randomise(model, seed)
+    if case.generates:
+        settings = model.generation_config
+        assert settings is not None, f"{case.model_class} cannot generate"
+        settings.eos_token_id = None  # 64 tokens are 64 tokens
+        settings.pad_token_id = 0
+    return model
+
+
+def save_checkpoint(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float32, shards: int = 1, seed: int = 0) -> None:
+    """Writes `build_model(case, seed)` in `dtype` as `save_pretrained` does, in at least `shards` files."""
+    model = build_model(case, seed)
+    for weight in (*model.parameters(), *model.buffers()):
+        weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
+    bytes_in_all = sum(weight.numel() * weight.element_size() for weight in model.state_dict().values())
+    model.save_pretrained(folder, max_shard_size=bytes_in_all // shards if shards > 1 else "5GB")
+
+
+def stock_model(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint as transformers loads it."""
+    model: PreTrainedModel = model_class(case).from_pretrained(folder, dtype=dtype).train(False)
+    return model
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """(batch, length) int64 token ids, none of them special."""
+    return torch.randint(3, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(seed))

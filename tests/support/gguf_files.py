@@ -1,0 +1,185 @@
+"""Tiny models as GGUF files, written the way llama.cpp's converter writes them; its names and orders stand here a second time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from support.k_quants import KINDS, quantise
+
+BlockType = gguf.GGMLQuantizationType
+Tensors = dict[str, NDArray[np.float32]]
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj")
+
+
+def _block_name(name: str, model_type: str) -> str:
+    shared = SHARED.fullmatch(name)
+    if shared:
+        return f"ffn_{shared[1]}_shexp"
+    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe"):
+        return "post_attention_norm"
+    return BLOCK[name]
+
+
+def _as_llama_turns(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows r and r + d/2 of each head side by side."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str) -> Tensors:
+    """The fused parameter `mlp.experts.<name>` as the parts that the files have."""
+    bias = name.endswith("_bias")
+    suffix = "bias" if bias else "weight"
+    rows = values if bias or model_type != "gpt_oss" else values.swapaxes(1, 2)
+    if name.startswith("down"):
+        return {f"{block}ffn_down_exps.{suffix}": rows}
+    if model_type == "gpt_oss":
+        gate, up = rows[:, 0::2], rows[:, 1::2]
+    else:
+        gate, up = np.split(rows, 2, axis=1)
+    return {f"{block}ffn_gate_exps.{suffix}": gate, f"{block}ffn_up_exps.{suffix}": up}
+
+
+def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) -> Tensors:
+    config = model.config
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+    if layer is None:
+        module, _, suffix = key.rpartition(".")
+        return {f"{WHOLE[module]}.{suffix}": values}
+    block, name = f"blk.{layer[1]}.", layer[2]
+    if name.startswith("mlp.experts."):
+        return _experts(block, name.removeprefix("mlp.experts."), values, config.model_type)
+    if name == "mlp.gate.e_score_correction_bias":
+        return {f"{block}exp_probs_b.bias": values}
+    if name == "self_attn.sinks":
+        return {f"{block}attn_sinks.weight": values}
+    module, _, suffix = name.rpartition(".")
+    if config.model_type == "mixtral" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+        values = _as_llama_turns(values, heads)
+    if module == "mlp.shared_expert_gate":
+        values = values[0]
+    return {f"{block}{_block_name(module, config.model_type)}.{suffix}": values}
+
+
+def tensors_of(model: PreTrainedModel) -> Tensors:
+    """Every tensor of the model's GGUF file, in float32 and in PyTorch's order of dimensions."""
+    state = model.state_dict()
+    tied = model.all_tied_weights_keys
+    found: Tensors = {}
+    for key, tensor in state.items():
+        if key not in tied:
+            found |= _converted(key, np.ascontiguousarray(tensor.float().numpy()), model)
+    return found
+
+
+def split_key_value(tensors: Tensors, model: PreTrainedModel) -> Tensors:
+    """`attn_kv_b` in the two halves of files since 2025-04."""
+    config = model.config
+    found: Tensors = {}
+    for name, values in tensors.items():
+        if not name.endswith("attn_kv_b.weight"):
+            found[name] = values
+            continue
+        heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+        key, value = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(key.swapaxes(1, 2))
+        found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(value)
+    return found
+
+
+def experts_apart(tensors: Tensors) -> Tensors:
+    """One tensor an expert, as in files of before 2024-04."""
+    found: Tensors = {}
+    for name, values in tensors.items():
+        if "_exps." not in name:
+            found[name] = values
+        else:
+            found |= {name.replace("_exps.", f".{number}."): expert for number, expert in enumerate(values)}
+    return found
+
+
+def gate_and_up_together(tensors: Tensors) -> Tensors:
+    """One tensor of gate and up rows."""
+    found = {name: values for name, values in tensors.items() if "ffn_gate_exps" not in name and "ffn_up_exps" not in name}
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        both = [tensors[name], tensors[name.replace("gate", "up")]]
+        found[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
+    return found
+
+
+def quantised(values: NDArray[np.float32], kind: BlockType) -> NDArray[np.generic]:
+    if kind.name.lower() in KINDS:
+        return quantise(np.ascontiguousarray(values), kind.name.lower())
+    return gguf.quantize(np.ascontiguousarray(values), kind)
+
+
+def type_of(name: str, values: NDArray[np.float32], kinds: Mapping[str, BlockType]) -> BlockType:
+    """The type of the first of `kinds` whose name is in the tensor's; float32 where the rows are no whole blocks."""
+    kind = next((kind for part, kind in kinds.items() if part in name and values.ndim > 1), BlockType.F32)
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    return kind if values.shape[-1] % block == 0 else BlockType.F32
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kinds: Mapping[str, BlockType] | None = None,
+    *,
+    tensors: Tensors | None = None,
+    architecture: str | None = None,
+    tensors_a_file: int = 0,
+) -> None:
+    """Writes `tensors`, by default all of `model`, to `path`, or to parts beside it of `tensors_a_file` tensors each."""
+    name = architecture or ARCHITECTURES[model.config.model_type]
+    writer = gguf.GGUFWriter(str(path), name, split_max_tensors=tensors_a_file)
+    writer.add_block_count(model.config.num_hidden_layers)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(model.config.vocab_size)])
+    for tensor, values in (tensors_of(model) if tensors is None else tensors).items():
+        kind = type_of(tensor, values, kinds or {})
+        packed = quantised(values, kind)
+        writer.add_tensor(tensor, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

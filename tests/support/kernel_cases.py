@@ -1,0 +1,105 @@
+"""What the kernel tests share: a layer of random experts, the reference's answer for it, and one tolerance table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+from moegraft.operators.reference import reference_experts
+
+WEIGHT_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+PARTS = ("gate", "up", "down")
+
+# Largest relative error (Frobenius norm) against float64 on the same dequantised weights, by weight type with float32 activations.
+# Sums of a thousand float32 products, one after the other, scatter to 1e-6.
+# int8 and int4 quantise the activations to 8 bits; sums of a few dozen products scatter up to this, and
+# test_quantised_precision asks for 37 dB.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "int8": 2e-2, "int4": 2e-2}
+# What rounding the output, and for bfloat16 the activations between the projections, adds to it.
+ROUNDING = {torch.float32: 0.0, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
+    """bfloat16 crosses as its bits."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(20 * torch.log10(expected.norm() / (found.double() - expected).norm()))
+
+
+@dataclass
+class Layer:
+    """Random experts: the weights they were made from, and the packed form of a weight type."""
+
+    shape: ExpertsShape
+    spec: GateSpec
+    weights: dict[str, torch.Tensor]
+    biases: dict[str, torch.Tensor]
+    packed: PackedExperts
+    seen: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights as the kernel sees them, dequantised
+
+    def reference(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, original: bool = False, threshold: float = 0.0
+    ) -> torch.Tensor:
+        source = self.weights if original else self.seen
+        parts = (source.get("gate"), source["up"], source["down"])
+        biases = {f"{part}_bias": self.biases.get(part) for part in PARTS}
+        return reference_experts(x, index, weights, *parts, self.spec, **biases, threshold=threshold)
+
+    def forward(
+        self, runtime: Runtime, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float = 0.0
+    ) -> torch.Tensor:
+        out = torch.full_like(x, float("nan"))
+        runtime.forward(self.packed, as_array(x), index.numpy(), weights.numpy(), as_array(out), threshold=threshold)
+        return out
+
+
+def make_layer(
+    weight_type: str = "float32",
+    num_experts: int = 4,
+    hidden: int = 64,
+    intermediate: int = 64,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    spec: GateSpec | None = None,
+    sparse: bool = False,
+    seed: int = 0,
+) -> Layer:
+    generator = torch.Generator().manual_seed(seed)
+    shape = ExpertsShape(num_experts, hidden, intermediate, gated, bias)
+    spec = spec or GateSpec("silu")
+    packed = PackedExperts(shape, spec, weight_type, sparse=sparse)
+    parts = PARTS if gated else PARTS[1:]
+    size = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    weights = {part: torch.randn(num_experts, *size[part], generator=generator) / size[part][1] ** 0.5 for part in parts}
+    biases = {part: torch.randn(num_experts, size[part][0], generator=generator) for part in parts} if bias else {}
+    for expert in range(num_experts):
+        for part in parts:
+            packed.pack(expert, part, weights[part][expert].numpy())
+            if bias:
+                packed.pack_bias(expert, part, biases[part][expert].numpy())
+    layer = Layer(shape, spec, weights, biases, packed)
+    layer.seen = {part: torch.stack([torch.from_numpy(packed.unpack(e, part)) for e in range(num_experts)]) for part in parts}
+    return layer
+
+
+def make_batch(
+    tokens: int, top_k: int, layer: Layer, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states (T, H), distinct experts of each token (T, K), and routing weights that are far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, layer.shape.hidden, generator=generator).to(dtype)
+    scores = torch.rand(tokens, layer.shape.num_experts, generator=generator)
+    index = scores.topk(top_k, dim=-1).indices.contiguous()
+    weights = torch.rand(tokens, top_k, generator=generator).pow(4) + 1e-3
+    return x, index, weights
