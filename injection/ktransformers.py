@@ -13,13 +13,14 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, nearest, shown
+from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, RuleErrors, nearest, shown
 from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, plain_text, read_document
+from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
 from moegraft.injection.rules.replacement import KWARGS, TheirClass, kwarg_advice, their_class
-from moegraft.injection.rules.rule import LEAVE_ALONE, MAX_REGEX, layer_of, runs
+from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs
 
 RULE_KEYS = ("match", "replace", "recursive")
 MATCH_KEYS = ("name", "class")
@@ -37,6 +38,8 @@ class TheirRule:
         operator: `replace.class`; empty where there is none.
         doubts: what is wrong with it, so that nobody knows what it means; KTransformers says nothing of these.
         remark: something that means less than it looks.
+        name_position: where `name` is written, or the rule where it has none.
+        patterns: of all rules of a file, whose searches share a limit of time.
     """
 
     position: Position
@@ -46,7 +49,9 @@ class TheirRule:
     kwargs: Mapping[str, Plain]
     recursive: bool
     doubts: tuple[str, ...]
-    remark: str = ""
+    remark: str
+    name_position: Position
+    patterns: Patterns = field(repr=False, compare=False)
 
     @property
     def operator_name(self) -> str:
@@ -59,8 +64,17 @@ class TheirRule:
         return value if isinstance(value, str) else None
 
     def matches(self, path: str) -> bool:
-        """Whether the name fits, as `re.search` sees it; a rule without a name fits any path."""
-        return self.name is None or re.search(self.name, path) is not None
+        """Whether the name fits, as `re.search` sees it; a rule without a name fits any path.
+
+        Raises:
+            RuleErrors: matching the name takes too long.
+        """
+        if self.name is None:
+            return True
+        try:
+            return self.patterns.found_in(self.name, path)
+        except SlowPatternError as error:
+            raise RuleErrors([Diagnostic(self.name_position, "error", f"name {shown(self.name)} {error}")]) from None
 
 
 def read_their_rules(path: Path) -> tuple[TheirRule, ...]:
@@ -74,12 +88,13 @@ def read_their_rules(path: Path) -> tuple[TheirRule, ...]:
         findings.stop(document.position, "this is a rule file of moegraft already, a mapping with 'rules'; see moegraft check")
     if not isinstance(document, ListNode) or not document.items:
         findings.stop(document.position, f"a rule file of KTransformers is a list of rules with 'match' and 'replace', not {document}")
-    rules = tuple(_read_rule(item, findings) for item in document.items)
+    patterns = Patterns()
+    rules = tuple(_read_rule(item, patterns, findings) for item in document.items)
     findings.raise_errors()
     return tuple(rule for rule in rules if rule is not None)
 
 
-def _read_rule(node: Node, findings: Findings) -> TheirRule | None:
+def _read_rule(node: Node, patterns: Patterns, findings: Findings) -> TheirRule | None:
     if not isinstance(node, MappingNode):
         findings.error(node.position, f"a rule must be a mapping with 'match' and 'replace', not {node}")
         return None
@@ -92,15 +107,18 @@ def _read_rule(node: Node, findings: Findings) -> TheirRule | None:
     recursive = node.get("recursive")
     closed = isinstance(recursive, ScalarNode) and recursive.value is False
     is_text = isinstance(recursive, ScalarNode) and isinstance(recursive.value, str)
+    name = match.get("name")
     return TheirRule(
         position=node.position,
-        name=_regex(match.get("name"), doubts),
+        name=_regex(name, doubts),
         match_class=_text(match.get("class")),
         operator=operator,
         kwargs={entry.key: _plain(entry.value) for entry in kwargs},
         recursive=not closed,
         doubts=tuple(doubts),
         remark=f"recursive is {recursive}, in quotes, which KTransformers takes for true" if is_text else "",
+        name_position=node.position if name is None else name.position,
+        patterns=patterns,
     )
 
 
@@ -136,12 +154,9 @@ def _regex(node: Node | None, doubts: list[str]) -> str | None:
         if node is not None:
             doubts.append(f"name must be text, not {node}")
         return None
-    try:
-        if len(pattern) > MAX_REGEX:
-            raise ValueError(f"it has {len(pattern)} characters and {MAX_REGEX} are allowed")
-        re.compile(pattern)
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        doubts.append(f"name {shown(pattern)} is no regular expression: {error}")
+    reason = why_unusable(pattern)
+    if reason is not None:
+        doubts.append(f"name {shown(pattern)} {reason}")
         return None
     return pattern
 

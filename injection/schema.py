@@ -10,9 +10,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from moegraft.injection.rules.patterns import MAX_LENGTH
 from moegraft.injection.rules.reading import RULE_KEYS, TOP_KEYS, VERSION
 from moegraft.injection.rules.replacement import REPLACE_KEYS
-from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE, MATCH_KEYS, MAX_REGEX
+from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE, MATCH_KEYS
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.rules import shipped_rules
 
@@ -104,7 +105,7 @@ _RULE: Schema = {
 _MATCH: Schema = {
     "name": {
         **_TEXT,
-        "maxLength": MAX_REGEX,
+        "maxLength": MAX_LENGTH,
         "description": "A regular expression that is searched for in the module's path; '\\.' is a dot.",
     },
     "class": _or_variable(

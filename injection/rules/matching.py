@@ -16,7 +16,8 @@ from functools import cached_property
 from torch import nn
 
 from moegraft.injection.rules import Match, Position, Rule
-from moegraft.injection.rules.diagnostics import nearest
+from moegraft.injection.rules.diagnostics import Findings, nearest, shown
+from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.replacement import is_theirs
 from moegraft.injection.rules.rule import layer_of, runs
 from moegraft.operators.base import Kind
@@ -32,6 +33,8 @@ class ModelModules:
         self._kinds: dict[str, frozenset[Kind]] = {}
         self._by_kind: dict[Kind, frozenset[str]] = {}
         self._layers: dict[str, int | None] = {}
+        self._patterns = Patterns()
+        self._by_name: dict[str, frozenset[str]] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_path)
@@ -58,14 +61,17 @@ class ModelModules:
         """The paths that `match` takes when no other rule is before it, in the model's order.
 
         The model itself has no name and no layer: only its kind and its class can match it.
+
+        Raises:
+            SlowPatternError: matching the name takes too long.
         """
         paths: Iterable[str] = self._by_path
         if match.layers is not None:
             layers = match.layers
             paths = [path for path in paths if self.layer(path) in layers]
         if match.name is not None:
-            search = re.compile(match.name).search
-            paths = [path for path in paths if path and search(path)]
+            named = self._named(match.name)
+            paths = [path for path in paths if path in named]
         if match.class_name is not None:
             fitting = {cls for cls in set(map(type, self._by_path.values())) if has_class(cls, match.class_name)}
             paths = [path for path in paths if type(self._by_path[path]) in fitting]
@@ -73,6 +79,12 @@ class ModelModules:
             of_kind = self._of_kind(match.kind)
             paths = [path for path in paths if path in of_kind]
         return list(paths)
+
+    def _named(self, pattern: str) -> frozenset[str]:
+        found = self._by_name.get(pattern)
+        if found is None:
+            found = self._by_name[pattern] = frozenset(path for path in self if path and self._patterns.found_in(pattern, path))
+        return found
 
     def _of_kind(self, kind: Kind) -> frozenset[str]:
         found = self._by_kind.get(kind)
@@ -145,8 +157,11 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
 
     Args:
         in_place: the operators that leave their module where it is, and its parts to other rules.
+
+    Raises:
+        RuleErrors: matching the name of a rule takes too long.
     """
-    fitting = [modules.matching(rule.match) for rule in rules]
+    fitting = _fitting(rules, modules)
     candidates: dict[str, int] = {}  # path -> the first rule that matches it
     for index, paths in reversed(list(enumerate(fitting))):
         candidates.update(dict.fromkeys(paths, index))
@@ -173,6 +188,18 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
             walk.replaced = (path, index)
     lost = [{} if took else _by_owner(fits, walk.owner) for took, fits in zip(taken, fitting, strict=True)]
     return Assignment(taken, lost, nested)
+
+
+def _fitting(rules: Sequence[Rule], modules: ModelModules) -> list[list[str]]:
+    findings = Findings()
+    fitting: list[list[str]] = [[] for _ in rules]
+    for rule, paths in zip(rules, fitting, strict=True):
+        try:
+            paths += modules.matching(rule.match)
+        except SlowPatternError as error:
+            findings.error(rule.place("name"), f"rule '{rule.id}': name {shown(rule.match.name or '')} {error}")
+    findings.raise_errors()
+    return fitting
 
 
 def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str]]:
@@ -262,8 +289,8 @@ def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
     for mended in _mended(pattern, modules):
         try:
             found = modules.matching(Match(name=mended))
-        except re.error:
-            continue  # a word of the pattern's own syntax was renamed, such as the P of (?P<layer>
+        except ValueError:  # it is slow, or a word of the pattern's own syntax was renamed, such as the P of (?P<layer>
+            continue
         if found:
             return f"{indent}nearest: {found[0]} ({_count(found)}); did you mean '{mended}'?"
     near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import MappingNode, Node, ScalarNode, Value
+from moegraft.injection.rules.patterns import why_unusable
 
 if TYPE_CHECKING:
     from moegraft.operators.base import Kind
@@ -169,7 +170,6 @@ class RuleFile:
 
 
 MATCH_KEYS = ("name", "class", "kind", "layers")
-MAX_REGEX = 500
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -217,12 +217,9 @@ def _regex(node: Node, findings: Findings) -> str | None:
     pattern = read_text(node, "name", findings)
     if pattern is None:
         return None
-    try:
-        if len(pattern) > MAX_REGEX:
-            raise ValueError(f"it has {len(pattern)} characters and {MAX_REGEX} are allowed")
-        re.compile(pattern)
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        findings.error(node.position, f"name {shown(pattern)} is no regular expression: {error}")
+    reason = why_unusable(pattern)
+    if reason is not None:
+        findings.error(node.position, f"name {shown(pattern)} {reason}")
         return None
     return pattern
 
