@@ -1,4 +1,4 @@
-"""The GGUF files of one model: found, opened by their headers, and every part accounted for.
+"""The GGUF files of one model: found, and every part accounted for.
 
 The tensors of GGUF files: what their types mean, and one matrix of them at a time as values or as codes.
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as BlockType
-from gguf import GGUFEndian, GGUFReader, Keys, dequantize
+from gguf import Keys, dequantize
 from numpy.typing import NDArray
 
+from moegraft.injection.checkpoint.gguf.header import GgufFile
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weights import Codes, SuperBlocks
 
@@ -148,17 +149,9 @@ def _scales(blocks: NDArray[Any]) -> NDArray[np.float16]:
 
 PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 SUFFIX = ".gguf"
+MAX_LISTED = 3
 # An image or speech tower, which llama.cpp keeps in a file beside its language model.
 TOWER = "mmproj"
-
-
-@dataclass(frozen=True, slots=True)
-class GgufFile:
-    """One opened file; `fields` are its single values, numbers and strings, by name."""
-
-    path: Path
-    fields: Mapping[str, Any]
-    tensors: Mapping[str, BlockTensor]
 
 
 def find_parts(path: Path) -> list[Path]:
@@ -192,47 +185,15 @@ def _parts_of(file: Path) -> list[Path]:
     part = PART.fullmatch(file.name)
     if part is None:
         return [file]
-    count = int(part["count"])
+    count, number = int(part["count"]), int(part["number"])
+    if not 1 <= number <= count:
+        raise CheckpointError(f"{file}: by its name this is part {number} of {count}; give it back the name that it was downloaded under")
     parts = [file.with_name(f"{part['model']}-{number:05}-of-{part['count']}{SUFFIX}") for number in range(1, count + 1)]
     missing = [path.name for path in parts if not path.is_file()]
     if missing:
-        raise CheckpointError(f"{file.parent}: {', '.join(missing)} of a model in {count} parts is missing; download it")
+        more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
+        raise CheckpointError(f"{file.parent}: {', '.join(missing[:MAX_LISTED])}{more} of a model in {count} parts is missing; download it")
     return parts
-
-
-def open_file(path: Path) -> GgufFile:
-    """
-    Raises:
-        CheckpointError: the file is damaged, truncated or no GGUF file.
-    """
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise CheckpointError(f"{path}: not a GGUF file (it begins with {magic!r}); download it again")
-        # Copy on write: PyTorch wants memory that may be written to, and the file stays as it is.
-        reader = GGUFReader(path, "c")
-        if reader.endianess is not GGUFEndian.LITTLE:
-            raise CheckpointError(f"{path}: a big-endian GGUF file; little-endian ones can be read")
-        tensors = {str(tensor.name): _tensor(path, tensor) for tensor in reader.tensors}
-        return GgufFile(path, {name: _value(field) for name, field in reader.fields.items() if len(field.types) == 1}, tensors)
-    except CheckpointError:
-        raise
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
-        raise CheckpointError(f"{path}: damaged or truncated GGUF file ({_first_line(error)}); download it again") from error
-
-
-def _tensor(path: Path, tensor: Any) -> BlockTensor:
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    return BlockTensor(str(tensor.name), path, tensor.tensor_type, shape, np.asarray(tensor.data))
-
-
-def _value(field: Any) -> Any:
-    return field.contents()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
@@ -249,8 +210,8 @@ def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
             if name in tensors:
                 raise CheckpointError(f"{tensor.origin}: also in {tensors[name].file.name}; these are not the parts of one model")
             tensors[name] = tensor
-    wanted = first.fields.get(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT)
-    if len(files) > 1 and wanted is not None and int(wanted) != len(tensors):
+    wanted = first.integer(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT)
+    if len(files) > 1 and wanted is not None and wanted != len(tensors):
         raise CheckpointError(
             f"{first.path}: {wanted} tensors in all parts are announced, {len(tensors)} are there; download all parts again"
         )
@@ -258,7 +219,7 @@ def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
 
 
 def _check_part(file: GgufFile, position: int, parts: int) -> None:
-    count, number = (int(file.fields.get(key, 0)) for key in (Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_NO))
+    count, number = (file.integer(key) or 0 for key in (Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_NO))
     said = f"{file.path}: its header calls it part {number + 1} of {count}"
     if parts > 1 and (count, number) != (parts, position):
         raise CheckpointError(f"{said}, its name part {position + 1} of {parts}; download it again")

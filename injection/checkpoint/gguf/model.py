@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, Keys, get_tensor_name_map
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
-from moegraft.injection.checkpoint.gguf.files import CONVERTED, SUPER_BLOCKS, BlockTensor, find_parts, merge, open_file
+from moegraft.injection.checkpoint.gguf.files import CONVERTED, SUPER_BLOCKS, BlockTensor, find_parts, merge
+from moegraft.injection.checkpoint.gguf.header import GgufFile, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,
     FusedExperts,
@@ -166,7 +167,6 @@ class GgufModel:
     """The opened files of one model; nothing but headers is read yet."""
 
     path: Path
-    fields: Mapping[str, Any]
     tensors: Mapping[str, BlockTensor]
 
     @property
@@ -187,11 +187,10 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
     """
     architecture = architecture_of(config.model_type)
     files = [open_file(part) for part in find_parts(path)]
-    fields = files[0].fields
-    found = fields.get("general.architecture")
+    found = files[0].fields.get(Keys.General.ARCHITECTURE)
     if found != architecture:
         raise CheckpointError(
-            f"{files[0].path}: holds a model of architecture '{found}' where the config's model type, '{config.model_type}', "
+            f"{files[0].path}: holds a model of architecture {str(found)[:100]!r} where the config's model type, '{config.model_type}', "
             f"is '{architecture}'; give the folder or hub id that this file was made from"
         )
     tensors = merge(files)
@@ -199,15 +198,15 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
         raise CheckpointError(f"{files[0].path}: no tensors in this file; it holds a vocabulary alone")
     for tensor in tensors.values():
         tensor.check_type()
-    _check_layers(files[0].path, fields, architecture, config)
-    return GgufModel(files[0].path, fields, tensors)
+    _check_layers(files[0], architecture, config)
+    return GgufModel(files[0].path, tensors)
 
 
-def _check_layers(path: Path, fields: Mapping[str, Any], architecture: str, config: PretrainedConfig) -> None:
-    blocks = fields.get(f"{architecture}.block_count")
-    further = int(fields.get(f"{architecture}.nextn_predict_layers", 0))
-    if blocks is not None and int(blocks) - further != config.num_hidden_layers:
-        raise CheckpointError(f"{path}: {int(blocks) - further} layers where the config has {config.num_hidden_layers}")
+def _check_layers(file: GgufFile, architecture: str, config: PretrainedConfig) -> None:
+    blocks = file.integer(f"{architecture}.block_count")
+    further = file.integer(f"{architecture}.nextn_predict_layers") or 0
+    if blocks is not None and blocks - further != config.num_hidden_layers:
+        raise CheckpointError(f"{file.path}: {blocks - further} layers where the config has {config.num_hidden_layers}")
 
 
 def _narrowest(weight_types: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.gguf_files import BlockType, tensors_of, write_gguf
 from transformers import AutoModelForCausalLM, OlmoeConfig, PhimoeConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.gguf.header import open_file
 from moegraft.operators.errors import CheckpointError, MoegraftError, UnsupportedModelError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -63,6 +65,159 @@ def test_truncated(cut: int, folder: Path, model: PreTrainedModel) -> None:
 def test_no_gguf_file(content: bytes, folder: Path) -> None:
     (folder / "model.gguf").write_bytes(content)
     assert "model.gguf: " in refusal(folder) and "GGUF file" in refusal(folder)
+
+
+def number(value: int, form: str = "<Q") -> bytes:
+    return struct.pack(form, value)
+
+
+def text(value: bytes | str) -> bytes:
+    data = value if isinstance(value, bytes) else value.encode()
+    return number(len(data)) + data
+
+
+def field(key: str, kind: gguf.GGUFValueType, value: bytes) -> bytes:
+    return text(key) + number(kind, "<I") + value
+
+
+def tensor(name: str = "x", dimensions: tuple[int, ...] = (32,), kind: int = BlockType.F32, offset: int = 0) -> bytes:
+    sizes = b"".join(map(number, dimensions))
+    return text(name) + number(len(dimensions), "<I") + sizes + number(kind, "<I") + number(offset)
+
+
+def header(*fields: bytes, tensors: tuple[bytes, ...] = (), data: int = 128, counts: tuple[int, int] | None = None) -> bytes:
+    """A file whose tensors have `data` bytes; `counts`, of tensors and keys, where they are not those that follow."""
+    tensor_count, field_count = counts or (len(tensors), len(fields))
+    head = b"GGUF" + number(3, "<I") + number(tensor_count) + number(field_count) + b"".join(fields) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(data)
+
+
+KIND = gguf.GGUFValueType
+ALIGNED = field("general.alignment", KIND.UINT32, number(64, "<I"))
+ARCHITECTURE = field("general.architecture", KIND.STRING, text("olmoe"))
+
+
+def array(kind: int, count: int, items: bytes = b"") -> bytes:
+    return number(kind, "<I") + number(count) + items
+
+
+DAMAGED_HEADERS = {
+    "version": (b"GGUF" + number(9, "<I") + bytes(99), "version 9, where 2 and 3 can be read"),
+    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(99), "a big-endian GGUF file"),
+    "keys without end": (header(counts=(0, 1 << 40)), "the header: 1099511627776 keys are announced and the file has"),
+    "tensors without end": (header(counts=(1 << 63, 0)), "the header: 9223372036854775808 tensors are announced"),
+    "more keys than any file": (header(data=1 << 20, counts=(0, 70_000)), "70000 keys are announced and 65536 can be read"),
+    "long key": (header(number(1 << 50), counts=(0, 1)), "the header: a text needs 1125899906842624 bytes and the file has"),
+    "key that is no text": (header(text(b"\xff") + bytes(9)), "the header: a text is not UTF-8"),
+    "unknown type": (header(field("a", 99, b"")), "key 'a': unknown type of value, 99"),  # type: ignore[arg-type] # as files may have
+    "long text": (header(field("a", KIND.STRING, number(1 << 62))), "key 'a': a text needs 4611686018427387904 bytes and the file has"),
+    "key twice": (header(ARCHITECTURE, ARCHITECTURE), "key 'general.architecture': the key is there twice"),
+    "array of numbers without end": (
+        header(field("a", KIND.ARRAY, array(KIND.UINT8, 1 << 40))),
+        "key 'a': an array of 1099511627776 values needs 1099511627776 bytes",
+    ),
+    "array of texts without end": (
+        header(field("a", KIND.ARRAY, array(KIND.STRING, 1 << 40))),
+        "key 'a': 1099511627776 values are announced",
+    ),
+    "array of arrays without end": (
+        header(field("a", KIND.ARRAY, array(KIND.ARRAY, 1 << 40))),
+        "key 'a': 1099511627776 values are announced",
+    ),
+    "nested arrays": (
+        header(field("a", KIND.ARRAY, array(KIND.ARRAY, 1) * 3000 + array(KIND.UINT8, 0))),
+        "key 'a': more than 8 arrays within each other",
+    ),
+    "text of block_count": (
+        header(ARCHITECTURE, field("olmoe.block_count", KIND.STRING, text("two")), tensors=(tensor(),)),
+        "'olmoe.block_count' must be a whole number, not 'two'",
+    ),
+    "array of block_count": (
+        header(ARCHITECTURE, field("olmoe.block_count", KIND.ARRAY, array(KIND.UINT32, 1, number(2, "<I"))), tensors=(tensor(),)),
+        "'olmoe.block_count' must be a whole number, not an array",
+    ),
+    "fraction of nextn_predict_layers": (
+        header(ARCHITECTURE, field("olmoe.nextn_predict_layers", KIND.FLOAT32, struct.pack("<f", 0.5)), tensors=(tensor(),)),
+        "'olmoe.nextn_predict_layers' must be a whole number, not 0.5",
+    ),
+    "text of split.count": (
+        header(ARCHITECTURE, field("split.count", KIND.STRING, text("many")), tensors=(tensor(),)),
+        "'split.count' must be a whole number, not 'many'",
+    ),
+    "architecture that is a number": (header(field("general.architecture", KIND.UINT32, number(5, "<I"))), "a model of architecture '5'"),
+    "alignment of 0": (
+        header(field("general.alignment", KIND.UINT32, number(0, "<I"))),
+        "key 'general.alignment': the alignment must be a power of two, not 0",
+    ),
+    "alignment in words": (header(field("general.alignment", KIND.STRING, text("wide"))), "must be a power of two, not 'wide'"),
+    "long name of a tensor": (header(tensors=(number(1 << 40),), counts=(1, 0)), "the list of tensors: a text needs 1099511627776 bytes"),
+    "dimensions": (header(tensors=(tensor(dimensions=(1,) * 5),)), "tensor 'x': 5 dimensions, where 4 are allowed"),
+    "many dimensions": (header(tensors=(text("x") + number(1 << 31, "<I") + bytes(20),)), "tensor 'x': 2147483648 dimensions"),
+    "dimension of 0": (header(tensors=(tensor(dimensions=(1 << 63, 0)),)), "tensor 'x': a dimension of 0"),
+    "large tensor": (header(tensors=(tensor(dimensions=(1 << 63, 1 << 63, 4)),)), "tensor 'x': it ends at byte"),
+    "tensor past the end": (header(tensors=(tensor(offset=32),)), "tensor 'x': it ends at byte 224 and the file has 192"),
+    "offset past the end": (header(tensors=(tensor(offset=(1 << 64) - 64),)), "tensor 'x': it ends at byte 18446744073709551"),
+    "unknown type of weights": (header(tensors=(tensor(kind=999),)), "tensor 'x': unknown type of weights, 999"),
+    "part of a block": (
+        header(tensors=(tensor(dimensions=(33,), kind=BlockType.Q8_0),)),
+        "'x': rows of 33 values are no whole blocks",
+    ),
+    "no row of blocks": (header(tensors=(tensor(dimensions=(), kind=BlockType.Q8_0),)), "tensor 'x': rows of 1 values are no whole blocks"),
+    "tensor twice": (header(tensors=(tensor(), tensor())), "tensor 'x': the name is there twice"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_HEADERS)
+def test_damaged_headers(name: str, folder: Path) -> None:
+    content, said = DAMAGED_HEADERS[name]
+    (folder / "model.gguf").write_bytes(content)
+    message = refusal(folder)
+    assert message.startswith(f"{folder / 'model.gguf'}: ") and said in message, message
+
+
+def test_a_header_is_read(tmp_path: Path) -> None:
+    """The same pieces, with nothing wrong: nested arrays and texts that are passed over, and an alignment of its own."""
+    nested = array(KIND.ARRAY, 2, array(KIND.UINT16, 3, bytes(6)) + array(KIND.STRING, 2, text("a") + text("")))
+    fields = (
+        ARCHITECTURE,
+        field("a", KIND.ARRAY, nested),
+        field("general.alignment", KIND.UINT32, number(64, "<I")),
+        field("b", KIND.BOOL, b"\1"),
+    )
+    head = header(*fields, tensors=(tensor("x", (8, 2)), tensor("y", (32,), BlockType.Q8_0, offset=64)), data=0).rstrip(b"\0")
+    # the offset of the last tensor, 64, is followed by seven zeros
+    head += bytes(7)
+    values = np.arange(16, dtype=np.float32)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(head + bytes(-len(head) % 64) + values.tobytes() + bytes(34))
+    found = open_file(path)
+    assert found.fields == {"general.architecture": "olmoe", "a": None, "general.alignment": 64, "b": True}
+    assert found.tensors["x"].data.tolist() == values.reshape(2, 8).tolist()
+    assert found.tensors["y"].shape == (32,) and found.tensors["y"].data.tolist() == [0] * 34
+    with pytest.raises(CheckpointError, match="'b' must be a whole number, not True"):
+        found.integer("b")
+
+
+@pytest.mark.parametrize("cut", range(24, 400, 7))
+def test_a_header_cut_anywhere(cut: int, tmp_path: Path) -> None:
+    whole = header(ARCHITECTURE, field("a", KIND.ARRAY, array(KIND.STRING, 30, text("word") * 30)), tensors=(tensor(),))
+    assert len(whole) > 400
+    (tmp_path / "model.gguf").write_bytes(whole[:cut])
+    with pytest.raises(CheckpointError, match=r"damaged or truncated GGUF file \("):
+        open_file(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model-00001-of-00000.gguf", "by its name this is part 1 of 0"),
+        ("model-00004-of-00003.gguf", "by its name this is part 4 of 3"),
+        ("model-00001-of-99999.gguf", "model-00002-of-99999.gguf, model-00003-of-99999.gguf, model-00004-of-99999.gguf and 99995 more of"),
+    ],
+)
+def test_names_of_parts_that_cannot_be(name: str, said: str, folder: Path) -> None:
+    (folder / name).write_bytes(header(ARCHITECTURE))
+    assert said in refusal(folder, name)
 
 
 def test_nothing_there(folder: Path) -> None:
