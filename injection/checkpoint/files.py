@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -131,11 +131,23 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a safetensors index with a 'weight_map' ({error}); download it again") from error
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path}: 'weight_map' must map each key to a file name; download the index again")
+    for key, name in weight_map.items():
+        if not _is_inside(name):
+            raise CheckpointError(
+                f"{path}: '{key}' is said to be in {name!r}, which is no file of this folder; nothing is read outside it: "
+                "download the checkpoint again"
+            )
     return weight_map
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name from an index stays in the index's folder; links there may lead elsewhere, as in the cache of the hub."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:

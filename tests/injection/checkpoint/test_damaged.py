@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint import weight_files
 from moegraft.operators.errors import CheckpointError, MoegraftError, UnsupportedModelError
 
 INDEX = "model.safetensors.index.json"
@@ -123,6 +124,46 @@ def point_to_the_wrong_shard(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"][EXPERT] = next(name for name in index["weight_map"].values() if name != index["weight_map"][EXPERT])
     (folder / INDEX).write_text(json.dumps(index))
+
+
+def point(folder: Path, name: str) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][EXPERT] = name
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("form", ["../{}", "{}/../../{}", "/{}", "", ".", "a\0b.safetensors", "\ud800"])
+def test_an_index_names_only_files_of_its_folder(form: str, whole: Path, tmp_path: Path) -> None:
+    """The file is there and right, so that nothing but its place can be refused."""
+    folder = shutil.copytree(whole, tmp_path / "model")
+    file = shard_of(folder, EXPERT)
+    outside = file.rename(tmp_path / "outside.safetensors")
+    point(folder, str(outside) if form == "/{}" else form.format("outside.safetensors", "outside.safetensors"))
+    for act in (lambda: optimize_and_load(folder, "cpu-exact", progress=False), lambda: weight_files(folder)):
+        with pytest.raises(CheckpointError) as caught:
+            act()
+        assert str(caught.value).startswith(f"{folder / INDEX}: '{EXPERT}' is said to be in ")
+        assert "nothing is read outside it" in str(caught.value)
+        str(caught.value).encode()
+
+
+def test_links_and_folders_within_the_folder_are_followed(whole: Path, tmp_path: Path) -> None:
+    """The cache of the hub holds links to files beside the folder."""
+    folder = shutil.copytree(whole, tmp_path / "model")
+    file = shard_of(folder, EXPERT)
+    (folder / "parts").mkdir()
+    (folder / "parts" / file.name).symlink_to(file.rename(tmp_path / "blob"))
+    index = json.loads((folder / INDEX).read_text())
+    moved = {key: f"parts/{name}" if name == file.name else name for key, name in index["weight_map"].items()}
+    (folder / INDEX).write_text(json.dumps({"weight_map": moved}))
+    assert optimize_and_load(folder, "cpu-exact", progress=False) is not None
+
+
+def test_a_deeply_nested_index(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    (folder / INDEX).write_text('{"weight_map": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        optimize_and_load(folder, "cpu-exact", progress=False)
 
 
 def break_index(folder: Path) -> None:
