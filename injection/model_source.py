@@ -43,16 +43,23 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
 
 
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{path}: this machine has no user of that name") from None
+
+
 def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """The folder of a model: the one named, or the hub's, downloaded to Hugging Face's own cache (without `weights`: its config).
 
     Raises:
         CheckpointError: no such folder, and no such hub id can be reached.
     """
-    path = Path(model).expanduser()
+    name = str(model)
+    path = _expanded(name)
     if path.is_dir():
         return path
-    name = str(model)
     if path.is_file():
         raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
     if _looks_like_path(name):
@@ -182,7 +189,7 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
 
     # How the folder's own weights are quantised says nothing about those of the file.
     config = _as_floats(source.config)
-    return replace(source, config=config, gguf=open_gguf(Path(gguf).expanduser(), config))
+    return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
 
 
 def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 
 import yaml
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, shown
+from moegraft.injection.rules.diagnostics import Findings, Position, RuleErrors, did_you_mean, shown
 
 Value: TypeAlias = str | int | float | bool | None
 
@@ -139,12 +139,22 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
     """
     _refuse_characters(text, file, findings)
     builder = _Builder(file, findings, plain_keys)
+    loader = yaml.SafeLoader(text)
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            builder.take(event)
+        while loader.check_event():
+            builder.take(loader.get_event())  # type: ignore[no-untyped-call]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         findings.stop(builder.position(mark), _syntax_message(error))
+    except RuleErrors:
+        raise
+    except (ValueError, OverflowError):  # of chr() and int() within the scanner
+        position = builder.position(loader.get_mark())
+        if text[: loader.index].endswith("\\U"):
+            findings.stop(replace(position, column=position.column - 2), "not valid YAML: this escape is no character of Unicode")
+        findings.stop(position, "not valid YAML: this number has too many digits")
+    finally:
+        loader.dispose()
     if builder.root is None or (isinstance(builder.root, ScalarNode) and builder.root.value is None):
         findings.stop(Position(file, 1, 1), "this rule file is empty; it needs a list of rules (see rules/README.md)")
     return builder.root
@@ -164,11 +174,16 @@ def _position_in(before: str, file: str) -> Position:
     return Position(file, before.count("\n") + 1, len(before) - before.rfind("\n"))
 
 
+def why_unprintable(text: str) -> str | None:
+    """Why a rule file cannot have `text`, raw or escaped; None where it can. No path has a NUL, and half a surrogate cannot be printed."""
+    found = _UNPRINTABLE.search(text)
+    return None if found is None else f"character U+{ord(found[0]):04X} has no place in a rule file"
+
+
 def _refuse_characters(text: str, file: str, findings: Findings) -> None:
     unprintable = _UNPRINTABLE.search(text)
     if unprintable is not None:
-        code = f"U+{ord(unprintable.group()):04X}"
-        findings.stop(_position_in(text[: unprintable.start()], file), f"character {code} has no place in a rule file")
+        findings.stop(_position_in(text[: unprintable.start()], file), why_unprintable(unprintable[0]) or "")
     tab = _INDENTING_TAB.search(text)
     if tab is not None:
         position = _position_in(text[: text.index("\t", tab.start())], file)
@@ -247,6 +262,10 @@ class _Builder:
 
     def _value(self, event: yaml.ScalarEvent, position: Position) -> str | int | float | bool | None:
         text: str = event.value
+        unprintable = why_unprintable(text)
+        if unprintable is not None:
+            self._findings.void(position, unprintable)
+            return None
         if len(text) > MAX_TEXT:
             self._findings.void(position, f"a value may have {MAX_TEXT} characters and this one has {len(text)}")
             return None

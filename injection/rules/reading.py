@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
-from moegraft.injection.rules.document import MAX_TEXT, NAME, ListNode, MappingNode, Node, ScalarNode, Value, read_document, substitute
+from moegraft.injection.rules.document import (
+    MAX_TEXT,
+    NAME,
+    ListNode,
+    MappingNode,
+    Node,
+    ScalarNode,
+    Value,
+    read_document,
+    substitute,
+    why_unprintable,
+)
 from moegraft.injection.rules.replacement import read_replace
 from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, check_keys, read_match, read_text
 from moegraft.rules import shipped_rules
@@ -293,6 +304,8 @@ def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings
         elif not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and len(value) > MAX_TEXT):
             message = f"variable '{name}' was given as a {type(value).__name__}; it must be text, a number, true, false or null"
             findings.error(headers[0].position, message)
+        elif isinstance(value, str) and (unprintable := why_unprintable(value)) is not None:
+            findings.error(headers[0].position, f"variable '{name}' was given, and {unprintable}")
         else:
             merged[name] = value
     return merged

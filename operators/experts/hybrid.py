@@ -23,7 +23,7 @@ from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.packed_cache import PackedCache, key_for
+from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
 from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.executors import DraftRouting, GpuLayer
@@ -111,6 +111,8 @@ class HybridExpertsOptions:
     def __post_init__(self) -> None:
         check_gpu(self.gpu)
         check_decode(self.decode, self.schedule)
+        if self.cache_dir is not None:
+            check_folder(self.cache_dir)
 
     @property
     def on_gpu(self) -> GpuOptions | None:

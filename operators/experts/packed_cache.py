@@ -59,6 +59,17 @@ def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
     return layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type, sparse=key.sparse)
 
 
+def check_folder(cache_dir: str) -> None:
+    """
+    Raises:
+        ValueError: the folder is in the home of a user that this machine does not have.
+    """
+    try:
+        Path(cache_dir).expanduser()
+    except RuntimeError:
+        raise ValueError(f"cache_dir '{cache_dir}': this machine has no user of that name") from None
+
+
 class PackedCache:
     """The cache files in one folder, which is made when the first is written."""
 

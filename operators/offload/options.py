@@ -26,6 +26,7 @@ UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**
 STAGING = 4  # slots to load into beside those in use: two chunks are on the way, and a demand may join them
 # Of captured steps, where nobody leaves before a step ends and all that has landed stays on top: one for so many slots, up to a number.
 CAPTURED_SHARE, CAPTURED_STAGING = 16, 16
+MOST_BYTES = 2**63
 GPU = re.compile(r"auto|none|(cuda|emulated)(:\d+)?")
 
 
@@ -90,7 +91,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"'{text}' is no amount of memory; write a number with KiB, MiB or GiB, such as 12GiB")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    size = float(found[1]) * UNITS[found[2].lower()]
+    if size > MOST_BYTES:
+        raise ValueError(f"'{found[1][:20]}...{found[2]}' is more memory than there is")
+    return int(size)
 
 
 @dataclass(frozen=True, slots=True)

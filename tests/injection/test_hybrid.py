@@ -174,6 +174,8 @@ def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-unty
         ("cache: {ratio: 1.5}", "ratio is a share from 0 to 1, not 1.5"),
         ("cache: {gpu_memory: 12}", "must be text or null"),
         ("cache: {gpu_memory: lots}", "'lots' is no amount of memory"),
+        (f"cache: {{gpu_memory: {'9' * 400} GiB}}", "more memory than there is"),
+        ("cache_dir: ~nobody-of-this-name/experts", r":\d+:\d+: error: .*'~nobody-of-this-name/experts': this machine has no user of that"),
         ("cache: {policy: mrr}", "did you mean 'mrs'"),
         ("schedule: twothreshold", "did you mean 'two_threshold'"),
         ("prefetch: {lookahead: 9}", "lookahead is 1 to 3 layers, not 9"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -70,7 +71,7 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = Path(argument).expanduser()
+    path = Path(os.path.expanduser(argument))  # noqa: PTH111 (Path's own raises for a user that is none)
     messages = chat.conversation.messages
     if not messages:
         chat.terminal.complain("there is nothing to save yet")
