@@ -62,6 +62,22 @@ def test_amx_kernels_over_emulated_tiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.skipif("avx512" not in Runtime.available_isas(), reason="what stands for the instruction copies 64 bytes with AVX-512")
+@pytest.mark.parametrize("level", ["-O0", "-O3"])
+def test_the_whole_tile_configuration_reaches_the_instruction(level: str, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    program = tmp_path / "tile_config"
+    flags = ["-std=c++17", level, "-mamx-tile", "-mamx-int8", "-mamx-bf16", f"-I{CSRC}"]
+    subprocess.run(["g++", *flags, str(MAIN.with_name("tile_config.cpp")), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=True)
+    palette = [1, *[0] * 15]
+    row_bytes = [64, 64, 32, 64, 64, *[0] * 11]  # two sums, activations of 32 bytes, two halves of the weights
+    rows = [11, 11, 11, 8, 8, *[0] * 11]
+    expected = [*palette, *(byte for size in row_bytes for byte in (size, 0)), *rows]
+    assert [int(word) for word in done.stdout.split()] == expected
+
+
 def supported(flag: str, folder: Path) -> bool:
     if shutil.which("g++") is None:
         return False

@@ -1,0 +1,25 @@
+// Prints the 64 bytes that ldtilecfg reads after configure(): here the instruction's name is an assembler macro that copies its operand, so
+// that what the compiler stored is seen on machines without AMX.
+asm(R"(
+.macro ldtilecfg operand:vararg
+  vmovups \operand, %zmm31
+  vmovups %zmm31, seen_config(%rip)
+.endm
+)");
+
+#include <cstdio>
+
+#include "amx_tiles.h"
+
+extern "C" {
+alignas(64) unsigned char seen_config[64];
+}
+
+// Nothing follows the instruction: a compiler that does not know what it reads removes every store that it sees no reader of.
+__attribute__((noinline)) void configure_last(int tokens) { moegraft::configure({tokens, 32, 8}); }
+
+int main(int count, char**) {
+  configure_last(10 + count);  // not a constant, as in a tile
+  for (const unsigned char byte : seen_config) std::printf("%d ", byte);
+  return 0;
+}
