@@ -230,7 +230,7 @@ class _HostCallMaker(Protocol):
     ) -> HostCall: ...
 
 class Runtime:
-    """Kernels of one instruction set and a persistent pool of threads.
+    """Kernels for this CPU and a persistent pool of threads.
 
     `forward` and `linear` run on PyTorch's own OpenMP threads where those are as many: its threads spin for milliseconds after each
     operation, and a second pool would share the cores with them. Submitted work runs on the pool, whose idle threads sleep. Calls
@@ -239,8 +239,8 @@ class Runtime:
 
     Args:
         threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.
-        isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, else the richest that
-            is tested.
+        isa: an instruction set of `available_isas()` for everything; by default that of the environment variable MOEGRAFT_ISA, else the
+            fastest of this CPU for each weight type.
         share_threads: False keeps all work on the runtime's own threads.
 
     Raises:
@@ -254,14 +254,18 @@ class Runtime:
     def shares_threads(self) -> bool:
         """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""
     @property
-    def isa(self) -> str: ...
+    def isa(self) -> str:
+        """The instruction set in use; `avx512_bf16+amx` where some weight types are multiplied with another one than the rest."""
+    @property
+    def tile_isas(self) -> dict[str, str]:
+        """The instruction set that bfloat16 activations are multiplied with, by weight type."""
     @staticmethod
     def available_isas() -> list[str]: ...
     @staticmethod
     def compiled_isas() -> list[str]: ...
     @staticmethod
-    def untested_isas() -> list[str]:
-        """Compiled, but not yet run on hardware that has them: used only where asked for by name."""
+    def default_isa() -> str:
+        """`isa` of a runtime where none is asked for, neither by argument nor by MOEGRAFT_ISA."""
     def forward(
         self,
         experts: PackedExperts,
@@ -354,6 +358,13 @@ class Runtime:
 
 def activations() -> list[str]: ...
 def default_threads() -> int: ...
+def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, str]]:
+    """`Runtime.isa` and `Runtime.tile_isas` on a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
+
+    Raises:
+        ValueError: an unknown feature; an instruction set that is unknown or not on such a CPU.
+    """
+
 def cores_of_cpu_max(text: str) -> int:
     """Whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
 

@@ -19,7 +19,14 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from moegraft.operators.experts.self_test import InstructionSet, instruction_sets, kernel_isa, kernel_threads
+from moegraft.operators.experts.self_test import (
+    InstructionSet,
+    instruction_sets,
+    kernel_default_isa,
+    kernel_isa,
+    kernel_threads,
+    kernel_tile_isas,
+)
 from moegraft.operators.machine import Gpu, probe_machine
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -31,6 +38,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx512_vnni": ("avx512_vnni",),
     "avx512_bf16": ("avx512_bf16",),
+    "amx": ("amx_tile", "amx_int8", "amx_bf16"),
 }
 
 
@@ -50,6 +58,10 @@ class Facts:
 
     Attributes:
         cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty where they cannot be read.
+        isa: the instruction set in use; `avx512_bf16+amx` where weight types differ.
+        tile_isas: the instruction set in use by weight type.
+        default_isa: what `isa` is unless an instruction set is forced.
+        forced_isa: the value of MOEGRAFT_ISA, or None where it is not set.
         quota_cores: what a container's CPU quota allows, or None.
         memory_limit_bytes: a container's, or None.
         pinned_limit_bytes: how much memory a process may lock, or None for no limit.
@@ -65,6 +77,9 @@ class Facts:
     cpu_flags: frozenset[str]
     instruction_sets: tuple[InstructionSet, ...]
     isa: str
+    tile_isas: Mapping[str, str]
+    default_isa: str
+    forced_isa: str | None
     cores: int
     quota_cores: float | None
     kernel_threads: int
@@ -96,6 +111,9 @@ def gather() -> Facts:
         cpu_flags=frozenset(_field(cpuinfo, "flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
         instruction_sets=tuple(instruction_sets()),
         isa=kernel_isa(),
+        tile_isas=kernel_tile_isas(),
+        default_isa=kernel_default_isa(),
+        forced_isa=os.environ.get("MOEGRAFT_ISA"),
         cores=machine.cores,
         quota_cores=_quota(_text("/sys/fs/cgroup/cpu.max")),
         kernel_threads=kernel_threads(),
@@ -217,9 +235,17 @@ def _kernel(facts: Facts) -> Iterator[Problem]:
                 f"this CPU has {name} and the kernel was built without it",
                 "build it again with g++ 12 or newer: pip install --force-reinstall --no-deps --no-binary moegraft moegraft",
             )
-    usable = [isa.name for isa in facts.instruction_sets if isa.usable]
-    if usable and facts.isa != usable[-1]:
-        yield Problem("warning", f"the kernel runs as {facts.isa} although {usable[-1]} is there", "unset MOEGRAFT_ISA")
+    amx = next((isa for isa in facts.instruction_sets if isa.name == "amx"), None)
+    if amx is not None and not amx.usable and has <= facts.cpu_flags:
+        yield Problem(
+            "warning",
+            "this CPU has AMX and the system does not let this process use it: prompts take longer with bfloat16 weights",
+            "use Linux 5.16 or newer; in a container, a seccomp profile that allows arch_prctl",
+        )
+    if facts.forced_isa and facts.isa != facts.default_isa:
+        yield Problem(
+            "warning", f"the kernel runs as {facts.isa}, which MOEGRAFT_ISA forces, instead of {facts.default_isa}", "unset MOEGRAFT_ISA"
+        )
 
 
 def _cpu(facts: Facts) -> Iterator[Problem]:

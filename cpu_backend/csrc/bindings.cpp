@@ -3,8 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "bindings_arrays.h"
 #include "bindings_attention.h"
@@ -168,6 +171,27 @@ struct PyHostCall {
   py::tuple alive;
 };
 
+// By weight type, for bfloat16 activations.
+std::map<std::string, std::string> tile_isas(const SelectedKernels& selected) {
+  std::map<std::string, std::string> found;
+  for (int i = 0; i < kWeightTypes; ++i) {
+    const auto type = static_cast<WeightType>(i);
+    found[name_of(type)] = selected.tile_isas[static_cast<std::size_t>(format_of(type, ActivationType::kBFloat16))];
+  }
+  return found;
+}
+
+CpuFeatures cpu_with(const std::set<std::string>& features) {
+  CpuFeatures cpu;
+  const std::map<std::string, bool*> fields = {{"avx2", &cpu.avx2}, {"avx512", &cpu.avx512}, {"vnni", &cpu.vnni},
+                                               {"bf16", &cpu.bf16}, {"amx", &cpu.amx},       {"tile_permission", &cpu.tile_permission}};
+  for (const std::string& feature : features) {
+    if (fields.count(feature) == 0) refuse("unknown CPU feature '" + feature + "'");
+    *fields.at(feature) = true;
+  }
+  return cpu;
+}
+
 void bind_runtime(py::module_& module) {
   py::class_<PyHostCall>(module, "HostCall")
       .def_property_readonly("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
@@ -175,11 +199,12 @@ void bind_runtime(py::module_& module) {
   py::class_<PyRuntime>(module, "Runtime")
       .def(py::init<int, const std::optional<std::string>&, bool>(), "threads"_a = 0, "isa"_a = py::none(), "share_threads"_a = true)
       .def_property_readonly("threads", [](PyRuntime& self) { return self.get().threads(); })
-      .def_property_readonly("isa", [](PyRuntime& self) { return self.get().isa(); })
+      .def_property_readonly("isa", [](PyRuntime& self) { return self.get().selected().name(); })
+      .def_property_readonly("tile_isas", [](PyRuntime& self) { return tile_isas(self.get().selected()); })
       .def_property_readonly("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
-      .def_static("available_isas", &available_isas)
+      .def_static("available_isas", [] { return available_isas(); })
       .def_static("compiled_isas", &compiled_isas)
-      .def_static("untested_isas", &untested_isas)
+      .def_static("default_isa", [] { return select_kernels(detect_cpu(), "").name(); })
       .def("forward", &PyRuntime::forward, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
            py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f, "neuron_counts"_a = py::none(),
            "acted"_a = py::none())
@@ -224,6 +249,10 @@ PYBIND11_MODULE(_kernel, module) {
     return names;
   });
   module.def("default_threads", &default_threads);
+  module.def("select_isas", [](const std::set<std::string>& features, const std::string& wanted) {
+    const SelectedKernels selected = select_kernels(cpu_with(features), wanted);
+    return std::make_pair(selected.name(), tile_isas(selected));
+  }, "features"_a, "wanted"_a = "");
   module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);
   module.def("partition_blocks", [](int blocks, const std::vector<int>& threads_of_nodes) {
     std::vector<std::pair<int, int>> ranges;

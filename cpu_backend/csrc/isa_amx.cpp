@@ -1,6 +1,6 @@
 // AMX: tiles of more than a few tokens through the matrix unit of Sapphire Rapids, everything else as with AVX-512 and BF16.
 // Q4_K and Q6_K have no tiles here: they are computed with VNNI.
-// Untested on hardware: the arithmetic is tested with emulated tiles, and the set is used only where it is asked for by name.
+// Which of these tiles are used where none is asked for by name is chosen in isa.cpp.
 #include <math.h>
 
 #include "amx_tiles.h"

@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "isa.h"
 #include "machine.h"
 
 namespace moegraft {
@@ -22,12 +21,12 @@ int checked_threads(int threads) {
 }  // namespace
 
 Runtime::Runtime(int threads, const std::string& isa, bool share_threads)
-    : kernels_(kernels_for(isa)),
+    : selected_(kernels_for(isa)),
       threads_(checked_threads(threads)),
       owner_(getpid()),
       openmp_(share_threads ? OpenMp::find() : nullptr),
       pool_(std::make_unique<ThreadPool>(threads_)),
-      engine_(std::make_unique<Engine>(kernels_, *pool_)),
+      engine_(std::make_unique<Engine>(selected_.table, *pool_)),
       queue_(std::make_unique<Queue>()) {}
 
 Runtime::~Runtime() {

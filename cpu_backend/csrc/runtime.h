@@ -1,4 +1,4 @@
-// What a model owns to compute on the CPU: kernels of one instruction set, a pool of threads, and a queue of submitted work.
+// What a model owns to compute on the CPU: kernels, a pool of threads, and a queue of submitted work.
 //
 // Threads: forward() and linear() block their caller, which works too; calls from several threads take turns. They run on the OpenMP
 // threads that PyTorch computes the rest of the model with, where there are as many (openmp.h), else on the runtime's own. Submitted work
@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "engine.h"
+#include "isa.h"
 
 namespace moegraft {
 
@@ -31,10 +32,10 @@ class Runtime {
   Runtime& operator=(const Runtime&) = delete;
 
   int threads() const { return threads_; }
-  const char* isa() const { return kernels_.isa; }
+  const SelectedKernels& selected() const { return selected_; }
   // Whether forward() on this thread would run on another library's threads.
   bool shares_threads() const { return openmp_ && openmp_->has_team_of(threads_); }
-  const Kernels& kernels() const { return kernels_; }
+  const Kernels& kernels() const { return selected_.table; }
 
   // All throw std::runtime_error in a process forked from the one that made this runtime: its threads are not there.
   void forward(const ForwardArgs& args) { forward(args, openmp_); }
@@ -68,7 +69,7 @@ class Runtime {
   void check_process() const;
   void serve();
 
-  const Kernels& kernels_;
+  const SelectedKernels selected_;
   const int threads_;
   const pid_t owner_;
   const OpenMp* const openmp_;

@@ -17,7 +17,7 @@ from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
 SUPER_BLOCK_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
-TOKENS = 5
+TOKENS = 27  # some 18 an expert: a full tile of every instruction set and the rest of another
 # The reference takes the packed weights, so only activations are rounded: bfloat16 with bfloat16 weights, int8 with all of fewer bits.
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2}
 
@@ -56,8 +56,18 @@ def kernel_threads() -> int:
 
 
 def kernel_isa() -> str:
-    """The instruction set that the kernel takes by itself."""
+    """The instruction set in use: that of MOEGRAFT_ISA where it is set, else `kernel_default_isa()`."""
     return Runtime(threads=1).isa
+
+
+def kernel_tile_isas() -> dict[str, str]:
+    """The instruction set in use for the weights of each type."""
+    return Runtime(threads=1).tile_isas
+
+
+def kernel_default_isa() -> str:
+    """The instruction set that the kernel chooses for this CPU; `avx512_bf16+amx` where weight types differ."""
+    return Runtime.default_isa()
 
 
 def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:

@@ -304,9 +304,22 @@ void small_parts(const std::string& isa) {
   }
 }
 
+// The tiles of a CPU with AMX, which need not be this one: none is run. A tile goes with the number of tokens that it takes.
+void tiles_of_two_instruction_sets() {
+#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
+  const SelectedKernels selected = select_kernels({true, true, true, true, true, true}, "");
+  for (int format = 0; format < kFormats; ++format) {
+    const Kernels& from = format == static_cast<int>(Format::kBFloat16Dot) ? amx_kernels() : avx512_bf16_kernels();
+    expect(selected.table.tile[format] == from.tile[format], "the tile of a format");
+    expect(selected.table.max_tokens[format] == from.max_tokens[format], "the tokens of a tile");
+  }
+#endif
+}
+
 }  // namespace
 
 int main() {
+  tiles_of_two_instruction_sets();
   for (const std::string& isa : available_isas()) {
     every_path(isa);
     sparse_paths(isa);

@@ -18,7 +18,7 @@ import torch
 from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
-from moegraft.cpu_backend._kernel import cores_of_cpu_max, partition_blocks
+from moegraft.cpu_backend._kernel import cores_of_cpu_max, partition_blocks, select_isas
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -28,8 +28,53 @@ def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-unty
 def test_instruction_sets_are_listed() -> None:
     assert Runtime.available_isas()[0] == Runtime.compiled_isas()[0] == "scalar"
     assert set(Runtime.available_isas()) <= set(Runtime.compiled_isas())
-    tested = [isa for isa in Runtime.available_isas() if isa not in Runtime.untested_isas()]
-    assert Runtime(1).isa == tested[-1] or "MOEGRAFT_ISA" in os.environ
+    assert Runtime(1).isa == Runtime.default_isa() or "MOEGRAFT_ISA" in os.environ
+    assert set(Runtime.default_isa().split("+")) <= set(Runtime.available_isas())
+
+
+ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
+EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
+
+
+@pytest.mark.skipif("amx" not in Runtime.compiled_isas(), reason="this architecture has one instruction set")
+@pytest.mark.parametrize(
+    ("features", "wanted", "isa", "bfloat16", "others"),
+    [
+        (set(), "", "scalar", "scalar", "scalar"),
+        ({"avx2"}, "", "avx2", "avx2", "avx2"),
+        ({"avx2", "avx512"}, "", "avx512", "avx512", "avx512"),
+        ({"avx512", "vnni"}, "", "scalar", "scalar", "scalar"),  # a hypervisor may hide what the others build on
+        ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", "avx512_vnni", "avx512_vnni"),
+        (ZEN_4, "", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
+        (EMERALD_RAPIDS, "", "avx512_bf16+amx", "amx", "avx512_bf16"),
+        (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
+        (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", "avx512_vnni", "avx512_vnni"),
+        (EMERALD_RAPIDS, "amx", "amx", "amx", "amx"),
+        (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
+        (EMERALD_RAPIDS, "scalar", "scalar", "scalar", "scalar"),
+    ],
+)
+def test_each_weight_type_has_its_fastest_instruction_set(features: set[str], wanted: str, isa: str, bfloat16: str, others: str) -> None:
+    name, tiles = select_isas(features, wanted)
+    assert name == isa
+    assert tiles == {"bfloat16": bfloat16} | dict.fromkeys(("float32", "float16", "int8", "int4", "q4_k", "q6_k"), others)
+
+
+def test_an_instruction_set_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"
+    ):
+        select_isas(EMERALD_RAPIDS - {"tile_permission"}, "amx")
+    with pytest.raises(ValueError, match="unknown instruction set 'mmx'; this CPU has scalar$"):
+        select_isas(set(), "mmx")
+    with pytest.raises(ValueError, match="unknown CPU feature 'sse9'"):
+        select_isas({"sse9"})
+
+
+def test_an_instruction_set_asked_for_by_name_computes_everything() -> None:
+    for isa in Runtime.available_isas():
+        runtime = Runtime(1, isa=isa)
+        assert runtime.isa == isa and set(runtime.tile_isas.values()) == {isa}
 
 
 def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,16 @@ def _kernel_text(facts: Facts) -> str:
     states = []
     for isa in facts.instruction_sets:
         state = f"wrong in {', '.join(isa.wrong)}" if isa.wrong else "tested" if isa.usable else "not on this CPU"
-        states.append(f"{isa.name} ({state}{', in use' if isa.name == facts.isa else ''})")
+        states.append(f"{isa.name} ({state}{_use_text(facts, isa.name)})")
     return ", ".join(states)
+
+
+def _use_text(facts: Facts, isa: str) -> str:
+    """The first instruction set of `facts.isa` is in use for all but the weight types that another one computes."""
+    if isa == facts.isa.partition("+")[0]:
+        return ", in use"
+    weights = [weight_type for weight_type, used in facts.tile_isas.items() if used == isa]
+    return f", in use for {', '.join(weights)}" if weights else ""
 
 
 def _cores_text(facts: Facts) -> str:

@@ -17,6 +17,7 @@ from support import ROOT
 from typer.testing import Result
 
 from moegraft.injection import doctor as facts_module
+from moegraft.injection.cli.commands.doctor import _rows
 from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements, Rate
@@ -43,6 +44,9 @@ def healthy() -> Facts:
         cpu_flags=frozenset({"avx2", "fma", "f16c"}),
         instruction_sets=(InstructionSet("scalar", True, RIGHT), InstructionSet("avx2", True, RIGHT)),
         isa="avx2",
+        tile_isas=dict.fromkeys(LIMITS, "avx2"),
+        default_isa="avx2",
+        forced_isa=None,
         cores=8,
         quota_cores=None,
         kernel_threads=8,
@@ -60,6 +64,15 @@ def healthy() -> Facts:
 
 
 AVX512 = frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+AMX_SETS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+AMX_REFUSED = tuple(InstructionSet(name, name != "amx", RIGHT if name != "amx" else {}) for name in AMX_SETS)
+AMX_MACHINE: dict[str, Any] = {
+    "cpu_flags": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+    "instruction_sets": tuple(InstructionSet(name, True, RIGHT) for name in AMX_SETS),
+    "isa": "avx512_bf16+amx",
+    "default_isa": "avx512_bf16+amx",
+    "tile_isas": {name: "amx" if name == "bfloat16" else "avx512_bf16" for name in LIMITS},
+}
 GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
 
 
@@ -81,7 +94,8 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
             "has avx512",
             "g++ 12",
         ),
-        ({"isa": "scalar"}, "warning", "runs as scalar although avx2", "unset MOEGRAFT_ISA"),
+        ({"isa": "scalar", "forced_isa": "scalar"}, "warning", "runs as scalar, which MOEGRAFT_ISA forces", "unset MOEGRAFT_ISA"),
+        ({**AMX_MACHINE, "instruction_sets": AMX_REFUSED}, "warning", "does not let this process use it", "Linux 5.16"),
         ({"torch_threads": 1, "omp_num_threads": "1"}, "warning", "1 of 8 cores", "OMP_NUM_THREADS=8"),
         ({"numa_nodes": 2}, "warning", "2 NUMA nodes", "numactl --interleave=all"),
         ({"available_bytes": GIB}, "warning", "1.0 GiB", "end other programs"),
@@ -104,6 +118,21 @@ def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
     assert "no GPU" in find_problems(healthy)[0].what
 
 
+def test_only_a_forced_instruction_set_is_to_be_unset(healthy: Facts) -> None:
+    """What the kernel chooses on a machine with AMX is not the richest instruction set alone, and MOEGRAFT_ISA not the reason."""
+    machine = replace(healthy, **AMX_MACHINE)
+    for forced in (None, ""):
+        assert [problem.severity for problem in find_problems(replace(machine, forced_isa=forced))] == ["notice"]
+    problem = find_problems(replace(machine, isa="amx", tile_isas=dict.fromkeys(LIMITS, "amx"), forced_isa="amx"))[0]
+    assert (problem.severity, problem.mend) == ("warning", "unset MOEGRAFT_ISA") and "instead of avx512_bf16+amx" in problem.what
+
+
+def test_the_instruction_set_of_each_weight_type_is_shown(healthy: Facts) -> None:
+    shown = dict(_rows(replace(healthy, **AMX_MACHINE)))["kernel"]
+    assert "avx512_vnni (tested), avx512_bf16 (tested, in use), amx (tested, in use for bfloat16)" in shown
+    assert "scalar (tested), avx2 (tested, in use)" in dict(_rows(healthy))["kernel"]
+
+
 def test_the_facts_are_this_machine() -> None:
     facts = gather()
     assert facts.cores == len(os.sched_getaffinity(0))
@@ -113,7 +142,10 @@ def test_the_facts_are_this_machine() -> None:
     assert facts.python.endswith(sys.version.split()[0])
     names = {found.name: found for found in facts.packages}
     assert names["torch"].version == torch.__version__ and names["torch"].ok and ">=" in names["torch"].wanted
-    assert facts.isa in [isa.name for isa in facts.instruction_sets if isa.usable]
+    usable = [isa.name for isa in facts.instruction_sets if isa.usable]
+    assert set(facts.isa.split("+")) <= set(usable) and set(facts.tile_isas.values()) <= set(usable)
+    assert facts.forced_isa == os.environ.get("MOEGRAFT_ISA")
+    assert facts.isa == facts.default_isa or facts.forced_isa
 
 
 def test_packages_are_held_to_what_is_asked_for() -> None:
