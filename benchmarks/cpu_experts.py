@@ -116,9 +116,10 @@ def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = Fals
 
 
 def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str, ...] = WEIGHT_TYPES) -> Iterator[Provider]:
-    best = Runtime.available_isas()[-1]
+    """By weight type, the instruction set that is chosen by itself first, for all numbers of tokens, then the others but the scalar one."""
     for weight_type in weight_types:
         packed = pack(weights, weight_type)
+        best = Runtime(threads).tile_isas[part_type(weight_type, "gate")]
         for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
             runtime = Runtime(threads, isa)
 
