@@ -2,9 +2,9 @@
 512 tokens, by provider.
 
 Providers: ours by weight type (experts and linear layers alike; attention by our kernel), transformers as it is, and llama.cpp with the
-same shapes when `llama-cpp-python` and `gguf` are installed. A read-bandwidth probe runs beside each, since the limit of decode is reading
-the weights. The models are too large to be held side by side: providers run one after the other, and their ratios to the probe compare
-best.
+same shapes when `llama-cpp-python` and `gguf` are installed (`llama_cpp_peer.py` has how to build it). A read-bandwidth probe runs beside
+each, since the limit of decode is reading the weights. The models are too large to be held side by side: providers run one after the other,
+each in a process of its own, and their ratios to the probe compare best. One that crashes has a row with its `failure`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from _peer_process import PeerFailed, PeerProcess
 from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
 from record import write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
@@ -29,6 +31,7 @@ from moegraft.injection import optimize_and_load
 
 PROMPT = 512
 DECODES = {"decode": 8, f"decode-{PROMPT}": PROMPT}  # tokens of context
+PHASES = (*DECODES, f"prompt-{PROMPT}")
 DISTINCT_EXPERTS = 8  # the others repeat them byte by byte: their memory is as distinct as a real model's
 RULES = """
 version: 1
@@ -123,6 +126,9 @@ class Phases:
     prefill: Callable[[], object]
 
 
+Opener = tuple[Any, ...]  # what gives a context of Phases, and its arguments
+
+
 @contextmanager
 def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
     prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
@@ -155,42 +161,56 @@ def decode_times(phases: Phases, context: int, rounds: int, new_tokens: int) -> 
     return [taken - one for taken in timed(lambda: phases.decode(new_tokens, context), rounds)]
 
 
-def measure(name: str, phases: Phases, rounds: int, new_tokens: int) -> list[dict[str, object]]:
-    rows = []
-    timings = [(phase, decode_times(phases, context, rounds, new_tokens), new_tokens - 1) for phase, context in DECODES.items()]
-    timings.append((f"prompt-{PROMPT}", timed(phases.prefill, rounds), PROMPT))
-    for phase, times, tokens in timings:
-        rates = statistics.quantiles([tokens / taken for taken in times], n=10)
-        rows.append(
-            {
-                "provider": name,
-                "phase": phase,
-                "p20_tokens_s": round(rates[1], 1),
-                "p50_tokens_s": round(rates[4], 1),
-                "p80_tokens_s": round(rates[7], 1),
-                "read_probe_gb_s": round(read_gbps(), 1),
-            }
-        )
+def measure(phases: Phases, phase: str, rounds: int, new_tokens: int) -> dict[str, object]:
+    if phase in DECODES:
+        times, tokens = decode_times(phases, DECODES[phase], rounds, new_tokens), new_tokens - 1
+    else:
+        times, tokens = timed(phases.prefill, rounds), PROMPT
+    rates = statistics.quantiles([tokens / taken for taken in times], n=10)
+    return {
+        "p20_tokens_s": round(rates[1], 1),
+        "p50_tokens_s": round(rates[4], 1),
+        "p80_tokens_s": round(rates[7], 1),
+        "read_probe_gb_s": round(read_gbps(), 1),
+    }
+
+
+def provider_rows(name: str, opener: Opener, rounds: int, new_tokens: int) -> list[dict[str, object]]:
+    """The phases of a provider up to the one that ends its process, if any does."""
+    rows: list[dict[str, object]] = []
+    phase = "load"
+    try:
+        with PeerProcess(name, *opener) as peer:
+            for phase in PHASES:
+                rows.append({"provider": name, "phase": phase, **peer.call(measure, phase, rounds, new_tokens)})
+                print(rows[-1], flush=True)
+    except PeerFailed as failed:
+        rows.append({"provider": name, "phase": phase, "failure": failed.reason})
         print(rows[-1], flush=True)
     return rows
 
 
+def openers(layers: int) -> dict[str, Opener]:
+    """How each provider is opened: ours, transformers, and llama.cpp where it is installed."""
+    ours = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
+    found: dict[str, Opener] = {name: (ours_or_stock, name, layers) for name in ours}
+    if find_spec("llama_cpp") and find_spec("gguf"):
+        found |= {name: (llama_cpp, name, layers) for name in (f"llama.cpp-{weights}" for weights in GGUF_TYPES)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    ours = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
-    names = ours + [f"llama.cpp-{weights}" for weights in GGUF_TYPES]
-    installed = find_spec("llama_cpp") and find_spec("gguf")
-    parser.add_argument("--providers", nargs="+", default=names if installed else ours, choices=names)
+    parser.add_argument("--providers", nargs="+", help="by default all that are installed")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    for name in arguments.providers:
-        open_provider = llama_cpp if name.startswith("llama.cpp") else ours_or_stock
-        with open_provider(name, arguments.layers) as phases:
-            rows += measure(name, phases, arguments.rounds, arguments.new)
+    known = openers(arguments.layers)
+    if unknown := set(arguments.providers or ()) - set(known):
+        parser.error(f"no provider is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    rows = [row for name in arguments.providers or known for row in provider_rows(name, known[name], arguments.rounds, arguments.new)]
     if not arguments.no_write:
         print(write_rows("cpu_model", rows, ("torch", "transformers", "llama-cpp-python")))
 

@@ -1,7 +1,8 @@
 """Is decoding on the CPU faster than llama.cpp's? Both hold six layers of Qwen3-30B-A3B's shapes in the same weight type and take turns.
 
 `cpu_model.py` measures one provider after the other, minutes apart, in which a shared machine's memory may get faster or slower by half.
-Here each round decodes with one and then with the other; `ratio` is the median over rounds of ours over theirs.
+Here each round decodes with one and then with the other; `ratio` is the median over rounds of ours over theirs. Each is in a process of its
+own: where one crashes, the row has the `failure` in place of figures.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
-from cpu_model import DECODES, Phases, llama_cpp, ours_or_stock
+from _peer_process import PeerFailed, PeerProcess
+from cpu_model import DECODES, Opener, Phases, llama_cpp, ours_or_stock
 from llama_cpp_peer import GGUF_TYPES
 from record import write_rows
 
@@ -28,28 +31,32 @@ def decode_rate(phases: Phases, context: int, tokens: int) -> float:
     return (tokens - 1) / (seconds(lambda: phases.decode(tokens, context)) - one)
 
 
-def measure(weights: str, layers: int, rounds: int, tokens: int) -> list[dict[str, object]]:
+def measure(weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int) -> list[dict[str, object]]:
+    """Rows of `opened`, ours and theirs by name, up to the phase that ends the process of one, if any does."""
     rows: list[dict[str, object]] = []
-    with ours_or_stock(f"ours-{weights}", layers) as ours, llama_cpp(f"llama.cpp-{weights}", layers) as theirs:
-        for phase, context in DECODES.items():
-            for phases in (ours, theirs):
-                phases.decode(tokens, context)
-            pairs = [(decode_rate(ours, context, tokens), decode_rate(theirs, context, tokens)) for _ in range(rounds)]
-            ratios = statistics.quantiles([a / b for a, b in pairs], n=10)
-            rows.append(
-                {
-                    "weights": weights,
-                    "phase": phase,
-                    "rounds": rounds,
-                    "ours_tokens_s": round(statistics.median(a for a, _ in pairs), 1),
-                    "llama_cpp_tokens_s": round(statistics.median(b for _, b in pairs), 1),
-                    "ratio": round(ratios[4], 2),
-                    "p20_ratio": round(ratios[1], 2),
-                    "p80_ratio": round(ratios[7], 2),
-                }
-            )
-            print(rows[-1], flush=True)
+    phase = "load"
+    (our_name, our_opener), (their_name, their_opener) = opened.items()
+    try:
+        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
+            for phase, context in DECODES.items():
+                pairs = [(ours.call(decode_rate, context, tokens), theirs.call(decode_rate, context, tokens)) for _ in range(rounds + 1)]
+                rows.append({"weights": weights, "phase": phase, "rounds": rounds, **figures(pairs[1:])})  # the first is a warm-up
+                print(rows[-1], flush=True)
+    except PeerFailed as failed:
+        rows.append({"weights": weights, "phase": phase, "rounds": rounds, "failure": str(failed)})
+        print(rows[-1], flush=True)
     return rows
+
+
+def figures(pairs: list[tuple[float, float]]) -> dict[str, object]:
+    ratios = statistics.quantiles([a / b for a, b in pairs], n=10)
+    return {
+        "ours_tokens_s": round(statistics.median(a for a, _ in pairs), 1),
+        "llama_cpp_tokens_s": round(statistics.median(b for _, b in pairs), 1),
+        "ratio": round(ratios[4], 2),
+        "p20_ratio": round(ratios[1], 2),
+        "p80_ratio": round(ratios[7], 2),
+    }
 
 
 def main() -> None:
@@ -59,7 +66,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
-    rows = [row for weights in arguments.weights for row in measure(weights, arguments.layers, arguments.rounds, arguments.new)]
+    if find_spec("llama_cpp") is None:
+        raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py has how to build it")
+    rows: list[dict[str, object]] = []
+    for weights in arguments.weights:
+        names = {f"ours-{weights}": ours_or_stock, f"llama.cpp-{weights}": llama_cpp}
+        opened = {name: (open_peer, name, arguments.layers) for name, open_peer in names.items()}
+        rows += measure(weights, opened, arguments.rounds, arguments.new)
     print(write_rows("cpu_model_pairs", rows, ("torch", "transformers", "llama-cpp-python")))
 
 

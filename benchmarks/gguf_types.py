@@ -1,13 +1,13 @@
 """What do a GGUF file's own types cost on the CPU beside int4 and int8? One layer of Qwen3-30B-A3B's shapes, and a whole model in a file.
 
 The layer: as `cpu_experts.py` measures it, all types taking turns in one run. The model: one file, gate and up in Q4_K, down in Q6_K, read
-by us with the rules 'cpu' and, where `llama-cpp-python` is installed, by llama.cpp, one after the other in turns.
+by us with the rules 'cpu' and, where `llama-cpp-python` is installed (`llama_cpp_peer.py` has how to build it), by llama.cpp, one after the
+other in turns, each in a process of its own. One that crashes has a row with its `failure`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from _probe import ReadProbe
 from cpu_experts import ROUNDS, check, draw_weights, measure, ours, show
-from cpu_model import PROMPT, Phases, config
-from cpu_model import measure as measure_model
+from cpu_model import PROMPT, Phases, config, provider_rows
 from llama_cpp_peer import MIXED, LlamaCpp, Sizes, write_model
 from record import write_rows
 
@@ -43,7 +42,8 @@ def layer_rows(threads: int, rounds: float) -> list[dict[str, object]]:
 
 
 @contextmanager
-def moegraft(folder: Path) -> Iterator[Phases]:
+def moegraft(folder: Path, threads: int) -> Iterator[Phases]:
+    torch.set_num_threads(threads)
     prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     model = optimize_and_load(folder, "cpu", gguf=folder / "model.gguf", progress=False)
 
@@ -55,9 +55,9 @@ def moegraft(folder: Path) -> Iterator[Phases]:
 
 
 @contextmanager
-def llama_cpp(folder: Path) -> Iterator[Phases]:
+def llama_cpp(folder: Path, threads: int) -> Iterator[Phases]:
     tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-    with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
+    with LlamaCpp(folder / "model.gguf", threads) as peer:
 
         def decode(count: int, context: int) -> object:
             peer.prefill(tokens[:context])
@@ -66,7 +66,7 @@ def llama_cpp(folder: Path) -> Iterator[Phases]:
         yield Phases(decode, lambda: peer.prefill(tokens))
 
 
-def model_rows(layers: int, turns: int) -> list[dict[str, object]]:
+def model_rows(layers: int, turns: int, threads: int) -> list[dict[str, object]]:
     providers = {"moegraft": moegraft} | ({"llama.cpp": llama_cpp} if find_spec("llama_cpp") else {})
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -75,10 +75,8 @@ def model_rows(layers: int, turns: int) -> list[dict[str, object]]:
         write_model(folder / "model.gguf", Sizes(layers=layers), MIXED)
         for turn in range(turns):
             for provider, open_provider in providers.items():
-                with open_provider(folder) as phases:
-                    rows += [{"turn": turn, "weights": MIXED, **row} for row in measure_model(provider, phases, 5, 48)]
-                del phases  # its model is as large as the next provider's
-                gc.collect()
+                found = provider_rows(provider, (open_provider, folder, threads), 5, 48)
+                rows += [{"turn": turn, "weights": MIXED, **row} for row in found]
     return rows
 
 
@@ -98,7 +96,7 @@ def main() -> None:
         if not arguments.no_write:
             print(write_rows("gguf_types", rows, packages))
     if arguments.only != "layer":
-        rows = model_rows(arguments.layers, arguments.turns)
+        rows = model_rows(arguments.layers, arguments.turns, arguments.threads)
         if not arguments.no_write:
             print(write_rows("gguf_model", rows, packages))
 

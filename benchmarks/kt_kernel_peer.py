@@ -2,24 +2,25 @@
 
 `kt-kernel` (`pip install --no-deps kt-kernel`: it pins a PyTorch of its own, and what is used here needs none) chooses its instruction set
 by the CPU, as ours does. Its idle workers spin on the cores that others need, so each provider runs in a process of its own, and processes
-take turns, round by round, so that a change of the machine meets all alike. Weights, ids and their order are the same for both; answers are
-checked against float64 first. Its workers and its caller spin beside each other: on all cores they wait for one another's time slices, so
-it is also measured with a thread less, and its better figure counts. Its int4 has one scale a row, ours one for 32 columns:
-`relative_error` says what that costs.
+take turns, round by round, so that a change of the machine meets all alike. One that crashes has a row with its `failure`. Weights, ids
+and their order are the same for both; answers are checked against float64 first. Its workers and its caller spin beside each other: on
+all cores they wait for one another's time slices, so it is also measured with a thread less, and its better figure counts. Its int4 has
+one scale a row, ours one for 32 columns: `relative_error` says what that costs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
+from _peer_process import PeerFailed, PeerProcess
 from cpu_experts import (
     DISTINCT,
     ERROR_LIMIT,
@@ -85,39 +86,42 @@ def timed(run: Forward, tokens: int, seed: int) -> list[float]:
     return found[2:]
 
 
-def child(name: str, weight_type: str, threads: int, seed: int) -> None:
-    """Measures one provider in this process and prints what it found as JSON."""
+@contextmanager
+def open_provider(name: str, weight_type: str, threads: int) -> Iterator[Provider]:
     torch.set_num_threads(1)
-    weights = draw_weights()
     if name == "kt-kernel":
         ERROR_LIMIT.update(int8=5e-2, int4=0.4)
-        provider = kt_kernel(weights, weight_type, threads)
+        yield kt_kernel(draw_weights(), weight_type, threads)
     else:
-        provider = next(ours(weights, threads, (weight_type,)))
-    error = check(provider, weights)
-    print("\n" + json.dumps({"error": error, "times": {tokens: timed(provider.run, tokens, seed) for tokens in CALLS}}), flush=True)
+        yield next(ours(draw_weights(), threads, (weight_type,)))
 
 
-def in_process(name: str, weight_type: str, threads: int, seed: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", name, "--weights", weight_type, "--threads", str(threads), "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{name} {weight_type}: {done.stderr.strip() or done.stdout.strip()}")
-    found: dict[str, Any] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"error"'))
-    return found
+def measured(provider: Provider, seed: int) -> dict[str, Any]:
+    error = check(provider, draw_weights())
+    return {"error": error, "times": {tokens: timed(provider.run, tokens, seed) for tokens in CALLS}}
 
 
 def rows_of(weight_type: str, threads: int, rounds: int) -> list[dict[str, object]]:
     runs = [("moegraft", threads), *(("kt-kernel", count) for count in (threads, threads - 1) if count)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {run: [] for run in runs}
+    rows: list[dict[str, object]] = []
+    failed = set()
     for turn in range(rounds):
         for run in runs:
-            found[run].append(in_process(run[0], weight_type, run[1], turn))
-    rows: list[dict[str, object]] = []
+            if run in failed:
+                continue
+            name, count = run
+            try:
+                with PeerProcess(name, open_provider, name, weight_type, count) as peer:
+                    found[run].append(peer.call(measured, turn))
+            except PeerFailed as failure:
+                failed.add(run)
+                rows.append({"provider": name, "weights": weight_type, "threads": count, "failure": failure.reason})
+                print(rows[-1], flush=True)
     for tokens in CALLS:
-        times = {run: np.concatenate([each["times"][str(tokens)] for each in found[run]]) for run in runs}
-        best = min(float(np.median(times[run])) for run in runs if run[0] == "kt-kernel")
-        for run in runs:
+        times = {run: np.concatenate([each["times"][tokens] for each in found[run]]) for run in runs if found[run]}
+        best = min((float(np.median(times[run])) for run in times if run[0] == "kt-kernel"), default=math.nan)
+        for run in times:
             p20, p50, p80 = (float(value) for value in np.percentile(times[run], (20, 50, 80)))
             rows.append(
                 {
@@ -128,7 +132,7 @@ def rows_of(weight_type: str, threads: int, rounds: int) -> list[dict[str, objec
                     "p20_ms": round(p20, 3),
                     "p50_ms": round(p50, 3),
                     "p80_ms": round(p80, 3),
-                    "times_as_fast_as_kt_kernel": round(best / p50, 2),
+                    "times_as_fast_as_kt_kernel": "" if math.isnan(best) else round(best / p50, 2),
                     "relative_error": f"{found[run][0]['error']:.1e}",
                 }
             )
@@ -141,19 +145,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--weights", nargs="+", default=list(WEIGHT_TYPES), choices=WEIGHT_TYPES)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    if arguments.child:
-        return child(arguments.child, arguments.weights[0], arguments.threads, arguments.seed)
     if find_spec("kt_kernel") is None:
         raise SystemExit("kt-kernel is not installed: pip install --no-deps kt-kernel")
 
     rows = [row for kind in arguments.weights for row in rows_of(kind, arguments.threads, arguments.rounds)]
     if not arguments.no_write:
         print(write_rows("kt_kernel", rows, ("torch", "kt-kernel")))
-    return None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,12 @@
-"""llama.cpp on a random Qwen3-MoE of given sizes, through the packages `llama-cpp-python` and `gguf`; a peer for `cpu_model.py`."""
+r"""llama.cpp on a random Qwen3-MoE of given sizes, through the packages `llama-cpp-python` and `gguf`; a peer for `cpu_model.py`.
+
+On CPUs with AMX, llama.cpp's own AMX kernels (in 0.3.36 of the package) end the process with an illegal instruction on int4 experts. Build
+it without them there:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON \
+        -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF" \
+        pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def rates(name: str, caption: str) -> str:
     if not rows:
         return ""
     columns = {key: next(column for column in rows[0] if column.startswith(key)) for key in ("p20", "p50", "p80")}
-    body = [[row["provider"], row["phase"], *(row[columns[key]] for key in ("p50", "p20", "p80"))] for row in rows]
+    figures = [[row["failure"], "-", "-"] if row.get("failure") else [row[columns[key]] for key in ("p50", "p20", "p80")] for row in rows]
+    body = [[row["provider"], row["phase"], *cells] for row, cells in zip(rows, figures, strict=True)]
     return f"{caption}\n\n{table(['', 'phase', 'tokens/s, median', 'p20', 'p80'], body)}\n\n{provenance(rows)}"
 
 
@@ -103,12 +104,12 @@ def cpu_model() -> str:
 def kt_kernel() -> str:
     """A layer beside KTransformers' kernel, by tokens a call; of its thread counts the better one."""
     rows = read("kt_kernel")
-    tokens = list(dict.fromkeys(row["tokens"] for row in rows))
+    tokens = list(dict.fromkeys(row["tokens"] for row in rows if row["tokens"]))
 
     def fastest(provider: str, weights: str, count: str) -> str:
-        wanted = (provider, weights, count)
-        found = (float(row["p50_ms"]) for row in rows if (row["provider"], row["weights"], row["tokens"]) == wanted)
-        return f"{min(found):.2f}"
+        its = [row for row in rows if (row["provider"], row["weights"]) == (provider, weights)]
+        found = [float(row["p50_ms"]) for row in its if row["tokens"] == count]
+        return f"{min(found):.2f}" if found else next(row["failure"] for row in its)
 
     body = [
         [weights, *(f"{fastest('moegraft', weights, count)} / {fastest('kt-kernel', weights, count)}" for count in tokens)]

@@ -46,6 +46,7 @@ def versions(*packages: str) -> str:
 
 def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequence[str] = ("torch", "transformers")) -> Path:
     """Writes `results/NAME.csv`, each row with its provenance, and returns its path. A row that was read from results keeps its own.
+    Columns are those of all rows: what failed has no figures, and names its failure.
 
     Raises:
         ValueError: no rows.
@@ -56,7 +57,8 @@ def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequen
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *provenance])), lineterminator="\n")
+        columns = dict.fromkeys(column for row in rows for column in row if column not in provenance)
+        writer = csv.DictWriter(file, [*columns, *provenance], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**provenance, **row} for row in rows)
     return path

@@ -62,10 +62,10 @@ def test_each_weight_type_has_its_fastest_instruction_set(features: set[str], wa
 
 def test_an_instruction_set_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"
+        ValueError, match=r"instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"
     ):
         select_isas(EMERALD_RAPIDS - {"tile_permission"}, "amx")
-    with pytest.raises(ValueError, match="unknown instruction set 'mmx'; this CPU has scalar$"):
+    with pytest.raises(ValueError, match=r"unknown instruction set 'mmx'; this CPU has scalar$"):
         select_isas(set(), "mmx")
     with pytest.raises(ValueError, match="unknown CPU feature 'sse9'"):
         select_isas({"sse9"})

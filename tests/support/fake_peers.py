@@ -1,0 +1,80 @@
+"""Peers for the benchmarks' own processes, which import them by name: one that works, and some that fail at what they are asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The interface of `cpu_model.Phases`; a `deadly` phase ends the process as an illegal instruction does."""
+
+    deadly: str = ""
+
+    def decode(self, tokens: int, context: int) -> None:
+        if self.deadly == f"decode after {context}":
+            os.kill(os.getpid(), signal.SIGILL)
+        time.sleep(0.002 * tokens)  # rates are finite
+
+    def prefill(self) -> None:
+        if self.deadly == "prefill":
+            os.kill(os.getpid(), signal.SIGILL)
+
+
+@contextmanager
+def working() -> Iterator[Phases]:
+    yield Phases()
+
+
+@contextmanager
+def dying_at(phase: str) -> Iterator[Phases]:
+    yield Phases(phase)
+
+
+@contextmanager
+def dying_when_opened() -> Iterator[Phases]:
+    os.kill(os.getpid(), signal.SIGILL)
+    yield Phases()
+
+
+@contextmanager
+def unloadable() -> Iterator[Phases]:
+    raise RuntimeError("cannot load model.gguf")
+    yield Phases()
+
+
+def process_id(peer: Phases) -> int:
+    return os.getpid()
+
+
+def kill(peer: Phases, number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def leave(peer: Phases, code: int) -> None:
+    os._exit(code)
+
+
+def fail(peer: Phases, text: str) -> None:
+    raise ValueError(text)
+
+
+def refuse(peer: Phases, text: str) -> None:
+    raise SystemExit(text)
+
+
+@contextmanager
+def layer_provider(name: str, weight_type: str, threads: int) -> Iterator[str]:
+    """For `kt_kernel_peer`: of the peers, the one with two threads ends by itself."""
+    yield "dies" if (name, threads) == ("kt-kernel", 2) else "works"
+
+
+def measured_layer(provider: str, seed: int) -> dict[str, object]:
+    if provider == "dies" and seed == 1:
+        os.kill(os.getpid(), signal.SIGILL)
+    return {"error": 1e-3, "times": {tokens: [1.0 + seed, 2.0 + seed] for tokens in (1, 4, 16, 64, 512)}}
