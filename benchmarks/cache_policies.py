@@ -28,7 +28,7 @@ from traces import held_out, record
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
 from moegraft.operators.offload.replay import Optimal, Setting, Tally, replay, steps_of
-from moegraft.operators.offload.routing_trace import Trace, joined
+from moegraft.operators.routing_trace import Trace, joined
 
 GUIDES = ("README.md", "rules/README.md")
 PASSAGE = 1024  # tokens of one kind of text

@@ -31,8 +31,8 @@ from record import RESULTS, ROOT, write_rows
 
 from moegraft.cpu_backend import optimum
 from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
-from moegraft.operators.offload.routing_trace import Trace
 from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler, make_scheduler
+from moegraft.operators.routing_trace import Trace
 
 STAGES = {"decode": 1, "verify x4": 4, "verify x8": 8, "prefill 32": 32, "prefill 128": 128, "prefill 512": 512}  # tokens
 RATIOS = (0.25, 0.5, 0.75)

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.operators.offload.routing_trace import Trace, record_trace
+from moegraft.operators.routing_trace import Trace, record_trace
 
 PROMPT_TOKENS = 512
 NAMED_LAYERS = 8

@@ -19,7 +19,7 @@ from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.decode_steps import DecodeSteps
 from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.sparse.layer import SparseLayers
+from moegraft.operators.sparsity import SparseLayers
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.sparse.choice import PathChoices, choices_path
-from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
-from moegraft.operators.sparse.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
+from moegraft.operators.sparsity import LayerSparsity, SparseLayers
+from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.cache import CachePolicy, Ids, Priority, Scores
-from moegraft.operators.offload.routing_trace import NO_EXPERT, Trace
+from moegraft.operators.routing_trace import NO_EXPERT, Trace
 
 Mask = NDArray[np.bool_]
 

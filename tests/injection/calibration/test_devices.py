@@ -19,7 +19,7 @@ from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.offload.statistics import EngineStatistics
-from moegraft.operators.sparse.layer import WINDOW_TOKENS, SparseLayers
+from moegraft.operators.sparsity import WINDOW_TOKENS, SparseLayers
 
 RULES = """
 - match: {{kind: experts}}

@@ -21,7 +21,7 @@ from moegraft.operators.offload.cache import (
     StaticProfile,
 )
 from moegraft.operators.offload.replay import Optimal, Setting, replay, steps_of
-from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.routing_trace import Trace
 
 Item = Hashable
 

@@ -19,7 +19,7 @@ from moegraft.operators.offload.cache import (
     StaticProfile,
 )
 from moegraft.operators.offload.replay import Setting, Tally, replay, retained, steps_of, with_prefetched
-from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.routing_trace import Trace
 
 Slot = tuple[int, int]  # layer, expert
 

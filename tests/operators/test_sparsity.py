@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from moegraft.operators.sparse.layer import WINDOW_TOKENS, LayerSparsity, SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import WINDOW_TOKENS, LayerSparsity, SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 OPTIONS = SparsityOptions(0.7, "routed")
 NEURONS = 100  # a token, in these tests

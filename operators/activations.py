@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.sparse.layer import LayerSparsity, whole
+from moegraft.operators.sparsity import LayerSparsity, whole
 
 LOWEST, HIGHEST = -24, 8  # log2 of the magnitudes that are told apart
 PER_OCTAVE = 256  # so that a threshold is right to 0.27 %

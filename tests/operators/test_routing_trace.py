@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.routing_traces import random_trace
 
-from moegraft.operators.offload.routing_trace import Trace, TraceError, joined
+from moegraft.operators.routing_trace import Trace, TraceError, joined
 
 
 @pytest.mark.parametrize(("tokens", "layers", "depths"), [(1, 1, 0), (1, 3, 3), (9, 2, 3)])

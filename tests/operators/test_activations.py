@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, calibrating, quantiles
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.sparse.calibration import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, calibrating, quantiles
-from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 SHARES = [0.0, 0.01, 0.3, 0.5, 0.85, 0.95, 0.99, 0.999]
 BIN = 2 ** (1 / PER_OCTAVE)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.offload.routing_trace import Trace, TraceError, record_trace
 from moegraft.operators.routing import RoutedCall, selection_of, watch_routing
+from moegraft.operators.routing_trace import Trace, TraceError, record_trace
 
 
 def model_of(model_type: str) -> PreTrainedModel:

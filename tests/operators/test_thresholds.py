@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moegraft.operators.errors import ThresholdsError
-from moegraft.operators.sparse.thresholds import (
+from moegraft.operators.thresholds import (
     GRID,
     HeldOut,
     LayerThresholds,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.thresholds import SparsityOptions
 
 logger = logging.getLogger(__name__)
 WINDOW_TOKENS = 1024  # between two looks: the shares of fewer scatter from passage to passage of one text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraft.operators.sparse.thresholds import SparsityOptions, routed_target, total_share
+from moegraft.operators.thresholds import SparsityOptions, routed_target, total_share
 
 QWEN35 = {"top_k": 8, "intermediate": 512, "shared_intermediate": 512}  # Qwen3.5-35B-A3B: a shared expert as wide as each of 8
 
