@@ -1,4 +1,4 @@
-"""Replays against a plain loop that evicts one expert at a time, and counts that can be worked out."""
+"""Replays of cache policies match a plain loop that evicts one expert at a time, and counts worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import import_benchmark
 from support.routing_traces import random_trace
 
 from moegraft.operators.offload.cache import (
@@ -18,15 +19,18 @@ from moegraft.operators.offload.cache import (
     Scores,
     StaticProfile,
 )
-from moegraft.operators.offload.replay import Setting, Tally, replay, retained, steps_of, with_prefetched
 from moegraft.operators.routing_trace import Trace
 
+_cache_replay = import_benchmark("_cache_replay")
+ReplayCounts, ReplaySettings = _cache_replay.ReplayCounts, _cache_replay.ReplaySettings
+replay, used_by_step = _cache_replay.replay, _cache_replay.used_by_step
+after_admission, after_prefetch = _cache_replay.after_admission, _cache_replay.after_prefetch
 Slot = tuple[int, int]  # layer, expert
 
 
-def loop_replay(trace: Trace, policy: CachePolicy, setting: Setting) -> Tally:
-    """The same game with sets and one eviction at a time."""
-    tally, cache = Tally(), set[Slot]()
+def loop_replay(trace: Trace, policy: CachePolicy, setting: ReplaySettings) -> ReplayCounts:
+    """Replay with sets, evicting one expert at a time."""
+    counts, cache = ReplayCounts(), set[Slot]()
     size = setting.tokens_per_step
     capacity = min(setting.capacity, trace.num_experts) * (trace.num_layers if setting.shared else 1)
 
@@ -37,7 +41,7 @@ def loop_replay(trace: Trace, policy: CachePolicy, setting: Setting) -> Tally:
         return float(policy.priority(slot[0])[slot[1]]), slot
 
     for first in range(0, trace.num_tokens, size):
-        counts = first >= setting.warm_tokens
+        counted = first >= setting.warm_tokens
         for layer in range(trace.num_layers):
             active = {(layer, expert) for expert in trace.chosen[first : first + size, layer].ravel().tolist() if expert >= 0}
             fetched = set[Slot]()
@@ -53,11 +57,11 @@ def loop_replay(trace: Trace, policy: CachePolicy, setting: Setting) -> Tally:
                         cache.remove(min(victims, key=rank))
                     cache.add(slot)
                     fetched.add(slot)
-            if counts:
-                tally.prefetched += len(fetched)
-                tally.prefetched_in_use += len(fetched & active)
-                tally.accesses += len(active)
-                tally.hits += len(active & cache)
+            if counted:
+                counts.prefetched += len(fetched)
+                counts.prefetched_in_use += len(fetched & active)
+                counts.accesses += len(active)
+                counts.hits += len(active & cache)
             policy.update(layer, trace.scores[first : first + size, layer], trace.chosen[first : first + size, layer])
             before = set(cache)
             if active - cache:
@@ -65,13 +69,13 @@ def loop_replay(trace: Trace, policy: CachePolicy, setting: Setting) -> Tally:
                 while len(pool(layer)) > capacity:
                     idle = pool(layer) - active
                     cache.remove(min(idle if idle and not setting.bypass else pool(layer), key=rank))
-            if counts:
-                tally.admitted += len(cache - before)
-    return tally
+            if counted:
+                counts.admitted += len(cache - before)
+    return counts
 
 
 SETTINGS = st.builds(
-    Setting,
+    ReplaySettings,
     capacity=st.integers(0, 7),
     shared=st.booleans(),
     bypass=st.booleans(),
@@ -83,14 +87,14 @@ SETTINGS = st.builds(
 
 @given(seed=st.integers(0, 10_000), setting=SETTINGS, name=st.sampled_from(["lru", "lfu", "mrs"]))
 @settings(max_examples=150, deadline=None)
-def test_replay_equals_the_loop(seed: int, setting: Setting, name: str) -> None:
+def test_replay_equals_the_loop(seed: int, setting: ReplaySettings, name: str) -> None:
     trace = random_trace(25, layers=3, seed=seed, padded=0.1)
-    made = {
+    policies = {
         "lru": lambda: LeastRecentlyUsed(3, 6),
         "lfu": lambda: LeastFrequentlyUsed(3, 6),
         "mrs": lambda: MinusRecentScore(3, 6, 0.3, 4),
     }
-    assert replay(trace, made[name](), setting) == loop_replay(trace, made[name](), setting)
+    assert replay(trace, policies[name](), setting) == loop_replay(trace, policies[name](), setting)
 
 
 class InOrder:
@@ -117,70 +121,72 @@ def by_hand(*chosen: list[int], predicted: list[int] | None = None) -> Trace:
     )
 
 
-def test_a_game_by_hand() -> None:
-    # Two slots; of what is idle the lower id leaves: 3 0 | hit 3 | 3 1 | miss 0: 3 0 | 2 hits nothing and puts out 0
+def test_a_replay_worked_out_by_hand() -> None:
+    # Two slots, the lower id leaves: 3 0, a hit on 3, then 1 replaces 0, 0 replaces 1, and 2 replaces 0.
     trace = by_hand([3], [0], [3], [1], [0], [2])
-    tally = replay(trace, InOrder(), Setting(2))
-    assert tally == Tally(hits=1, accesses=6, admitted=5)
-    assert tally.hit_rate == pytest.approx(1 / 6)
-    assert tally.misses == 5
+    counts = replay(trace, InOrder(), ReplaySettings(2))
+    assert counts == ReplayCounts(hits=1, accesses=6, admitted=5)
+    assert counts.hit_rate == pytest.approx(1 / 6)
+    assert counts.misses == 5
 
 
 def test_the_same_with_bypass() -> None:
     # Once 3 and 1 are in, 0 stays out; 2 replaces 1.
-    tally = replay(by_hand([3], [0], [3], [1], [0], [2]), InOrder(), Setting(2, bypass=True))
-    assert tally == Tally(hits=1, accesses=6, admitted=4)
+    counts = replay(by_hand([3], [0], [3], [1], [0], [2]), InOrder(), ReplaySettings(2, bypass=True))
+    assert counts == ReplayCounts(hits=1, accesses=6, admitted=4)
 
 
-def test_warming_up_is_not_counted_and_is_played() -> None:
-    assert replay(by_hand([3], [0], [3]), InOrder(), Setting(2, warm_tokens=2)) == Tally(hits=1, accesses=1)
+def test_warm_up_tokens_are_replayed_and_not_counted() -> None:
+    assert replay(by_hand([3], [0], [3]), InOrder(), ReplaySettings(2, warm_tokens=2)) == ReplayCounts(hits=1, accesses=1)
 
 
 def test_experts_that_tokens_of_a_step_share_count_once() -> None:
-    assert replay(by_hand([3, 1], [3, 0], [1, 3], [3, 1]), InOrder(), Setting(4, tokens_per_step=2)) == Tally(2, 5, 3)
+    assert replay(by_hand([3, 1], [3, 0], [1, 3], [3, 1]), InOrder(), ReplaySettings(4, tokens_per_step=2)) == ReplayCounts(2, 5, 3)
 
 
 def test_a_prefetch_by_hand() -> None:
     trace = by_hand([0], [1], [1], predicted=[1, 2])
     # One at a time: 1 into a free slot, 0 misses into the other; then 2 over 0, since 1 is predicted itself.
-    assert replay(trace, InOrder(), Setting(2, prefetch=1)) == Tally(hits=2, accesses=3, admitted=1, prefetched=2)
-    # Two: 1 and 2, of which 0 puts out 1; then 1 comes back over 0, and is used.
-    assert replay(trace, InOrder(), Setting(2, prefetch=2)) == Tally(hits=2, accesses=3, admitted=1, prefetched=3, prefetched_in_use=1)
-    assert replay(by_hand([1], predicted=[1, 2]), InOrder(), Setting(2, prefetch=1)).prefetched_in_use == 1
+    assert replay(trace, InOrder(), ReplaySettings(2, prefetch=1)) == ReplayCounts(hits=2, accesses=3, admitted=1, prefetched=2)
+    # Two: 1 and 2, of which 0 replaces 1; then 1 replaces 0 again, and is used.
+    assert replay(trace, InOrder(), ReplaySettings(2, prefetch=2)) == ReplayCounts(
+        hits=2, accesses=3, admitted=1, prefetched=3, prefetched_in_use=1
+    )
+    assert replay(by_hand([1], predicted=[1, 2]), InOrder(), ReplaySettings(2, prefetch=1)).prefetched_in_use == 1
 
 
-def test_room_for_all_misses_each_expert_once() -> None:
+def test_with_room_for_all_each_expert_misses_once() -> None:
     trace = random_trace(80, padded=0.1)
     for shared in (False, True):
-        tally = replay(trace, LeastRecentlyUsed(2, 6), Setting(6, shared=shared))
-        assert tally.misses == tally.admitted == int(trace.used().any(axis=0).sum())
+        counts = replay(trace, LeastRecentlyUsed(2, 6), ReplaySettings(6, shared=shared))
+        assert counts.misses == counts.admitted == int(trace.used().any(axis=0).sum())
 
 
-def test_no_room_hits_nothing() -> None:
+def test_without_slots_nothing_hits() -> None:
     trace = random_trace(20)
     for bypass in (False, True):
-        tally = replay(trace, LeastRecentlyUsed(2, 6), Setting(0, bypass=bypass, prefetch=2))
-        assert (tally.hits, tally.admitted, tally.prefetched) == (0, 0, 0)
-        assert tally.accesses == int(trace.used().sum())
+        counts = replay(trace, LeastRecentlyUsed(2, 6), ReplaySettings(0, bypass=bypass, prefetch=2))
+        assert (counts.hits, counts.admitted, counts.prefetched) == (0, 0, 0)
+        assert counts.accesses == int(trace.used().sum())
 
 
-def test_more_slots_than_experts_are_as_many_as_experts() -> None:
+def test_more_slots_than_experts_change_nothing() -> None:
     trace = random_trace(40, layers=3)
     for shared in (False, True):
-        found = [replay(trace, LeastRecentlyUsed(3, 6), Setting(capacity, shared=shared)) for capacity in (6, 100)]
+        found = [replay(trace, LeastRecentlyUsed(3, 6), ReplaySettings(capacity, shared=shared)) for capacity in (6, 100)]
         assert found[0] == found[1]
 
 
 def test_right_predictions_leave_only_the_first_layer_to_miss() -> None:
     trace = random_trace(40, layers=3)
-    told = np.full_like(trace.predicted, -1)
-    told[0, :, 1:] = trace.chosen[:, 1:]
-    sure = Trace(trace.scores, trace.chosen, trace.weights, told, trace.starts, trace.layers, trace.source)
-    alone = replay(sure.part(0, 40), LeastRecentlyUsed(3, 6), Setting(2))
-    tally = replay(sure, LeastRecentlyUsed(3, 6), Setting(2, prefetch=2))
-    first = replay(_first_layer(trace), LeastRecentlyUsed(1, 6), Setting(2))
-    assert tally.misses == first.misses < alone.misses
-    assert tally.prefetched == tally.prefetched_in_use == alone.misses - first.misses
+    known = np.full_like(trace.predicted, -1)
+    known[0, :, 1:] = trace.chosen[:, 1:]
+    sure = Trace(trace.scores, trace.chosen, trace.weights, known, trace.starts, trace.layers, trace.source)
+    alone = replay(sure.part(0, 40), LeastRecentlyUsed(3, 6), ReplaySettings(2))
+    counts = replay(sure, LeastRecentlyUsed(3, 6), ReplaySettings(2, prefetch=2))
+    first = replay(_first_layer(trace), LeastRecentlyUsed(1, 6), ReplaySettings(2))
+    assert counts.misses == first.misses < alone.misses
+    assert counts.prefetched == counts.prefetched_in_use == alone.misses - first.misses
 
 
 def _first_layer(trace: Trace) -> Trace:
@@ -188,47 +194,47 @@ def _first_layer(trace: Trace) -> Trace:
     return Trace(*arrays, trace.starts, trace.layers[:1], trace.source)
 
 
-def test_one_layer_shares_with_nobody() -> None:
+def test_one_layer_is_the_same_with_shared_slots() -> None:
     trace = _first_layer(random_trace(60))
     for capacity in range(7):
-        found = [replay(trace, MinusRecentScore(1, 6, 0.2), Setting(capacity, shared=shared)) for shared in (False, True)]
+        found = [replay(trace, MinusRecentScore(1, 6, 0.2), ReplaySettings(capacity, shared=shared)) for shared in (False, True)]
         assert found[0] == found[1]
 
 
 def test_shared_slots_go_to_the_layer_that_needs_them() -> None:
-    """One layer uses two experts in turn, the other always the same one: three slots hold all."""
+    """One layer alternates between two experts, the other always uses the same one: three slots hold all."""
     chosen = np.array([[[token % 2], [5]] for token in range(20)])
     trace = random_trace(20, num_experts=6, top_k=1)
     fixed = Trace(trace.scores, chosen, trace.weights, trace.predicted, trace.starts, trace.layers, trace.source)
-    assert replay(fixed, LeastRecentlyUsed(2, 6), Setting(2, shared=True)).misses == 3
-    assert replay(fixed, LeastRecentlyUsed(2, 6), Setting(1)).misses == 21
+    assert replay(fixed, LeastRecentlyUsed(2, 6), ReplaySettings(2, shared=True)).misses == 3
+    assert replay(fixed, LeastRecentlyUsed(2, 6), ReplaySettings(1)).misses == 21
 
 
 def test_a_static_profile_keeps_its_set() -> None:
     trace = random_trace(200)
-    tally = replay(trace, StaticProfile(trace.loads()), Setting(3, bypass=True, warm_tokens=100))
+    counts = replay(trace, StaticProfile(trace.loads()), ReplaySettings(3, bypass=True, warm_tokens=100))
     hot = np.argsort(trace.loads(), axis=1, kind="stable")[:, 3:]
     hits = sum(int(trace.used()[100:, layer][:, hot[layer]].sum()) for layer in range(2))
-    assert tally.hits == hits
-    assert tally.admitted == 0
+    assert counts.hits == hits
+    assert counts.admitted == 0
 
 
 def test_predictions_are_needed_to_prefetch() -> None:
     with pytest.raises(ValueError, match="prefetch needs a trace with predictions"):
-        replay(random_trace(4, depths=0), LeastRecentlyUsed(2, 6), Setting(2, prefetch=1))
+        replay(random_trace(4, depths=0), LeastRecentlyUsed(2, 6), ReplaySettings(2, prefetch=1))
 
 
 @pytest.mark.parametrize("wrong", [{"capacity": -1}, {"prefetch": -1}, {"warm_tokens": -1}, {"tokens_per_step": 0}])
 def test_wrong_settings(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        Setting(**({"capacity": 1} | wrong))
+        ReplaySettings(**({"capacity": 1} | wrong))
 
 
-def test_the_steps_of_a_trace() -> None:
+def test_the_used_by_step_a_trace() -> None:
     trace = random_trace(7, padded=0.1)
     used = trace.used()
-    np.testing.assert_array_equal(steps_of(trace, 1), used)
-    joined = steps_of(trace, 3)
+    np.testing.assert_array_equal(used_by_step(trace, 1), used)
+    joined = used_by_step(trace, 3)
     assert len(joined) == 3
     np.testing.assert_array_equal(joined[1], used[3:6].any(axis=0))
     np.testing.assert_array_equal(joined[2], used[6])
@@ -238,16 +244,16 @@ class TestAdmission:
     def test_always(self) -> None:
         priority = np.array([5.0, 4.0, 3.0, 2.0])
         marks = np.array([True, True, False, False]), np.array([False, False, True, True])
-        assert retained(priority, *marks, 3, bypass=False).tolist() == [True, False, True, True]
-        assert retained(priority, *marks, 1, bypass=False).tolist() == [False, False, True, False]  # more active than slots
+        assert after_admission(priority, *marks, 3, bypass=False).tolist() == [True, False, True, True]
+        assert after_admission(priority, *marks, 1, bypass=False).tolist() == [False, False, True, False]  # more active than slots
 
     def test_bypass(self) -> None:
         priority = np.array([5.0, 1.0, 3.0, 2.0])
         marks = np.array([True, True, False, False]), np.array([False, False, True, True])
-        assert retained(priority, *marks, 2, bypass=True).tolist() == [True, False, True, False]
+        assert after_admission(priority, *marks, 2, bypass=True).tolist() == [True, False, True, False]
 
-    def test_prefetched_experts_never_put_out_one_another(self) -> None:
+    def test_prefetched_experts_never_replace_each_other(self) -> None:
         priority, resident = np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, True, False, False])
-        assert with_prefetched(priority, resident, np.array([2, 3]), 2, 2).tolist() == [False, False, True, True]
-        assert with_prefetched(priority, resident, np.array([0, 2, 3]), 2, 2).tolist() == [True, False, True, False]
-        assert with_prefetched(priority, resident, np.array([2]), 3, 1).tolist() == [True, True, True, False]
+        assert after_prefetch(priority, resident, np.array([2, 3]), 2, 2).tolist() == [False, False, True, True]
+        assert after_prefetch(priority, resident, np.array([0, 2, 3]), 2, 2).tolist() == [True, False, True, False]
+        assert after_prefetch(priority, resident, np.array([2]), 3, 1).tolist() == [True, True, True, False]

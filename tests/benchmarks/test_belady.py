@@ -1,4 +1,4 @@
-"""MIN is the optimum: no order of evictions, tried exhaustively, hits more; and no policy passes it."""
+"""Belady's MIN is optimal: no sequence of evictions, tried exhaustively, hits more, and no policy exceeds it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support import import_benchmark
 from support.routing_traces import random_trace
 
 from moegraft.operators.offload.cache import (
@@ -20,9 +21,12 @@ from moegraft.operators.offload.cache import (
     ScoreAndFrequency,
     StaticProfile,
 )
-from moegraft.operators.offload.replay import Optimal, Setting, replay, steps_of
 from moegraft.operators.routing_trace import Trace
 
+_cache_replay = import_benchmark("_cache_replay")
+Belady, ReplaySettings, replay, used_by_step = (
+    getattr(_cache_replay, name) for name in ("Belady", "ReplaySettings", "replay", "used_by_step")
+)
 Item = Hashable
 
 
@@ -60,8 +64,8 @@ def requests_of(used: NDArray[np.bool_]) -> list[frozenset[Item]]:
 @settings(max_examples=60, deadline=None)
 def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: bool, tokens_per_step: int) -> None:
     trace = random_trace(10, layers=1, num_experts=5, seed=seed, padded=0.1)
-    used = steps_of(trace, tokens_per_step)
-    found = replay(trace, Optimal(used), Setting(capacity, bypass=bypass, tokens_per_step=tokens_per_step))
+    used = used_by_step(trace, tokens_per_step)
+    found = replay(trace, Belady(used), ReplaySettings(capacity, bypass=bypass, tokens_per_step=tokens_per_step))
     assert found.misses == fewest_misses(requests_of(used), capacity, bypass=bypass)
 
 
@@ -69,8 +73,8 @@ def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: boo
 @settings(max_examples=30, deadline=None)
 def test_no_cache_that_layers_share_misses_less(seed: int, capacity: int, bypass: bool) -> None:
     trace = random_trace(5, layers=2, num_experts=4, seed=seed)
-    used = steps_of(trace, 1)
-    found = replay(trace, Optimal(used), Setting(capacity, shared=True, bypass=bypass))
+    used = used_by_step(trace, 1)
+    found = replay(trace, Belady(used), ReplaySettings(capacity, shared=True, bypass=bypass))
     assert found.misses == fewest_misses(requests_of(used), 2 * capacity, bypass=bypass)
 
 
@@ -86,19 +90,19 @@ POLICIES: dict[str, Callable[[Trace], CachePolicy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("bypass", [False, True])
-def test_no_policy_passes_it(name: str, shared: bool, bypass: bool) -> None:
+def test_no_policy_hits_more(name: str, shared: bool, bypass: bool) -> None:
     for seed in range(5):
         trace = random_trace(60, layers=3, num_experts=8, seed=seed)
         for capacity in (1, 2, 4, 7):
-            setting = Setting(capacity, shared=shared, bypass=bypass)
-            assert replay(trace, POLICIES[name](trace), setting).hits <= replay(trace, Optimal(steps_of(trace, 1)), setting).hits
+            setting = ReplaySettings(capacity, shared=shared, bypass=bypass)
+            assert replay(trace, POLICIES[name](trace), setting).hits <= replay(trace, Belady(used_by_step(trace, 1)), setting).hits
 
 
-def test_it_hits_more_with_every_slot_and_where_it_may_bypass() -> None:
+def test_more_slots_and_bypassing_never_hit_less() -> None:
     for seed in range(5):
         trace = random_trace(60, num_experts=8, seed=seed)
         hits = {
-            bypass: [replay(trace, Optimal(steps_of(trace, 1)), Setting(capacity, bypass=bypass)).hits for capacity in range(9)]
+            bypass: [replay(trace, Belady(used_by_step(trace, 1)), ReplaySettings(capacity, bypass=bypass)).hits for capacity in range(9)]
             for bypass in (False, True)
         }
         assert hits[False] == sorted(hits[False])
@@ -107,7 +111,7 @@ def test_it_hits_more_with_every_slot_and_where_it_may_bypass() -> None:
         assert hits[True] != hits[False], "bypassing should matter at a capacity of 1"
 
 
-def test_a_trace_longer_than_it_knows_is_its_callers_mistake() -> None:
+def test_a_trace_longer_than_the_known_steps_is_rejected() -> None:
     trace = random_trace(6)
-    with pytest.raises(AssertionError, match="more steps were played than are known"):
-        replay(trace, Optimal(steps_of(trace.part(0, 3), 1)), Setting(1))
+    with pytest.raises(AssertionError, match="the trace is longer than the steps given"):
+        replay(trace, Belady(used_by_step(trace.part(0, 3), 1)), ReplaySettings(1))
