@@ -40,7 +40,7 @@ TRACE_TOKENS = 3072
 PAST_TOKENS = 64  # what a layer's residents were used most in
 PLANNED = tuple(name for name in SCHEDULES if name != "layer_map")
 CSRC = ROOT / "cpu_backend" / "csrc"
-PLANNER_SOURCES = ("scheduler.cpp", "layer_problem.cpp", "schedule_greedy.cpp", "schedule_threshold.cpp")
+PLANNER_SOURCES = tuple(f"scheduler/{name}.cpp" for name in ("planner", "layer_problem", "greedy", "two_threshold"))
 Row = dict[str, object]
 
 
@@ -165,7 +165,7 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 class _Problem(ctypes.Structure):
-    """LayerProblem of layer_problem.h."""
+    """LayerProblem of scheduler/layer_problem.h."""
 
     _fields_ = (
         ("experts", ctypes.c_int),
