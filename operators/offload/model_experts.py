@@ -420,7 +420,7 @@ def _by_kind(members: Sequence[Member]) -> Mapping[tuple[int, int, str, bool], S
 
 
 class GpuGroups:
-    """One a model, `context.shared(GpuGroups, GpuGroups)`."""
+    """One a model, `context.gpu_groups`."""
 
     def __init__(self) -> None:
         self._groups: dict[GpuOptions, ModelExperts] = {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedLinear
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.base import BuildContext
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import Machine
@@ -69,7 +69,7 @@ def test_no_tokens_and_wrong_bytes() -> None:
 
 def test_the_operator_takes_its_bytes_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(64, 45)
-    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     operator = QuantizedLinear.build(module, QuantizedLinearOptions("int8", gpu="auto"), context)
     monkeypatch.setattr(operator, "_device", torch.device(DEVICE))
     on_cpu = QuantizedLinear.build(module, QuantizedLinearOptions("int8"), context)

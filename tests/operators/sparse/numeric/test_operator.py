@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.base import BuildContext
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
@@ -38,7 +38,7 @@ def stock() -> nn.Module:
 
 
 def built(module: nn.Module, options: SparseExpertsOptions | None = None) -> SparseExperts:
-    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
     operator.load(live_source("experts", module), lambda size: None)
     assert operator._layer is not None
