@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import GpuGroups
     from moegraft.operators.sparse.choice import PathChoices
-    from moegraft.operators.sparse.layer import SparseLayers
+    from moegraft.operators.sparsity import SparseLayers
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class InjectionContext:
     @cached_property
     def sparse_layers(self) -> SparseLayers:
         """The layers that leave neurons out, grouped by target."""
-        from moegraft.operators.sparse.layer import SparseLayers
+        from moegraft.operators.sparsity import SparseLayers
 
         return SparseLayers()
 

@@ -24,9 +24,9 @@ from moegraft.injection.estimate.work import GpuRates
 from moegraft.injection.load import optimize_and_load
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
-from moegraft.operators.experts.self_test import kernel_isa, kernel_threads
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import probe_machine
+from moegraft.operators.self_test import kernel_isa, kernel_threads
 
 # Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8

@@ -33,8 +33,8 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
-from moegraft.operators.sparse.layer import LayerSparsity
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.sparse.choice import PathChoices
-from moegraft.operators.sparse.layer import LayerSparsity
-from moegraft.operators.sparse.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
+from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
 if TYPE_CHECKING:

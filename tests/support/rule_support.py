@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from moegraft.operators.weights import WeightSource
 class CacheOptions:
     policy: Literal["mrs", "lru", "lfu"] = "mrs"
     ratio: float = 0.25
+    renamed_options: ClassVar[Mapping[str, str]] = {"share": "ratio"}
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -43,6 +44,7 @@ class ExpertsOptions:
     devices: tuple[str, ...] = ()
     window: tuple[int, int] = (0, 0)
     costs: Mapping[str, float] = field(default_factory=dict)
+    renamed_options: ClassVar[Mapping[str, str]] = {"ahead": "lookahead"}
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:

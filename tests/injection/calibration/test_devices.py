@@ -18,7 +18,7 @@ from moegraft.injection.calibration import sparse_layers
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.statistics import EngineStatistics
-from moegraft.operators.sparse.layer import WINDOW_TOKENS
+from moegraft.operators.sparsity import WINDOW_TOKENS
 
 RULES = """
 - match: {{kind: experts}}

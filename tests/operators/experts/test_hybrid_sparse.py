@@ -20,7 +20,7 @@ from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOption
 from moegraft.operators.layout import read_layout
 from moegraft.operators.machine import Machine
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.thresholds import SparsityOptions
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 5, 64, 40, 9, 2
 SPARSE = SparsityOptions(0.5, "routed")

@@ -21,8 +21,8 @@ from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
 

@@ -15,8 +15,8 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.offload.executors import CpuPart, HostTokens
 from moegraft.operators.offload.model_experts import EngineParts
-from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 EXPERTS, SLOTS = 5, {1: 2, 3: 0, 4: 1}  # experts in slots
 

@@ -12,12 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.activations import ActivationHistogram
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
-from moegraft.operators.sparse.calibration import ActivationHistogram
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.thresholds import SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
 

@@ -15,9 +15,9 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.model_experts import EngineParts
 from moegraft.operators.sparse import slots as slot_timing
 from moegraft.operators.sparse.choice import PathChoices
-from moegraft.operators.sparse.layer import SparseLayers
 from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts, TimedSlotPaths, synthetic_slot_calls
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 EXPERTS, RESIDENT, TOP_K = 4, 3, 2
 FASTEST = {1: "pair", 2: "union", 4: "dense"}  # by batch
