@@ -111,7 +111,7 @@ class SparseExperts(Operator):
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:
-        reason = why_unavailable()
+        reason = None if interpreted() else why_unavailable()
         if reason is not None:
             return f"sparse_experts computes on a CUDA GPU, and {reason}; hybrid_experts takes 'sparsity' on the CPU, too"
         return why_unsupported(module)
@@ -131,7 +131,7 @@ class SparseExperts(Operator):
         draft = context.shared(DraftSwitch, DraftSwitch)
         draft.join(sparse=True)
         sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft)
-        device = torch.device("cpu") if why_unavailable() or interpreted() else options.device
+        device = torch.device("cpu") if why_unavailable() else options.device
         workspace = context.shared(Workspaces, Workspaces).on(device)
         choices = context.shared(PathChoices, lambda: PathChoices(choices_path()))
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)
