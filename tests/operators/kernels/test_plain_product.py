@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import relative_error
 from support.sparse_cases import sparse_case

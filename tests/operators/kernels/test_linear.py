@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, relative_error
 from support.triton_cases import DEVICE, ROUNDED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.sparse_cases import sparse_case
 from support.triton_cases import DEVICE

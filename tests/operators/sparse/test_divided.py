@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import TOLERANCE, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE

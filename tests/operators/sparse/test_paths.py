@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import relative_error
 from support.sparse_cases import SparseCase, sparse_case

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
