@@ -12,7 +12,7 @@
 #include "core/float_conversion.h"
 #include "core/runtime.h"
 #include "scheduler/optimum.h"
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 #include "simd/isa.h"
 
 using namespace moegraft;

@@ -1,4 +1,4 @@
-#include "attention/rows_job.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <cmath>

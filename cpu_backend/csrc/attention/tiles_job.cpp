@@ -1,4 +1,4 @@
-#include "attention/tiles_job.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <cmath>

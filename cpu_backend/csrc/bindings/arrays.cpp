@@ -1,4 +1,4 @@
-#include "bindings/arrays.h"
+#include "bindings/bindings.h"
 
 #include <cstdio>
 

@@ -1,9 +1,8 @@
-#include "bindings/attention.h"
+#include "bindings/bindings.h"
 
 #include <cmath>
 #include <string>
 
-#include "bindings/arrays.h"
 
 namespace py = pybind11;
 

@@ -9,13 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "bindings/arrays.h"
-#include "bindings/attention.h"
-#include "bindings/ops.h"
-#include "bindings/scheduler.h"
-#include "bindings/weights.h"
+#include "bindings/bindings.h"
 #include "core/machine.h"
-#include "core/partition.h"
 #include "core/runtime.h"
 #include "simd/isa.h"
 
@@ -254,11 +249,6 @@ PYBIND11_MODULE(_kernel, module) {
     return std::make_pair(selected.name(), tile_isas(selected));
   }, "features"_a, "wanted"_a = "");
   module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);
-  module.def("partition_blocks", [](int blocks, const std::vector<int>& threads_of_nodes) {
-    std::vector<std::pair<int, int>> ranges;
-    for (const UnitRange& range : partition_blocks(blocks, threads_of_nodes)) ranges.emplace_back(range.first, range.end);
-    return ranges;
-  }, "blocks"_a, "threads_of_nodes"_a);
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
 }
 

@@ -1,11 +1,10 @@
 // What small operators know of a norm or a router, checked once; their calls then take addresses of tensors, because looking at arrays
 // takes longer than the work.
-#include "bindings/ops.h"
+#include "bindings/bindings.h"
 
 #include <cmath>
 #include <string>
 
-#include "bindings/arrays.h"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -5,8 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "attention/rows_job.h"
-#include "attention/tiles_job.h"
+#include "attention/attention.h"
 #include "experts/job.h"
 #include "ops/linear.h"
 #include "sparse/job.h"

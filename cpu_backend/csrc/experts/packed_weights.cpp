@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/super_blocks.h"
+#include "experts/block_layout.h"
 
 namespace moegraft {
 namespace {

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "experts/prefetch.h"
-#include "experts/records.h"
 #include "experts/routing.h"
 
 namespace moegraft {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 namespace moegraft {
 namespace {

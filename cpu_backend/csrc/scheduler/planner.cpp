@@ -1,4 +1,4 @@
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "scheduler/two_threshold.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>

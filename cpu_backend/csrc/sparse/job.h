@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "experts/job.h"
-#include "experts/records.h"
+#include "experts/routing.h"
 
 namespace moegraft {
 
