@@ -60,7 +60,8 @@ struct AttentionArgs {
 };
 
 inline const std::byte* row_of(const HeadsView& view, ActivationType type, int batch, int head, int row) {
-  return view.data + static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
+  return view.data +
+         static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
 }
 
 struct QueryRow {
@@ -117,7 +118,8 @@ struct AttentionPhases {
 
 class AttentionRowsJob final : public Job {
  public:
-  AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers, const AttentionPhases& phases);
+  AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                   const AttentionPhases& phases);
 
   void prepare(AlignedMemory& parts, AlignedMemory* workers);  // throws std::bad_alloc
   void run(int worker) noexcept override;
@@ -147,7 +149,8 @@ class AttentionRowsJob final : public Job {
 
 class AttentionTilesJob final : public Job {
  public:
-  AttentionTilesJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers, const AttentionPhases& phases);
+  AttentionTilesJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                    const AttentionPhases& phases);
 
   void prepare(AlignedMemory& keys, AlignedMemory& values, AlignedMemory* workers);  // throws std::bad_alloc
   void run(int worker) noexcept override;

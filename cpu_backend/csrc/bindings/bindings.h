@@ -1,10 +1,10 @@
 // What every binding checks of an array before it reads it.
 #pragma once
 
-#include <cstdint>
-#include <memory>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,7 +26,8 @@ ActivationType activation_type_of(const pybind11::array& array, const char* name
 
 // Keeps the array of an external buffer alive beside the experts.
 struct PyExperts {
-  PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const pybind11::object& buffer_or_none, bool sparse);
+  PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const pybind11::object& buffer_or_none,
+            bool sparse);
   std::unique_ptr<PackedExperts> experts;
   pybind11::object buffer;
 };

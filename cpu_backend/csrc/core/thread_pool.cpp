@@ -115,7 +115,9 @@ void ThreadPool::run(Job& job, const OpenMp* shared) {
   gate_.fetch_and(~kClosed);
   epoch_.fetch_add(1);
   if (sleepers_.load() > 0) {
-    { const std::lock_guard<std::mutex> lock(mutex_); }  // a worker between its last look and its sleep must get the notice
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }  // a worker between its last look and its sleep must get the notice
     wake_.notify_all();
   }
   job.run(0);

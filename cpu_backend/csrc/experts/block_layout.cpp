@@ -111,12 +111,14 @@ struct Place {
 Place place_in_block(WeightType type, HalfBlock half, int group) {
   const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
   std::byte* base = half.block + block_bytes(type, kGroup) * static_cast<std::size_t>(group);
-  return {base + half.half * kLanes * 2, base + (is_quantized(type) ? kScaleBytes : 0) + bytes * static_cast<std::size_t>(half.half), 2 * bytes};
+  return {base + half.half * kLanes * 2, base + (is_quantized(type) ? kScaleBytes : 0) + bytes * static_cast<std::size_t>(half.half),
+          2 * bytes};
 }
 
 Place place_in_row(WeightType type, std::byte* row, int cols, int chunk) {
   const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
-  return {row + chunk * kLanes * 2, row + row_scale_bytes(type, cols) + bytes * static_cast<std::size_t>(lines_per_chunk(type) * chunk), bytes};
+  return {row + chunk * kLanes * 2, row + row_scale_bytes(type, cols) + bytes * static_cast<std::size_t>(lines_per_chunk(type) * chunk),
+          bytes};
 }
 
 void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) {
@@ -279,7 +281,8 @@ constexpr int kQ6KUpper = 128, kQ6KScales = 192, kQ6KD = 208;
 void store_nibbles(const std::uint8_t* codes, std::byte* lines, int row) {
   for (int line = 0; line < kGroup / 8; ++line)
     for (int byte = 0; byte < 4; ++byte)
-      lines[line * kWordsBytes + row * 4 + byte] = static_cast<std::byte>((codes[8 * line + byte] & 15) | (codes[8 * line + 4 + byte] & 15) << 4);
+      lines[line * kWordsBytes + row * 4 + byte] =
+          static_cast<std::byte>((codes[8 * line + byte] & 15) | (codes[8 * line + 4 + byte] & 15) << 4);
 }
 
 void store_upper_bits(const std::uint8_t* codes, std::byte* words, int row) {
@@ -363,8 +366,9 @@ void pack_super_half_block(WeightType type, HalfBlock target, const SuperBlockRo
     std::byte* block = target.block + super_block_bytes(type) * static_cast<std::size_t>(index);
     for (int lane = 0; lane < kLanes; ++lane) {
       const int row = first_row + lane;
-      const std::uint8_t* from =
-          row < source.rows ? source.blocks + row_bytes * static_cast<std::size_t>(row) + file_block_bytes(type) * static_cast<std::size_t>(index) : kZeros;
+      const std::uint8_t* from = row < source.rows ? source.blocks + row_bytes * static_cast<std::size_t>(row) +
+                                                         file_block_bytes(type) * static_cast<std::size_t>(index)
+                                                   : kZeros;
       (type == WeightType::kQ4K ? pack_q4_k : pack_q6_k)(from, block, kLanes * target.half + lane);
     }
   }

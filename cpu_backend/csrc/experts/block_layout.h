@@ -72,7 +72,8 @@ constexpr std::size_t row_scale_bytes(WeightType type, int cols) {
   return type == WeightType::kInt8 || type == WeightType::kInt4 ? static_cast<std::size_t>(round_up(chunks_of(cols) * kLanes * 2, 64)) : 0;
 }
 constexpr std::size_t row_bytes(WeightType type, int cols) {
-  return row_scale_bytes(type, cols) + static_cast<std::size_t>(chunks_of(cols)) * static_cast<std::size_t>(lines_per_chunk(type) * line_bytes(type));
+  return row_scale_bytes(type, cols) +
+         static_cast<std::size_t>(chunks_of(cols)) * static_cast<std::size_t>(lines_per_chunk(type) * line_bytes(type));
 }
 
 // Where 16 consecutive rows of a matrix lie: half a block.
@@ -144,7 +145,8 @@ struct ScaleAndMinimum {
 // Of a group: the first four have their 6 bits in the bytes of words 0 and 1, the others 4 in word 2 and 2 above the first four's.
 static inline ScaleAndMinimum scale_of_q4_k(const std::byte* words, int row, int group) {
   const int shift = 8 * (group % 4);
-  const int first = static_cast<int>(word_at(words, 0, row) >> shift & 255), second = static_cast<int>(word_at(words, 1, row) >> shift & 255);
+  const int first = static_cast<int>(word_at(words, 0, row) >> shift & 255),
+            second = static_cast<int>(word_at(words, 1, row) >> shift & 255);
   if (group < 4) return {first & 63, second & 63};
   const int low = static_cast<int>(word_at(words, 2, row) >> shift & 255);
   return {(low & 15) | (first >> 6) << 4, low >> 4 | (second >> 6) << 4};

@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-
 namespace moegraft {
 
 void Routing::group(const RoutingView& view, int num_experts, int segment_pairs, int first_token) {
@@ -15,9 +14,9 @@ void Routing::group(const RoutingView& view, int num_experts, int segment_pairs,
     const std::int64_t id = view.ids[slot];
     if (id == -1 || id == num_experts) continue;
     if (id < 0 || id > num_experts) {
-      throw std::invalid_argument("top_k_index[" + std::to_string(first_token + slot / view.top_k) + ", " + std::to_string(slot % view.top_k) +
-                                  "] is " + std::to_string(id) + ": expert ids are 0 to " + std::to_string(num_experts - 1) +
-                                  ", and -1 or " + std::to_string(num_experts) + " for a padded slot");
+      throw std::invalid_argument("top_k_index[" + std::to_string(first_token + slot / view.top_k) + ", " +
+                                  std::to_string(slot % view.top_k) + "] is " + std::to_string(id) + ": expert ids are 0 to " +
+                                  std::to_string(num_experts - 1) + ", and -1 or " + std::to_string(num_experts) + " for a padded slot");
     }
     ++starts_[static_cast<std::size_t>(id) + 1];
   }
@@ -57,7 +56,8 @@ void lay_in_lanes(const std::uint32_t* record, int groups, Format format, std::u
   const int words = words_per_group(format);
   for (int first = 0; first < groups; first += kLanes, target += words * kLanes) {
     const std::uint32_t* sources[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) sources[lane] = first + lane < groups ? record + static_cast<std::size_t>(first + lane) * words : kZeros;
+    for (int lane = 0; lane < kLanes; ++lane)
+      sources[lane] = first + lane < groups ? record + static_cast<std::size_t>(first + lane) * words : kZeros;
     for (int word = 0; word < words; ++word)
       for (int lane = 0; lane < kLanes; ++lane) target[word * kLanes + lane] = sources[lane][word];
   }

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <limits>
 
-
 namespace moegraft {
 namespace {
 
@@ -51,7 +50,8 @@ void leave_groups_out(const Selection& selection, SelectionScratch& scratch) {
     scores[static_cast<std::size_t>(group)] = selection.group_score == GroupScore::kLargest || size < 2 ? best : best + second;
   }
   find_largest(scores.data(), selection.groups, selection.kept_groups, scratch.keys);
-  for (int i = 0; i < selection.kept_groups; ++i) scores[static_cast<std::size_t>(index_of(scratch.keys[static_cast<std::size_t>(i)]))] = std::numeric_limits<float>::quiet_NaN();
+  for (int i = 0; i < selection.kept_groups; ++i)
+    scores[static_cast<std::size_t>(index_of(scratch.keys[static_cast<std::size_t>(i)]))] = std::numeric_limits<float>::quiet_NaN();
   for (int group = 0; group < selection.groups; ++group)
     if (scores[static_cast<std::size_t>(group)] == scores[static_cast<std::size_t>(group)])
       std::fill_n(scratch.choice.begin() + group * size, size, -std::numeric_limits<float>::infinity());
@@ -116,9 +116,9 @@ void RouterJob::run(int worker) noexcept {
   int count = 0;
   for (int unit = rows_.take(worker); unit >= 0; unit = rows_.take(worker), ++count) {
     const int first = unit * unit_experts_;
-    kernels_.attention.score[static_cast<int>(args_.type)]({states_, halves_, args_.hidden, tokens_, args_.weight + row_bytes * static_cast<std::size_t>(first),
-                                                            static_cast<std::ptrdiff_t>(row_bytes), std::min(unit_experts_, experts - first), args_.hidden,
-                                                            logits_ + first, experts});
+    kernels_.attention.score[static_cast<int>(args_.type)](
+        {states_, halves_, args_.hidden, tokens_, args_.weight + row_bytes * static_cast<std::size_t>(first),
+         static_cast<std::ptrdiff_t>(row_bytes), std::min(unit_experts_, experts - first), args_.hidden, logits_ + first, experts});
   }
   rows_.finish(count);
   rows_.wait();

@@ -115,7 +115,8 @@ class TwoThresholdSchedule {
   void sort(const LayerProblem& problem, const ExpertGroups& groups);
   void tabulate(const LayerProblem& problem, const ExpertGroups& groups, const std::uint8_t* on_cpu);
   void sweep(const LayerProblem& problem, const std::vector<int>& in_flight, int in_flight_on_cpu, Thresholds& best) const;
-  void sweep_all(const LayerProblem& problem, const ExpertGroups& groups, const std::vector<int>& in_flight, std::uint8_t* on_cpu, Thresholds& best);
+  void sweep_all(const LayerProblem& problem, const ExpertGroups& groups, const std::vector<int>& in_flight, std::uint8_t* on_cpu,
+                 Thresholds& best);
   void find_near(const LayerProblem& problem, const Thresholds& best);
   void polish(const LayerProblem& problem, const ExpertGroups& groups, std::uint8_t* on_cpu);
 

@@ -50,38 +50,38 @@ constexpr Format format_of(WeightType weights, ActivationType activations) {
 }
 
 struct TileArgs {
-  const std::byte* block;        // one block of 32 rows
+  const std::byte* block;  // one block of 32 rows
   const std::uint32_t* records;  // `tokens` records, interleaved
-  int groups;                    // columns / 32
-  int tokens;                    // 1 to Kernels::max_tokens
-  float* out;                    // (tokens, 32)
-  const std::byte* ahead;        // what will be read next: `ahead_lines` lines of it are prefetched with each group
+  int groups;  // columns / 32
+  int tokens;  // 1 to Kernels::max_tokens
+  float* out;  // (tokens, 32)
+  const std::byte* ahead;  // what will be read next: `ahead_lines` lines of it are prefetched with each group
   int ahead_lines;
-  std::size_t ahead_stride;      // bytes from one group's burst to the next one's
+  std::size_t ahead_stride;  // bytes from one group's burst to the next one's
 };
 
 struct GateArgs {
   const GateSpec* spec;
-  const float* rows;       // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
+  const float* rows;  // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
   const float* gate_bias;  // 16, or null
-  const float* up_bias;    // 16 (32 when ungated), or null
+  const float* up_bias;  // 16 (32 when ungated), or null
   int tokens;
   bool gated;
-  float* out;              // (tokens, 32): 16 values are written at `out` when gated, 32 when not
+  float* out;  // (tokens, 32): 16 values are written at `out` when gated, 32 when not
 };
 
 // A root-mean-square norm as families have it: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
 struct NormForm {
   float epsilon;
   float weight_offset;  // 1 where weights are stored around 0
-  bool rounds_first;    // the quotient is rounded to the row's type before it meets the weight
+  bool rounds_first;  // the quotient is rounded to the row's type before it meets the weight
 };
 
 struct NormRowArgs {
-  const std::byte* x;       // (cols)
+  const std::byte* x;  // (cols)
   const std::byte* weight;  // (cols), or null
-  std::byte* out;           // (cols)
-  ActivationType type;      // of all three
+  std::byte* out;  // (cols)
+  ActivationType type;  // of all three
   int cols;
   NormForm form;
 };
@@ -94,22 +94,22 @@ struct NormRowArgs {
 //   pairs    an item is two rows, a word is a weight of each in bfloat16, and a coefficient is two bfloat16 as well (in_pairs)
 // A tile of items holds 4 columns of each of 16 groups: (items, 4, 16) words.
 
-constexpr int kMostRows = 4;       // in one call of dot_rows and add_rows: rows that lie apart are read faster together (EPYC Zen 5)
-constexpr int kTileColumns = 4;    // of each group, in a tile of items
+constexpr int kMostRows = 4;  // in one call of dot_rows and add_rows: rows that lie apart are read faster together (EPYC Zen 5)
+constexpr int kTileColumns = 4;  // of each group, in a tile of items
 constexpr int kTileWords = kTileColumns * 16;
-constexpr int kTiles = 8;          // of a chunk
+constexpr int kTiles = 8;  // of a chunk
 
 // Rows times tokens, whose records are in lanes: word w of group 16 * chunk + lane at (chunk * words + w) * 16 + lane.
 struct RowDotsArgs {
   const std::byte* rows[kMostRows];  // each begins with its scales
-  int places[kMostRows];             // where a row's products go in each token's `out`
+  int places[kMostRows];  // where a row's products go in each token's `out`
   int row_count;
   int tokens;
-  const std::uint32_t* const* lanes;    // one a token
-  float* const* out;                    // one a token
-  std::size_t line_offset;              // from a row's start to its lines
+  const std::uint32_t* const* lanes;  // one a token
+  float* const* out;  // one a token
+  std::size_t line_offset;  // from a row's start to its lines
   int chunks;
-  const std::byte* const* ahead;        // (row_count) rows that come next, fetched line by line while these are read; or null
+  const std::byte* const* ahead;  // (row_count) rows that come next, fetched line by line while these are read; or null
 };
 
 // sums += coefficients * rows, for one chunk. Column k of a line's groups goes to sums[k * 16 + lane].
@@ -125,8 +125,8 @@ struct RowAddArgs {
 struct RowWidenArgs {
   const std::byte* scales[2];
   const std::byte* lines[2];
-  std::uint32_t* items;      // in the first tile
-  std::size_t tile_stride;   // words
+  std::uint32_t* items;  // in the first tile
+  std::size_t tile_stride;  // words
 };
 
 // sums += coefficients * items, for some tokens and one tile; the columns' sums lie as in RowAddArgs.
@@ -135,7 +135,7 @@ struct ItemsAddArgs {
   int item_count;
   int tokens;
   const std::uint32_t* const* coefficients;  // one a token: (items)
-  float* const* sums;                        // one a token, the tile's (4, 16) beginning at sums_offset
+  float* const* sums;  // one a token, the tile's (4, 16) beginning at sums_offset
   std::size_t sums_offset;
 };
 
@@ -146,16 +146,16 @@ struct ItemsPickArgs {
   const int* picked;  // items, ascending
   int picked_count;
   const std::uint32_t* coefficients;  // (items)
-  float* sums;                        // (32, 16)
+  float* sums;  // (32, 16)
 };
 
 struct NeuronsArgs {
   const GateSpec* spec;
   float threshold;
-  float weight;     // the token's share
+  float weight;  // the token's share
   const float* up;  // 32, those of inactive neurons are not looked at; or null: ungated
   const float* up_bias;  // 32, or null
-  float* neurons;   // 32: act(gate)
+  float* neurons;  // 32: act(gate)
 };
 
 struct SparseKernels {
@@ -205,39 +205,39 @@ constexpr int kAttentionRows = 8;  // that the functions below take at once
 
 // scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys that lie as the cache has them.
 struct ScoreArgs {
-  const float* query;            // (rows, query_stride)
-  const std::uint16_t* halves;   // the same in bfloat16, (rows, query_stride); read where keys are bfloat16 alone
+  const float* query;  // (rows, query_stride)
+  const std::uint16_t* halves;  // the same in bfloat16, (rows, query_stride); read where keys are bfloat16 alone
   int query_stride;
   int rows;
   const std::byte* keys;
-  std::ptrdiff_t key_bytes;      // from a key to the next
+  std::ptrdiff_t key_bytes;  // from a key to the next
   int count;
   int dim;
-  float* scores;                 // (rows, score_stride)
+  float* scores;  // (rows, score_stride)
   int score_stride;
 };
 
 // sums[r] += shares[r][j] * value j.
 struct MixArgs {
-  const float* shares;           // (rows, share_stride)
+  const float* shares;  // (rows, share_stride)
   int share_stride;
   int rows;
   const std::byte* values;
   std::ptrdiff_t value_bytes;
   int count;
   int dim;
-  float* sums;                   // (rows, sum_stride)
+  float* sums;  // (rows, sum_stride)
   int sum_stride;
 };
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
 struct SoftmaxArgs {
-  float* scores;                 // becomes e^(score - largest), of scores that were scaled and capped
-  int count;                     // a multiple of 16; what is hidden is -infinity
+  float* scores;  // becomes e^(score - largest), of scores that were scaled and capped
+  int count;  // a multiple of 16; what is hidden is -infinity
   float scale;
-  float softcap;                 // 0: none
-  float largest;                 // in and out
-  float sum;                     // in and out
+  float softcap;  // 0: none
+  float largest;  // in and out
+  float sum;  // in and out
 };
 
 // The step of a row of which no score is a number above -infinity: NaN makes it NaN, else nothing changes. `static`, as numbers.h has it.
@@ -250,9 +250,9 @@ static inline float nothing_seen(SoftmaxArgs& args) {
 }
 
 struct AttentionKernels {
-  void (*score[3])(const ScoreArgs& args);   // by ActivationType of the keys
-  void (*mix[3])(const MixArgs& args);       // by ActivationType of the values
-  float (*softmax)(SoftmaxArgs& args);       // returns what earlier sums are to be multiplied with
+  void (*score[3])(const ScoreArgs& args);  // by ActivationType of the keys
+  void (*mix[3])(const MixArgs& args);  // by ActivationType of the values
+  float (*softmax)(SoftmaxArgs& args);  // returns what earlier sums are to be multiplied with
 };
 
 const AttentionKernels& scalar_attention();

@@ -344,14 +344,15 @@ void add_item(const std::uint32_t* item, std::uint32_t coefficient, float* sums)
 
 void add_items(const ItemsAddArgs& args) {
   for (int token = 0; token < args.tokens; ++token)
-    for (int i = 0; i < args.item_count; ++i) add_item(args.items + i * kTileWords, args.coefficients[token][i], args.sums[token] + args.sums_offset);
+    for (int i = 0; i < args.item_count; ++i)
+      add_item(args.items + i * kTileWords, args.coefficients[token][i], args.sums[token] + args.sums_offset);
 }
 
 void add_picked(const ItemsPickArgs& args) {
   for (int tile = 0; tile < kTiles; ++tile)
     for (int i = 0; i < args.picked_count; ++i)
-      add_item(args.items + static_cast<std::size_t>(tile) * args.tile_stride + args.picked[i] * kTileWords, args.coefficients[args.picked[i]],
-               args.sums + tile * kTileWords);
+      add_item(args.items + static_cast<std::size_t>(tile) * args.tile_stride + args.picked[i] * kTileWords,
+               args.coefficients[args.picked[i]], args.sums + tile * kTileWords);
 }
 
 SparseKernels scalar_sparse() {
@@ -359,10 +360,10 @@ SparseKernels scalar_sparse() {
   return {
       kMostRows,
       {},
-      {dot_rows<K::kFloat32>, dot_rows<K::kFloat16>, dot_rows<K::kBFloat16>, dot_rows<K::kBFloat16Dot>, dot_rows<K::kInt8>, dot_rows<K::kInt4>,
-       nullptr, nullptr},
-      {add_rows<K::kFloat32>, add_rows<K::kFloat16>, add_rows<K::kBFloat16>, add_rows<K::kBFloat16Dot>, add_rows<K::kInt8>, add_rows<K::kInt4>,
-       nullptr, nullptr},
+      {dot_rows<K::kFloat32>, dot_rows<K::kFloat16>, dot_rows<K::kBFloat16>, dot_rows<K::kBFloat16Dot>, dot_rows<K::kInt8>,
+       dot_rows<K::kInt4>, nullptr, nullptr},
+      {add_rows<K::kFloat32>, add_rows<K::kFloat16>, add_rows<K::kBFloat16>, add_rows<K::kBFloat16Dot>, add_rows<K::kInt8>,
+       add_rows<K::kInt4>, nullptr, nullptr},
       {widen_rows<K::kFloat32>, widen_rows<K::kFloat16>, widen_rows<K::kBFloat16>, widen_rows<K::kBFloat16Dot>, widen_rows<K::kInt8>,
        widen_rows<K::kInt4>, nullptr, nullptr},
       {add_items, add_items, add_items, add_items, add_items, add_items, nullptr, nullptr},

@@ -17,8 +17,8 @@ constexpr int row_lines(Format kind) {  // of a chunk
 
 // One chunk of R rows times N tokens, for the lanes from `first` on.
 template <class T, Format Kind, int R, int N>
-inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const (&scales)[R], const std::uint32_t* const (&words)[N], int first,
-                      typename T::F (&sums)[R][N]) {
+inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const (&scales)[R], const std::uint32_t* const (&words)[N],
+                      int first, typename T::F (&sums)[R][N]) {
   using F = typename T::F;
   using I = typename T::I;
   if constexpr (Kind == Format::kInt8 || Kind == Format::kInt4) {
@@ -149,8 +149,10 @@ inline void dot_tokens(const RowDotsArgs& args, int first_row) {
   int token = 0;
   for (; token + N <= args.tokens; token += N) dot_tile<T, Kind, R, N>(args, first_row, token);
   const int left = args.tokens - token;
-  if constexpr (N > 3) if (left == 3) return dot_tile<T, Kind, R, 3>(args, first_row, token);
-  if constexpr (N > 2) if (left == 2) return dot_tile<T, Kind, R, 2>(args, first_row, token);
+  if constexpr (N > 3)
+    if (left == 3) return dot_tile<T, Kind, R, 3>(args, first_row, token);
+  if constexpr (N > 2)
+    if (left == 2) return dot_tile<T, Kind, R, 2>(args, first_row, token);
   if (left == 1) dot_tile<T, Kind, R, 1>(args, first_row, token);
 }
 
@@ -338,7 +340,8 @@ void add_picked(const ItemsPickArgs& args) {
         for (int k = 0; k < kTileColumns; ++k) sums[k] = add_product<T, Pairs>(sums[k], item + k * kLanes, coefficient);
         item += args.tile_stride;
 #pragma GCC unroll 4
-        for (int k = 0; k < kTileColumns; ++k) sums[kTileColumns + k] = add_product<T, Pairs>(sums[kTileColumns + k], item + k * kLanes, coefficient);
+        for (int k = 0; k < kTileColumns; ++k)
+          sums[kTileColumns + k] = add_product<T, Pairs>(sums[kTileColumns + k], item + k * kLanes, coefficient);
       }
 #pragma GCC unroll 8
       for (int k = 0; k < kWide; ++k) T::store(target + k * kLanes, sums[k]);
@@ -361,8 +364,8 @@ SparseKernels sparse_kernels() {
        widen_rows<T, K::kInt8>, widen_rows<T, K::kInt4>, nullptr, nullptr},
       {add_items<T, false>, add_items<T, false>, add_items<T, false>, add_items<T, kPairs16>, add_items<T, kPairs8>, add_items<T, kPairs4>,
        nullptr, nullptr},
-      {add_picked<T, false>, add_picked<T, false>, add_picked<T, false>, add_picked<T, kPairs16>, add_picked<T, kPairs8>, add_picked<T, kPairs4>,
-       nullptr, nullptr},
+      {add_picked<T, false>, add_picked<T, false>, add_picked<T, false>, add_picked<T, kPairs16>, add_picked<T, kPairs8>,
+       add_picked<T, kPairs4>, nullptr, nullptr},
       reached_bits,
       finish_neurons,
   };

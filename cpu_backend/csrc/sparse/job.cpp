@@ -11,7 +11,8 @@ namespace moegraft {
 
 namespace {
 
-constexpr int kRunNeurons = 64;  // whose rows of down are widened together: a chunk of them is 128 KiB of floats, beside a 1 MiB L2 (EPYC Zen 5)
+constexpr int kRunNeurons =
+    64;  // whose rows of down are widened together: a chunk of them is 128 KiB of floats, beside a 1 MiB L2 (EPYC Zen 5)
 
 // The first lines of a row: the rest follows by the hardware's own prefetching, which reads rows that lie apart as fast as they come when it
 // has several at once (EPYC Zen 5).
@@ -93,23 +94,23 @@ struct SparseJob::Worker {
   }
 
   std::size_t bytes;
-  std::uint32_t* gathered;         // the records of one segment, tile by tile
-  float* hidden;                   // one token's, while encoding
-  float* ups;                      // (pairs, 32)
-  int* row_tokens;                 // (32, pairs): for which of a segment's pairs a neuron is active
-  const std::uint32_t** lanes;     // pointers of one call of a kernel
+  std::uint32_t* gathered;  // the records of one segment, tile by tile
+  float* hidden;  // one token's, while encoding
+  float* ups;  // (pairs, 32)
+  int* row_tokens;  // (32, pairs): for which of a segment's pairs a neuron is active
+  const std::uint32_t** lanes;  // pointers of one call of a kernel
   float** outs;
-  int* neurons;                    // of one segment, those that are active
+  int* neurons;  // of one segment, those that are active
   std::uint32_t* items;
-  std::uint32_t* coefficients;     // (pairs, items)
-  int* picked;                     // (pairs, items and one)
-  int* picked_counts;              // -1: all items
+  std::uint32_t* coefficients;  // (pairs, items)
+  int* picked;  // (pairs, items and one)
+  int* picked_counts;  // -1: all items
   int gathered_segment = -1;
   // 32 neurons whose active rows of up are being fetched while the next gate rows are computed.
   const Segment* pending = nullptr;
   int pending_group = 0;
   std::uint32_t pending_active = 0;
-  std::uint32_t active = 0;        // of the group whose gate was computed last
+  std::uint32_t active = 0;  // of the group whose gate was computed last
   std::int64_t active_neurons = 0;
   alignas(64) float rows[kMostTileTokens * kBlockRows];
   alignas(64) float acted[kMostTileTokens * kBlockRows];
@@ -179,7 +180,8 @@ std::size_t SparseJob::lay_out(std::byte* memory) {
 SparseSizes SparseJob::sizes() const {
   int pairs = 1;
   for (const Segment& segment : batch_.routing->segments()) pairs = std::max(pairs, segment.pairs);
-  return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_, static_cast<std::size_t>(hidden_groups_ * kGroup)};
+  return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_,
+          static_cast<std::size_t>(hidden_groups_ * kGroup)};
 }
 
 void SparseJob::run(int worker) noexcept {
@@ -207,7 +209,8 @@ void SparseJob::add_counts(std::int64_t active, bool all) const {
 
 void SparseJob::encode_token(int token, Worker& mine) {
   const int hidden = experts_.shape().hidden;
-  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.hidden, hidden);
+  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.hidden,
+                 hidden);
   std::memset(mine.hidden + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
   kernels_.encode[static_cast<int>(format_)](mine.hidden, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
@@ -230,7 +233,8 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   const std::uint32_t active = mine.active;
   masks_[static_cast<std::size_t>(segment_index) * neuron_groups_ + group] = active;
   if (experts_.shape().gated) {
-    const std::byte* rows = experts_.expert(segment.expert) + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
+    const std::byte* rows =
+        experts_.expert(segment.expert) + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
     std::uint32_t ahead = active;
     prefetch_starts(rows, layout_.neuron_bytes, take_rows(ahead, kernels_.sparse.dot_rows_at_once));
   }
@@ -268,8 +272,10 @@ void SparseJob::compute_gate(const Segment& segment, int group, Worker& mine) {
       mine.active |= reached;
       mine.active_neurons += __builtin_popcount(reached);
       if (args_.acted == nullptr) continue;
-      const std::size_t slot = first_token_ * static_cast<std::size_t>(args_.top_k) + static_cast<std::size_t>(pairs[tile.first + token].slot);
-      std::memcpy(args_.acted + slot * static_cast<std::size_t>(shape.intermediate) + group * kGroup, neurons, sizeof(float) * static_cast<std::size_t>(present));
+      const std::size_t slot =
+          first_token_ * static_cast<std::size_t>(args_.top_k) + static_cast<std::size_t>(pairs[tile.first + token].slot);
+      std::memcpy(args_.acted + slot * static_cast<std::size_t>(shape.intermediate) + group * kGroup, neurons,
+                  sizeof(float) * static_cast<std::size_t>(present));
     }
   }
 }
@@ -298,7 +304,8 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
   }
   for (int i = 0; i < segment.pairs; ++i) {
     float* neurons = neurons_of(segment.first_pair + i) + group * kGroup;
-    kernels_.sparse.finish({&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
+    kernels_.sparse.finish(
+        {&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
     // Padded neurons come from padded rows: an infinite activation would leave a NaN in them.
     if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
   }
@@ -362,8 +369,8 @@ struct SparseJob::Columns {
   int first_chunk;
   int chunks;
   std::size_t scales;  // from a row's start
-  std::size_t lines;   // from a row's start
-  std::size_t bytes;   // of lines
+  std::size_t lines;  // from a row's start
+  std::size_t bytes;  // of lines
 };
 
 // Some neurons' rows of down, which are widened together.
@@ -426,7 +433,8 @@ void SparseJob::compute_rows(int unit, Worker& mine) {
   const int segment_index = unit / parts_;
   const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
   for (int i = 0; i < segment.pairs; ++i)
-    std::memset(sums_of(segment.first_pair + i) + columns.first_chunk * kChunk, 0, sizeof(float) * static_cast<std::size_t>(columns.chunks * kChunk));
+    std::memset(sums_of(segment.first_pair + i) + columns.first_chunk * kChunk, 0,
+                sizeof(float) * static_cast<std::size_t>(columns.chunks * kChunk));
   const int count = active_neurons(segment_index, mine.neurons);
   segment.pairs <= kFewPairs ? add_few(segment, count, columns, mine) : add_many(segment, count, columns, mine);
   if (experts_.shape().bias) add_bias(segment, columns);
@@ -488,8 +496,10 @@ void SparseJob::take_coefficients(const Segment& segment, const int* neurons, in
     const float* values = neurons_of(segment.first_pair + i);
     std::uint32_t* coefficients = mine.coefficients + i * kRunNeurons;
     float taken[kRunNeurons] = {};
-    if (neurons[count - 1] - neurons[0] == count - 1) std::memcpy(taken, values + neurons[0], sizeof(float) * static_cast<std::size_t>(count));
-    else for (int k = 0; k < count; ++k) taken[k] = values[neurons[k]];
+    if (neurons[count - 1] - neurons[0] == count - 1)
+      std::memcpy(taken, values + neurons[0], sizeof(float) * static_cast<std::size_t>(count));
+    else
+      for (int k = 0; k < count; ++k) taken[k] = values[neurons[k]];
     if (pairs) kernels_.encode[static_cast<int>(Format::kBFloat16Dot)](taken, kRunNeurons / kGroup, coefficients, kGroup / 2);
     else std::memcpy(coefficients, taken, sizeof taken);
     int wanted = 0;
@@ -518,8 +528,10 @@ void SparseJob::widen_chunk(const Run& run, const Columns& columns, int chunk, A
   for (int k = 0; k < run.count; k += 2) {
     const std::byte *first = run.row(k), *second = run.row(std::min(k + 1, run.count - 1));
     ahead.fetch(lines_ahead);
-    kernels_.sparse.widen_rows[static_cast<int>(format_)]({{first + scales, second + scales}, {first + lines, second + lines},
-                                                         mine.items + static_cast<std::size_t>(pairs ? k / 2 : k) * kTileWords, tile_stride()});
+    kernels_.sparse.widen_rows[static_cast<int>(format_)]({{first + scales, second + scales},
+                                                           {first + lines, second + lines},
+                                                           mine.items + static_cast<std::size_t>(pairs ? k / 2 : k) * kTileWords,
+                                                           tile_stride()});
   }
 }
 
@@ -542,7 +554,7 @@ void SparseJob::add_chunk(const Segment& segment, int neurons, int chunk, Ahead&
     ahead.fetch(lines_ahead);
     if (together == 0) continue;
     kernels_.sparse.add_items[format]({mine.items + static_cast<std::size_t>(tile) * tile_stride(), items, together, mine.lanes, mine.outs,
-                                     static_cast<std::size_t>(tile) * kTileWords});
+                                       static_cast<std::size_t>(tile) * kTileWords});
   }
 }
 
