@@ -165,7 +165,7 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 class _Problem(ctypes.Structure):
-    """LayerProblem of scheduler/layer_problem.h."""
+    """LayerProblem of scheduler/scheduler.h."""
 
     _fields_ = (
         ("experts", ctypes.c_int),
