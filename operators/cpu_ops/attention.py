@@ -21,7 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.base import BuildContext, InPlaceOperator
+from moegraft.operators.base import InPlaceOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe
 from moegraft.operators.custom_ops import attention, needs_gradient, register_attention
 from moegraft.operators.structure import source_of
@@ -289,8 +290,8 @@ class CpuAttention(InPlaceOperator):
         return None
 
     @classmethod
-    def build(cls, module: nn.Module, options: CpuAttentionOptions, context: BuildContext) -> Self:
-        return cls(context.shared(Runtime, lambda: Runtime(threads=context.threads)))
+    def build(cls, module: nn.Module, options: CpuAttentionOptions, context: InjectionContext) -> Self:
+        return cls(context.runtime)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         module = model.get_submodule(path)

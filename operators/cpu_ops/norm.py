@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import NormSpec, Runtime
-from moegraft.operators.base import BuildContext, InPlaceOperator
+from moegraft.operators.base import InPlaceOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import describe, element_name, is_plain
 from moegraft.operators.cpu_ops.in_place import as_it_was, compute_by
 
@@ -127,8 +128,8 @@ class CpuNorm(InPlaceOperator):
         return None  # one that computes something of its own is left as it is, which a load finds out
 
     @classmethod
-    def build(cls, module: nn.Module, options: CpuNormOptions, context: BuildContext) -> Self:
-        return cls(context.shared(Runtime, lambda: Runtime(threads=context.threads)))
+    def build(cls, module: nn.Module, options: CpuNormOptions, context: InjectionContext) -> Self:
+        return cls(context.runtime)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         module = model.get_submodule(path)

@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import RouterSpec, Runtime
-from moegraft.operators.base import BuildContext, InPlaceOperator
+from moegraft.operators.base import InPlaceOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain
 from moegraft.operators.cpu_ops.in_place import as_it_was, compute_by
 
@@ -283,8 +284,8 @@ class CpuRouter(InPlaceOperator):
         return None  # one that chooses by a rule of its own is left as it is, which a load finds out
 
     @classmethod
-    def build(cls, module: nn.Module, options: CpuRouterOptions, context: BuildContext) -> Self:
-        return cls(context.shared(Runtime, lambda: Runtime(threads=context.threads)))
+    def build(cls, module: nn.Module, options: CpuRouterOptions, context: InjectionContext) -> Self:
+        return cls(context.runtime)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         module = model.get_submodule(path)
