@@ -23,7 +23,7 @@ from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Ne
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.routing import Router
 from moegraft.operators.sparse.choice import PathChoices
-from moegraft.operators.sparse.layer import LayerSparsity
+from moegraft.operators.sparsity import LayerSparsity
 
 if TYPE_CHECKING:
     from moegraft.operators.sparse.slots import TimedSlotPaths

@@ -34,7 +34,7 @@ from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing import Router
 from moegraft.operators.sparse.choice import PathChoices, choices_path
-from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
+from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,8 +21,8 @@ from moegraft.operators.offload.model_experts import SyntheticCalls
 from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.offload.store import ExpertStore, even_plan
-from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 
 class NoArithmetic:
