@@ -27,7 +27,7 @@ from moegraft.operators.experts.packed_cache import PackedCache, check_folder, k
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.model_experts import LoadedLayer, ModelExperts
+from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
@@ -123,7 +123,7 @@ class HybridExperts(Operator):
         runtime: Runtime,
         draft: DraftSwitch,
         sparsity: LayerSparsity | None = None,
-        group: ModelExperts | None = None,
+        engines: ModelEngines | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -133,8 +133,8 @@ class HybridExperts(Operator):
         self._runtime = runtime
         self._draft = draft
         self._packed: PackedExperts | None = None
-        self._group = group
-        self._number_in_group = -1 if group is None else group.join()
+        self._engines = engines
+        self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
         self._number = register_experts(self)
 
@@ -181,10 +181,8 @@ class HybridExperts(Operator):
         draft = context.draft_switch
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        group = None
-        if options.on_gpu is not None:
-            group = context.gpu_groups.group(options.on_gpu, runtime, context.cache_form)
-        return cls(read_layout(module), options, runtime, draft, sparsity, group)
+        engines = None if options.on_gpu is None else context.gpu_engines
+        return cls(read_layout(module), options, runtime, draft, sparsity, engines)
 
     @property
     def weight_type(self) -> str | None:
@@ -218,11 +216,11 @@ class HybridExperts(Operator):
         self._packed = packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._group is None:
+        if self._engines is None:
             return
         assert self._packed is not None, "weights are loaded before the model is"
         shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
-        weak_self = weakref.ref(self)  # neither the group nor the block's other modules keep the operator alive
+        weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
 
         def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
             operator = weak_self()
@@ -237,7 +235,7 @@ class HybridExperts(Operator):
                 layer.overlap(shared, compute)
 
         loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
-        self._group.ready(self._number_in_group, loaded, model.config, model.dtype)
+        self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
