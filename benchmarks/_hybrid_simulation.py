@@ -24,12 +24,12 @@ from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import LoadingOptions, open_loading
-from moegraft.operators.offload.routing_trace import Trace
 from moegraft.operators.offload.scheduler import ScheduleName, layers_that_fit, make_scheduler
 from moegraft.operators.offload.statistics import Observer
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan, even_plan
 from moegraft.operators.offload.transfers import Urgency
+from moegraft.operators.routing_trace import Trace
 
 HOST_MS = 0.0
 STAGING = 4

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "scheduler.h"
+#include "scheduler/planner.h"
 
 using namespace moegraft;
 

@@ -31,8 +31,8 @@ from record import RESULTS, ROOT, write_rows
 
 from moegraft.cpu_backend import optimum
 from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
-from moegraft.operators.offload.routing_trace import Trace
 from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler, make_scheduler
+from moegraft.operators.routing_trace import Trace
 
 STAGES = {"decode": 1, "verify x4": 4, "verify x8": 8, "prefill 32": 32, "prefill 128": 128, "prefill 512": 512}  # tokens
 RATIOS = (0.25, 0.5, 0.75)
@@ -40,7 +40,7 @@ TRACE_TOKENS = 3072
 PAST_TOKENS = 64  # what a layer's residents were used most in
 PLANNED = tuple(name for name in SCHEDULES if name != "layer_map")
 CSRC = ROOT / "cpu_backend" / "csrc"
-PLANNER_SOURCES = ("scheduler.cpp", "layer_problem.cpp", "schedule_greedy.cpp", "schedule_threshold.cpp")
+PLANNER_SOURCES = tuple(f"scheduler/{name}.cpp" for name in ("planner", "layer_problem", "greedy", "two_threshold"))
 Row = dict[str, object]
 
 
@@ -165,7 +165,7 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 class _Problem(ctypes.Structure):
-    """LayerProblem of layer_problem.h."""
+    """LayerProblem of scheduler/layer_problem.h."""
 
     _fields_ = (
         ("experts", ctypes.c_int),

@@ -227,7 +227,8 @@ def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | N
         rules += [rule for rule in own if not (rule.named and rule.id in taken)]
         requires += read_requires(_filled(header.requires, variables, findings), findings)
     findings.raise_errors()
-    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, tuple(header.file for header in headers))
+    files = tuple(header.file for header in headers)
+    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order())
 
 
 def _filled(node: Node | None, variables: Mapping[str, Value], findings: Findings) -> Node | None:

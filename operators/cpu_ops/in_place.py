@@ -22,7 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.base import BuildContext, InPlaceOperator
+from moegraft.operators.base import InPlaceOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import describe, is_plain
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class CpuOperator(InPlaceOperator):
         return None  # modules are recognised by what they compute, which takes their weights
 
     @classmethod
-    def build(cls, module: nn.Module, options: NoOptions, context: BuildContext) -> Self:
-        return cls(context.shared(Runtime, lambda: Runtime(threads=context.threads)))
+    def build(cls, module: nn.Module, options: NoOptions, context: InjectionContext) -> Self:
+        return cls(context.runtime)
 
     @abstractmethod
     def install(self, module: nn.Module) -> dict[str, object]:

@@ -18,23 +18,23 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
-from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.executors import DraftRouting, GpuLayer
-from moegraft.operators.offload.model_experts import GpuGroups, Member, ModelExperts
+from moegraft.operators.offload.model_experts import Member, ModelExperts
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
-from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
@@ -187,14 +187,14 @@ class HybridExperts(Operator):
         return Footprint(held)
 
     @classmethod
-    def build(cls, module: nn.Module, options: HybridExpertsOptions, context: BuildContext) -> Self:
-        runtime = context.shared(Runtime, lambda: Runtime(threads=context.threads))
-        draft = context.shared(DraftSwitch, DraftSwitch)
+    def build(cls, module: nn.Module, options: HybridExpertsOptions, context: InjectionContext) -> Self:
+        runtime = context.runtime
+        draft = context.draft_switch
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
-        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft) if options.sparsity is not None else None
+        sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         group = None
         if options.on_gpu is not None:
-            group = context.shared(GpuGroups, GpuGroups).group(options.on_gpu, runtime, context.shared(CacheForm, CacheForm))
+            group = context.gpu_groups.group(options.on_gpu, runtime, context.cache_form)
         return cls(read_layout(module), options, runtime, draft, sparsity, group)
 
     @property

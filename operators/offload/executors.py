@@ -31,7 +31,7 @@ from moegraft.operators.offload.drafts import ResidentDraft
 from moegraft.operators.offload.shared_overlap import Compute, Once, SharedOverlap
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing import Router, Scoring
-from moegraft.operators.sparse.layer import LayerSparsity
+from moegraft.operators.sparsity import LayerSparsity
 
 if TYPE_CHECKING:
     from moegraft.operators.offload.engine import Engine

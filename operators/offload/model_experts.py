@@ -48,7 +48,7 @@ from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing import Router
 from moegraft.operators.sparse.choice import PathChoices, choices_path
-from moegraft.operators.sparse.layer import LayerSparsity, SparseLayers
+from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -420,7 +420,7 @@ def _by_kind(members: Sequence[Member]) -> Mapping[tuple[int, int, str, bool], S
 
 
 class GpuGroups:
-    """One a model, `context.shared(GpuGroups, GpuGroups)`."""
+    """One a model, `context.gpu_groups`."""
 
     def __init__(self) -> None:
         self._groups: dict[GpuOptions, ModelExperts] = {}

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "kernels.h"
+#include "simd/kernels.h"
 
 using namespace moegraft;
 

@@ -9,11 +9,11 @@
 #include <thread>
 #include <vector>
 
-#include "isa.h"
-#include "numbers.h"
-#include "runtime.h"
-#include "schedule_optimum.h"
-#include "scheduler.h"
+#include "core/float_conversion.h"
+#include "core/runtime.h"
+#include "scheduler/optimum.h"
+#include "scheduler/planner.h"
+#include "simd/isa.h"
 
 using namespace moegraft;
 

@@ -20,7 +20,6 @@ from moegraft.operators.offload.captured import CapturedLayer, fixed, grown
 from moegraft.operators.offload.decode_steps import STEPS, DecodeSteps
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.model_experts import GpuGroups
 
 RULES = """
 version: 1
@@ -56,7 +55,7 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    (group,) = model.moegraft.context.gpu_groups
     return group.engines[0]
 
 
@@ -204,7 +203,7 @@ def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-
             model.generate(prompt(5), max_new_tokens=NEW, do_sample=False)
     said = [record.message for record in caplog.records if record.message.startswith("decode steps run layer by layer: ")]
     assert len([each for each in said if says in each]) == 1, caplog.text
-    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.shared(GpuGroups, GpuGroups) for engine in group.engines)
+    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.gpu_groups for engine in group.engines)
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
@@ -98,7 +98,7 @@ def test_drafts_and_failing_devices_change_nothing(model_type: str, load, monkey
     ids = prompt(7)
     expected = stock(input_ids=ids).logits
     model(input_ids=ids)
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     with switch.drafting(DraftSettings(top_k=1)):
         drafted = model(input_ids=ids).logits
         assert not torch.allclose(drafted, expected)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.rule_support import REGISTRY, CacheOptions, DraftOptions, ExpertsOptions, read, write
+from support.rule_support import REGISTRY, CacheOptions, DraftOptions, ExpertsOptions, plan_for, read, write
 
+from moegraft.injection.plan import given_options
 from moegraft.injection.rules import Match, Position, RuleFile, default_rules, read_rules
 from moegraft.injection.rules.document import parse_value
 from moegraft.injection.rules.rule import KINDS, Layers, grouped, layer_of, runs
@@ -66,6 +67,21 @@ def test_everything_that_a_file_can_say(tmp_path: Path) -> None:
     assert found.vars == {"cache": 0.5, "where": "gpu"}
     assert [requirement.values for requirement in found.requires] == [("qwen3_moe", "mixtral")]
     assert found.files == (str(path),)
+
+
+def test_an_old_name_of_an_option_is_read_with_a_notice_at_its_place(tmp_path: Path) -> None:
+    text = "- match: {kind: experts}\n  replace:\n    class: hybrid_experts\n    kwargs:\n      ahead: 5\n      cache: {share: 0.5}\n"
+    path = write(tmp_path, text)
+    found = read(path)
+    rule = found.rules[0]
+    assert rule.options == ExpertsOptions(lookahead=5, cache=CacheOptions(ratio=0.5))
+    assert [str(notice) for notice in found.notices] == [
+        f"{path}:5:7: notice: option 'ahead' of hybrid_experts is now called 'lookahead'",
+        f"{path}:6:15: notice: option 'cache.share' of hybrid_experts is now called 'cache.ratio'",
+    ]
+    assert rule.kwargs is not None
+    assert given_options(rule.kwargs, rule.options) == ["lookahead=5", "cache.ratio=0.5"]
+    assert plan_for(path).notices == found.notices
 
 
 def test_positions_are_those_of_the_text(tmp_path: Path) -> None:

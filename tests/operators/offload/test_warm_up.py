@@ -15,8 +15,8 @@ from moegraft.operators.offload.executors import SlotArena
 from moegraft.operators.offload.model_experts import EngineParts, WarmUpJobs
 from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
 from moegraft.operators.offload.store import ExpertStore, even_plan
-from moegraft.operators.sparse.layer import SparseLayers
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.thresholds import SparsityOptions
 
 
 class NoJobs:

@@ -13,9 +13,8 @@ from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.offload.step import DraftStep, LayerStep
 from moegraft.operators.offload.transfers import Urgency
 
@@ -47,7 +46,7 @@ def load(tmp_path: Path) -> Any:
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
+    (group,) = model.moegraft.context.gpu_groups
     (engine,) = group.engines
     return engine
 
@@ -164,13 +163,13 @@ def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load:
     engine.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         greedy(model)
-    assert model.moegraft.context.shared(DraftSwitch, DraftSwitch).settings is None
+    assert model.moegraft.context.draft_switch.settings is None
     assert torch.equal(greedy(model), expected)
 
 
 def test_whole_experts_run_after_a_draft_that_took_few(load: Any, stock: Any) -> None:
     model = load()
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     with torch.no_grad(), switch.drafting(DraftSettings(1, resident=True)):
         model(input_ids=prompt(5))
     with torch.no_grad():
