@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.decode_steps import DecodeSteps
