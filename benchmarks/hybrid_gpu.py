@@ -69,13 +69,13 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
     engine = next(iter(engines_of(model)), None)
     if engine is None:
         return {}
-    engine.observer.timeline = timeline = Timeline(engine.device.name)
+    engine.timings.timeline = timeline = Timeline(engine.device.name)
     start_ms = engine.device.now_ms()
     run()
     engine.device.synchronize()
-    engine.observer.collect()
+    engine.timings.collect()
     took_ms = engine.device.now_ms() - start_ms
-    engine.observer.timeline = None
+    engine.timings.timeline = None
     return {f"{lane.lower()}_busy": round(timeline.busy_ms(lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
 
 

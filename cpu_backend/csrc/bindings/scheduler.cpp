@@ -1,5 +1,5 @@
 // The schedules for Python. A problem is any object with the fields of LayerProblem. The GIL is kept: a plan takes microseconds.
-#include "bindings/scheduler.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/numpy.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 
 #include "scheduler/optimum.h"
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 namespace py = pybind11;
 using namespace py::literals;

@@ -1,7 +1,7 @@
 // The shortest makespan there is, for tests and benchmarks: it takes milliseconds to seconds, and memory.
 #pragma once
 
-#include "scheduler/layer_problem.h"
+#include "scheduler/scheduler.h"
 
 namespace moegraft {
 

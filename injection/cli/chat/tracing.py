@@ -38,7 +38,7 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
     write_trace(path, [])
     timelines = [Timeline(engine.device.name) for engine in engines]
     for engine, timeline in zip(engines, timelines, strict=True):
-        engine.observer.timeline = timeline
+        engine.timings.timeline = timeline
     clocks = [(timeline, engine.device.now_ms) for engine, timeline in zip(engines, timelines, strict=True)]
     if not engines:
         timelines = [Timeline("CPU")]
@@ -52,8 +52,8 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
             drafts.spans = unseen
         for engine in engines:
             engine.device.synchronize()
-            engine.observer.collect()
-            engine.observer.timeline = None
+            engine.timings.collect()
+            engine.timings.timeline = None
         write_trace(path, timelines)
         spans = sum(len(timeline.spans) for timeline in timelines)
         terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")

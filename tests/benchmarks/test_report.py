@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import re
+import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,12 +14,10 @@ import pytest
 from support import ROOT
 from support.browser import browsing, find_chromium
 
-from moegraft.injection.bench.checkout import benchmarks_folder, find_benchmarks
-from moegraft.injection.bench.page import FOLD_FROM, SHOWN, page
-from moegraft.injection.bench.report import gather
-from moegraft.injection.bench.results import PROVENANCE, ResultError, is_number
-
 FOLDER = ROOT / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # programs there import each other by bare names
+from _report import FIRST_ROWS, FOLD_FROM, PROVENANCE, find_benchmarks, gather, is_number, page, read_result  # noqa: E402
+
 VOID = {"meta", "img", "link", "br", "hr", "input"}
 PNG = b"\x89PNG\r\n\x1a\n not a picture, but bytes"
 
@@ -77,7 +76,7 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def built() -> str:
-    return page(gather(benchmarks_folder()))
+    return page(gather(FOLDER))
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +164,12 @@ def test_each_result_says_where_it_was_measured(parsed: Parsed) -> None:
 
 
 def test_each_result_stands_under_the_benchmark_that_writes_it() -> None:
-    report = gather(benchmarks_folder())
-    found = {result.name: section.benchmark.name for section in report.sections for result in section.results}
+    results = {result.name: (benchmark, result) for benchmark in gather(FOLDER) for result in benchmark.results}
+    found = {name: benchmark.name for name, (benchmark, _) in results.items()}
     assert found["serve"] == "serve" and found["routing"] == "traces" and found["speculative_acceptance"] == "speculative"
     assert found["speculative_modelled"] == "speculative_modelled" and found["sparse_groups"] == "sparse_quality"
     assert "others" not in found.values(), "each committed result has its benchmark here"
-    modelled = {result.name for result in report.results if result.modelled}
+    modelled = {name for name, (_, result) in results.items() if result.modelled}
     assert modelled >= {"hybrid_modelled", "speculative_modelled"} and "cpu_experts" not in modelled
 
 
@@ -206,17 +205,17 @@ def test_long_tables_are_folded_and_several_commits_are_all_said(checkout: Calla
     lines = [f"{number},{'new' if number > 5 else 'old'}" for number in range(FOLD_FROM + 1)]
     parsed = Parsed(page(gather(checkout(made_dot_csv="\n".join(["x,commit", *lines])))))
     assert parsed.tables["made"] == [["x", "commit"], *(line.split(",") for line in lines)]
-    assert "made" in parsed.folded and f"The other {FOLD_FROM + 1 - SHOWN} of {FOLD_FROM + 1} rows" in parsed.text
+    assert "made" in parsed.folded and f"The other {FOLD_FROM + 1 - FIRST_ROWS} of {FOLD_FROM + 1} rows" in parsed.text
     assert f"old (6 rows); new ({FOLD_FROM - 5} rows)" in parsed.text
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("a,b\n1\n", ":2: 1 cells under 2 columns"), ("a,a\n1,2\n", "'a' is there twice"), ("", "not a table"), (b"\xff\xfe", "not a table")],
+    [("a,b\n1\n", ":2: 1 cells under 2 columns"), ("a,a\n1,2\n", "'a' occurs twice"), ("", "not a table"), (b"\xff\xfe", "not a table")],
 )
 def test_a_file_that_is_no_table_is_named(checkout: Callable[..., Path], content: str | bytes, says: str) -> None:
-    with pytest.raises(ResultError, match=says):
-        gather(checkout(made_dot_csv=content))
+    with pytest.raises(ValueError, match=says):
+        read_result(checkout(made_dot_csv=content) / "results" / "made.csv")
 
 
 def test_what_lines_up_as_a_number() -> None:
@@ -225,6 +224,6 @@ def test_what_lines_up_as_a_number() -> None:
 
 
 def test_every_benchmark_says_what_it_asks() -> None:
-    found = find_benchmarks(benchmarks_folder())
+    found = find_benchmarks(FOLDER)
     assert len(found) > 15 and all(one.question for one in found.values())
     assert {"serve", "cpu_experts"} <= found.keys() and not {"record", "masked_experts"} & found.keys()
