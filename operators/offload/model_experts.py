@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import Device, DeviceError, Neurons
