@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.devices.profiles import ModelShape
-from moegraft.operators.offload.routing_trace import Trace
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
+from moegraft.operators.routing_trace import Trace
 from moegraft.operators.speculative.schedule import Round, Schedule, Statistics
 
 Experts = Literal["any", "resident", "resident_chosen"]

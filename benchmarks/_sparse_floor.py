@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from moegraft.operators.sparse.thresholds import SparsityOptions, routed_target
+from moegraft.operators.thresholds import SparsityOptions, routed_target
 
 
 class Shape(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.profiles import MODELS, ModelShape
-from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.routing_trace import Trace
 
 SPREAD = 1.2  # of the logits
 TOPIC_CHANGE = 0.015  # a token's chance to begin another topic

@@ -25,8 +25,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
-from moegraft.operators.experts.self_test import random_blocks
 from moegraft.operators.reference import reference_experts
+from moegraft.operators.self_test import random_blocks
 from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768

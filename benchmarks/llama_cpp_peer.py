@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from moegraft.operators.experts.self_test import random_blocks
+from moegraft.operators.self_test import random_blocks
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
 # As half of the layers of most files have it: what is read for all that a token is, in more bits.

@@ -28,8 +28,8 @@ from moegraft.injection.calibration import sparse_layers, sparse_rules
 from moegraft.injection.demo import demo_path
 from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparse.layer import achieved, total_counts
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import achieved, total_counts
+from moegraft.operators.thresholds import SparsityOptions
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 TARGETS = (0.0, 0.5, 0.7, 0.85, 0.9, 0.95)

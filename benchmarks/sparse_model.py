@@ -31,10 +31,10 @@ from transformers import PreTrainedModel, Qwen2MoeConfig
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import collect, sparse_layers
 from moegraft.injection.checks import ExpertsLayer, experts_layer
+from moegraft.operators.activations import quantiles
 from moegraft.operators.kernels.availability import why_unavailable
-from moegraft.operators.sparse.calibration import quantiles
-from moegraft.operators.sparse.layer import achieved, total_counts
-from moegraft.operators.sparse.thresholds import SparsityOptions
+from moegraft.operators.sparsity import achieved, total_counts
+from moegraft.operators.thresholds import SparsityOptions
 
 SHARES = (0.0, 0.7, 0.8, 0.85)
 REQUESTS = (1, 4, 16, 64)

@@ -26,7 +26,7 @@ from record import RESULTS, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.sparse.calibration import ActivationHistogram, quantiles
+from moegraft.operators.activations import ActivationHistogram, quantiles
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 SPARSITIES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)

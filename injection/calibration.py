@@ -31,11 +31,11 @@ from moegraft.injection.plan import Plan
 from moegraft.injection.rules import RuleFile
 from moegraft.injection.tokenizer import read_tokenizer
 from moegraft.injection.verify import compare_logits, injection_of
+from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, Calibration, calibrating, quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.sparse.calibration import BINS, LOWEST, PER_OCTAVE, Calibration, calibrating, quantiles
-from moegraft.operators.sparse.layer import LayerSparsity, sparsity_of, whole
-from moegraft.operators.sparse.thresholds import (
+from moegraft.operators.sparsity import LayerSparsity, sparsity_of, whole
+from moegraft.operators.thresholds import (
     FILE_NAME,
     GRID,
     Counts,

@@ -27,8 +27,8 @@ from moegraft.operators.base import Operator
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.sparse.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
 from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
 
 # A number in a pattern, alone or in a group of them, that is followed by any character or by nothing.
 _OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")

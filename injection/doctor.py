@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from moegraft.operators.experts.self_test import (
+from moegraft.operators.machine import Gpu, probe_machine
+from moegraft.operators.self_test import (
     InstructionSet,
     instruction_sets,
     kernel_default_isa,
@@ -27,7 +28,6 @@ from moegraft.operators.experts.self_test import (
     kernel_threads,
     kernel_tile_isas,
 )
-from moegraft.operators.machine import Gpu, probe_machine
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL = ("triton", "matplotlib", "fastapi")

@@ -37,7 +37,7 @@ from moegraft.injection.rules.rule import layer_of
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.sparse.layer import achieved, sparsity_of, total_counts, whole
+from moegraft.operators.sparsity import achieved, sparsity_of, total_counts, whole
 
 GIB = 1 << 30
 

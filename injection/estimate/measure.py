@@ -22,11 +22,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.estimate.work import GpuRates
 from moegraft.injection.load import optimize_and_load
-from moegraft.operators.base import BuildContext
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
-from moegraft.operators.experts.self_test import kernel_isa, kernel_threads
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import probe_machine
+from moegraft.operators.self_test import kernel_isa, kernel_threads
 
 # Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
@@ -79,7 +79,7 @@ class Measurements:
 def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:
     """Measures everything; takes some ten seconds. `progress` is told what comes next."""
     machine = probe_machine()
-    context = BuildContext(machine=machine, dtype=torch.float32)
+    context = InjectionContext(machine=machine, dtype=torch.float32)
     load = os.getloadavg()[0] / machine.cores
     with torch.no_grad():
         progress("memory")
@@ -156,7 +156,7 @@ def _filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def _experts_rate(weights: str, module: nn.Module, context: BuildContext) -> Rate:
+def _experts_rate(weights: str, module: nn.Module, context: InjectionContext) -> Rate:
     options: Any = HybridExpertsOptions(weights=weights)  # type: ignore[arg-type]
     operator = HybridExperts.build(module, options, context)
     operator.load(live_source("experts", module), lambda size: None)
@@ -174,7 +174,7 @@ def _experts_rate(weights: str, module: nn.Module, context: BuildContext) -> Rat
     return Rate(held_bytes * TOP_K / EXPERTS / decode_s / 1e9, flops / prefill_s / 1e9)
 
 
-def _linear_rate(weights: str, context: BuildContext) -> Rate:
+def _linear_rate(weights: str, context: InjectionContext) -> Rate:
     columns = 4096
     rows = READ_BYTES // (2 * columns)
     dtype = torch.float32 if weights == "float32" else torch.bfloat16

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.routing_trace import Trace, TraceError
+from moegraft.operators.routing_trace import Trace, TraceError
 
 Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moegraft.operators.offload.routing_trace import Trace
+from moegraft.operators.routing_trace import Trace
 
 
 def random_trace(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from moegraft.injection.calibration import CalibrationOptions
     from moegraft.injection.cli.loading import LoadedModel
     from moegraft.injection.cli.options import ModelOptions
-    from moegraft.operators.sparse.calibration import Calibration
-    from moegraft.operators.sparse.thresholds import Thresholds
+    from moegraft.operators.activations import Calibration
+    from moegraft.operators.thresholds import Thresholds
 
 TARGETS = (0.5, 0.7, 0.85)
 MOST_CHARACTERS = 32  # that one token of a text stands for on average
@@ -82,7 +82,7 @@ def calibrate(
         require_matplotlib("--report")  # before minutes of work
     terminal = open_terminal()
     found, calibration = _run(options, content, str(text), tokens, run, terminal)
-    from moegraft.operators.sparse.thresholds import write_thresholds
+    from moegraft.operators.thresholds import write_thresholds
 
     write_thresholds(found, out)
     if report is not None:

@@ -16,7 +16,7 @@ from moegraft.injection.calibration import CALIBRATION_TEXT, CalibrationOptions,
 from moegraft.injection.model_source import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparse.thresholds import Thresholds, write_thresholds
+from moegraft.operators.thresholds import Thresholds, write_thresholds
 
 Load = Callable[..., PreTrainedModel]
 

@@ -15,10 +15,10 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import CalibrationOptions, activation_report, calibrate, cut, describe_source, sparse_rules, work_tokens
 from moegraft.injection.model_source import find_model
 from moegraft.injection.rules import read_rules
+from moegraft.operators.activations import Calibration
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparse.calibration import Calibration
-from moegraft.operators.sparse.thresholds import Thresholds
+from moegraft.operators.thresholds import Thresholds
 
 Calibrate = Callable[..., Thresholds]
 
@@ -154,7 +154,7 @@ def test_experts_in_slots_are_calibrated_on_the_cpu(folder: Path, text_ids: torc
 
 def test_the_report_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from moegraft.operators.sparse.calibration import ActivationHistogram
+    from moegraft.operators.activations import ActivationHistogram
 
     histogram = ActivationHistogram(2, 8)
     histogram.add(torch.tensor([[0], [1], [1]]), torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0)))

@@ -20,7 +20,7 @@ from moegraft.injection.rules import Position, RuleErrors, read_rules
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparse.thresholds import FILE_NAME, Thresholds
+from moegraft.operators.thresholds import FILE_NAME, Thresholds
 
 Load = Callable[..., PreTrainedModel]
 BIN = 2 ** (1 / 256)

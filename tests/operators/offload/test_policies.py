@@ -21,7 +21,7 @@ from moegraft.operators.offload.cache import (
     ScoreAndFrequency,
     make_policy,
 )
-from moegraft.operators.offload.routing_trace import Trace, TraceError
+from moegraft.operators.routing_trace import Trace, TraceError
 
 LAYERS, EXPERTS, TOP_K = 2, 7, 3
 Make = Callable[[], CachePolicy]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moegraft.operators.sparse.thresholds import MISSED, MOST_A_CALL, SketchSamples, sample
+from moegraft.operators.thresholds import MISSED, MOST_A_CALL, SketchSamples, sample
 
 
 def noisy(count: int = 200_000, noise: float = 0.05) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from typer.testing import Result
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import CALIBRATION_TEXT, sparse_layers
 from moegraft.injection.demo import demo_path
-from moegraft.operators.sparse.thresholds import FILE_NAME, read_thresholds
+from moegraft.operators.thresholds import FILE_NAME, read_thresholds
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]

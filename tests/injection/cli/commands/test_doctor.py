@@ -21,9 +21,9 @@ from moegraft.injection.cli.commands.doctor import _rows
 from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements, Rate
-from moegraft.operators.experts import self_test
-from moegraft.operators.experts.self_test import LIMITS, InstructionSet
+from moegraft.operators import self_test
 from moegraft.operators.machine import Gpu
+from moegraft.operators.self_test import LIMITS, InstructionSet
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
