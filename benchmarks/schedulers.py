@@ -24,13 +24,14 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from record import RESULTS, ROOT, write_rows
 
 from moegraft.cpu_backend import optimum
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
+from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
 from moegraft.operators.offload.routing_trace import Trace
 from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler, make_scheduler
 

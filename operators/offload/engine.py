@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from moegraft.operators.offload.cache import CachePolicy
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
-from moegraft.operators.offload.devices.process import Uninterrupted
 from moegraft.operators.offload.drafts import VerifyAhead
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions
-from moegraft.operators.offload.queue import Loading
+from moegraft.operators.offload.queue import Loading, Uninterrupted
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerPlan, LayerProblem, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, Observer

@@ -41,7 +41,7 @@ from moegraft.operators.offload.executors import (
     SlotKernels,
 )
 from moegraft.operators.offload.options import GpuOptions, free_for_slots, kv_cache_bytes
-from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
+from moegraft.operators.offload.queue import Loading, open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit, make_scheduler
 from moegraft.operators.offload.statistics import Observer
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -244,8 +244,9 @@ def open_engine(parts: EngineParts, options: GpuOptions, kv_bytes: int) -> Engin
     loading = open_loading(
         device,
         store,
+        plan,
         policy.priority,
-        LoadingOptions(plan, "bypass" if options.cache.bypasses else "always"),
+        "bypass" if options.cache.bypasses else "always",
         on_span=observer.on_span,
         on_transfer=observer.on_transfer,
     )
