@@ -91,7 +91,6 @@ setup(
     package_data={
         "moegraft.injection": ["py.typed"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
-        "moegraft.injection.bench": ["*.css"],
         "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],

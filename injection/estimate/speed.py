@@ -21,7 +21,7 @@ from moegraft.operators.experts_layer import experts_layer, experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, make_scheduler
+from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler
 
 # What has no rate of its own, and what is read as fast by kernels of about the same arithmetic.
 MEASURED_AS = {"float16": "bfloat16", "q4_k": "int4", "q6_k": "int8"}
@@ -121,7 +121,7 @@ class ExpertsLayer:
         return self._mean(tokens, self.schedule, self.resident, beside_ms)
 
     def _mean(self, tokens: int, schedule: Any, resident: float, beside_ms: float) -> float:
-        scheduler = make_scheduler(schedule)
+        scheduler = Scheduler(schedule)
         rng = np.random.default_rng(0)
         slots = round(resident * self.num_experts)
         times = []

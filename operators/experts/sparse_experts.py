@@ -113,7 +113,7 @@ class SparseExperts(Operator):
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:
-        reason = why_unavailable()
+        reason = None if interpreted() else why_unavailable()
         if reason is not None:
             return f"sparse_experts computes on a CUDA GPU, and {reason}; hybrid_experts takes 'sparsity' on the CPU, too"
         return why_unsupported(module)
@@ -149,7 +149,7 @@ class SparseExperts(Operator):
         draft = context.draft_switch
         draft.join(sparse=True)
         sparsity = context.sparse_layers.join(options.sparsity, draft)
-        device = torch.device("cpu") if why_unavailable() or interpreted() else options.device
+        device = torch.device("cpu") if why_unavailable() else options.device
         workspace = context.workspace(device)
         choices = context.path_choices
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)

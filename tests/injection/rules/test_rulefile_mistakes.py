@@ -97,7 +97,7 @@ MISTAKES = (
     Mistake("version as text", file("version: »'1'"), "version must be 1, not text '1'"),
     Mistake("version true", file("version: »true"), "version must be 1, not true"),
     Mistake("extends missing file", "extends: »nowhere.yaml\n", "extends 'nowhere.yaml': there is no such rule file"),
-    Mistake("extends near a shipped name", "extends: »mixtrel\n", "no such rule file; did you mean 'mixtral'\\?"),
+    Mistake("extends near a shipped name", "extends: »hybird\n", "no such rule file; did you mean 'hybrid'\\?"),
     Mistake("extends a shipped name as a file", "extends: »cpu.yaml\n", "did you mean the shipped 'cpu'\\?"),
     Mistake("extends itself", "extends: »rules.yaml\n", "extends 'rules.yaml' is circular: .*rules.yaml -> .*rules.yaml"),
     Mistake("extends a list", "extends: »[cpu]\n", "extends must be the name of a shipped rule file or a path, not a list"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from torch import nn
 from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -113,6 +115,7 @@ def test_a_gradient_is_refused() -> None:
 
 def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SparseExpertsOptions(SPARSITY)
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.interpreted", lambda: False)
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     reason = SparseExperts.unsupported_reason(qwen(), options)
     assert reason is not None
@@ -225,6 +228,7 @@ def test_it_says_what_it_runs() -> None:
 
 
 def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.interpreted", lambda: False)
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     rules = tmp_path / "rules.yaml"
     rules.write_text(
