@@ -34,7 +34,7 @@ from moegraft.injection.verify import compare_logits, injection_of
 from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, Calibration, calibrating, quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.sparsity import LayerSparsity, sparsity_of, whole
+from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import (
     FILE_NAME,
     GRID,
@@ -214,7 +214,7 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
     Raises:
         UnsupportedModelError: no layer of the model can leave neurons out.
     """
-    operators = {path: operator for path, operator in injection_of(model).operators.items() if sparsity_of(operator) is not None}
+    operators = {path: operator for path, operator in injection_of(model).operators.items() if operator.sparsity is not None}
     if not operators:
         raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
     skeleton = meta_skeleton(source, torch.float32)
@@ -228,7 +228,7 @@ def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
     """The layers of an injected model that can leave neurons out, by path."""
     injection = getattr(model, "moegraft", None)
     operators = injection.operators if isinstance(injection, Injection) else {}
-    return {path: found for path, operator in operators.items() if (found := sparsity_of(operator)) is not None}
+    return {path: operator.sparsity for path, operator in operators.items() if operator.sparsity is not None}
 
 
 def collect(

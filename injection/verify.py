@@ -37,7 +37,7 @@ from moegraft.injection.rules.rule import layer_of
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.sparsity import achieved, sparsity_of, total_counts, whole
+from moegraft.operators.sparsity import achieved, total_counts
 
 GIB = 1 << 30
 
@@ -186,9 +186,8 @@ def stock_in_place(model: PreTrainedModel, stock: StockModules, found: list[Laye
     """
     with ExitStack() as undone:
         for path, operator in injection_of(model).operators.items():
-            if isinstance(operator, InPlaceOperator):  # works within a stock module, or drives the model
-                undone.enter_context(operator.set_aside(model.get_submodule(path)))
-            else:
+            undone.enter_context(operator.set_aside(model.get_submodule(path)))
+            if not isinstance(operator, InPlaceOperator):  # those work within a stock module, or drive the model
                 hook = operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
                 undone.callback(hook.remove)
         yield
@@ -217,7 +216,7 @@ def layer_error(path: str, operator: Operator, output: torch.Tensor, reference: 
     ours, theirs = output.detach().double().flatten().to("cpu"), reference.detach().double().flatten()
     difference, size = float((ours - theirs).norm()), float(theirs.norm())
     relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
-    weight_type = getattr(operator, "weight_type", None) or getattr(getattr(operator, "options", None), "weights", None)
+    weight_type = operator.weight_type
     expected = expected_error(weight_type, output.dtype)
     cosine = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
     return LayerError(path, operator.name, weight_type, relative, cosine, expected)
@@ -302,9 +301,9 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     """
     stock = StockModules(source)
     layers: list[LayerError] = []
-    sparse = [found for operator in injection_of(model).operators.values() if (found := sparsity_of(operator)) is not None]
+    sparse = [operator.sparsity for operator in injection_of(model).operators.values() if operator.sparsity is not None]
     with torch.no_grad():
-        with whole(sparse), stock_in_place(model, stock, layers):
+        with stock_in_place(model, stock, layers):
             stock_logits = _logits(model, ids)
         before = total_counts(sparse)
         injected_logits = _logits(model, ids)

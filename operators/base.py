@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -15,7 +15,12 @@ from moegraft.operators.machine import Machine
 from moegraft.operators.weights import WeightSource
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
+
+    from moegraft.operators.estimates import ExpertSlots, Saving
+    from moegraft.operators.kv_cache_size import QuantisedForm
+    from moegraft.operators.sparsity import LayerSparsity
+    from moegraft.operators.thresholds import SparsityOptions
 
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 Shared = TypeVar("Shared")
@@ -62,6 +67,7 @@ class Operator(nn.Module, ABC):
     kind: ClassVar[Kind]
     options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
     summary: ClassVar[str]  # one line for listings
+    sparsity: LayerSparsity | None = None  # the threshold and counts of the neurons that it leaves out
 
     @classmethod
     @abstractmethod
@@ -106,6 +112,74 @@ class Operator(nn.Module, ABC):
         """What it did so far, by name, for programs that show it."""
         return {}
 
+    # ---- what predictions, verification and calibration ask; an operator that none of it applies to overrides nothing ----
+
+    @classmethod
+    def devices_wanted(cls, options: Any) -> frozenset[str]:
+        """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices."""
+        return frozenset()
+
+    @classmethod
+    def weight_type_for(cls, options: Any, dtype: torch.dtype) -> str | None:
+        """Return the type that weights stored as `dtype` are packed to; None where the operator has no such choice."""
+        return None
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: Any | None, dtype: torch.dtype) -> Sequence[Saving]:
+        """Return the ways to hold `module` in fewer bytes than with `options`, those that lose least first.
+
+        Args:
+            options: None where no rule replaces the module, which is then the stock one.
+        """
+        return ()
+
+    @classmethod
+    def expert_slots(cls, options: Any) -> ExpertSlots | None:
+        """Return how experts in host memory share GPUs; None where they do not."""
+        return None
+
+    @classmethod
+    def cache_form(cls, options: Any, config: PretrainedConfig) -> QuantisedForm | None:
+        """Return how `generate` stores keys and values; None: in the model's dtype."""
+        return None
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, Any]:
+        """Return the options to measure this operator's speed with, by weight type."""
+        return {}
+
+    @classmethod
+    def sparsity_options(cls, options: Any) -> SparsityOptions | None:
+        """Return which neurons of experts `options` leave out; None where all are computed."""
+        return None
+
+    @classmethod
+    def with_sparsity(cls, options: Any, sparsity: SparsityOptions) -> Any | None:
+        """Return `options` with another sparsity; None where the operator cannot leave neurons out."""
+        return None
+
+    @classmethod
+    def draft_sparsity(cls, options: Any) -> float | None:
+        """Return the share of neurons that drafts leave out; None where they leave out no more than other steps."""
+        return None
+
+    @property
+    def weight_type(self) -> str | None:
+        """The type of the weights that it computes with; None where it is not known."""
+        return None
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While it lasts, compute as exactly as the weights allow: leave no neuron out.
+
+        An operator that works within a stock module computes what that module does.
+
+        Args:
+            module: the one at the operator's path: itself, or the stock module.
+        """
+        return nullcontext()
+
+    # ---- end of what predictions, verification and calibration ask ----
+
 
 class InPlaceOperator(Operator):
     """An operator that replaces no module and holds no weights: its module stays, and other rules may replace the module's parts."""
@@ -116,10 +190,6 @@ class InPlaceOperator(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
-
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, `module`, in which this operator works, computes as the stock model's does."""
-        return nullcontext()
 
 
 class ModelOperator(InPlaceOperator):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -21,7 +22,7 @@ from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.sparse.choice import PathChoices, choices_path
-from moegraft.operators.sparsity import LayerSparsity, SparseLayers
+from moegraft.operators.sparsity import LayerSparsity, SparseLayers, whole
 from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
@@ -81,6 +82,7 @@ class SparseExperts(Operator):
     No GPU has run it yet.
     """
 
+    sparsity: LayerSparsity
     name = "sparse_experts"
     kind = "experts"
     options_type = SparseExpertsOptions
@@ -135,6 +137,21 @@ class SparseExperts(Operator):
         workspace = context.shared(Workspaces, Workspaces).on(device)
         choices = context.shared(PathChoices, lambda: PathChoices(choices_path()))
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)
+
+    @classmethod
+    def devices_wanted(cls, options: SparseExpertsOptions) -> frozenset[str]:
+        return frozenset({options.gpu})
+
+    @classmethod
+    def sparsity_options(cls, options: SparseExpertsOptions) -> SparsityOptions:
+        return options.sparsity
+
+    @classmethod
+    def with_sparsity(cls, options: SparseExpertsOptions, sparsity: SparsityOptions) -> SparseExpertsOptions:
+        return replace(options, sparsity=sparsity)
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return whole([self.sparsity])
 
     def placement(self) -> str:
         dtype = "stored" if self._weights is None else str(self._weights.gate_up.dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kv_cache import CacheForm
+from moegraft.operators.kv_cache_size import kv_cache_bytes
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.decode_steps import DecodeSteps
@@ -40,7 +41,7 @@ from moegraft.operators.offload.executors import (
     SlotArena,
     SlotKernels,
 )
-from moegraft.operators.offload.options import GpuOptions, free_for_slots, kv_cache_bytes
+from moegraft.operators.offload.options import GpuOptions, free_for_slots
 from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit, make_scheduler
 from moegraft.operators.offload.statistics import Observer

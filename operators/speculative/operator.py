@@ -137,6 +137,10 @@ class SpeculativeDraft(ModelOperator):
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: BuildContext) -> Self:
         return cls(options, context.shared(DraftSwitch, DraftSwitch))
 
+    @classmethod
+    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
+        return options.draft_sparsity
+
     def check(self) -> None:
         if self.options.draft == "experts" and not self._switch.layers:
             raise UnsupportedModelError(

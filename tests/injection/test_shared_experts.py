@@ -17,7 +17,8 @@ from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.shared_overlap import SHARED_NAMES, SharedOverlap
+from moegraft.operators.offload.shared_overlap import SharedOverlap
+from moegraft.operators.structure import SHARED_NAMES
 
 RULES = """
 version: 1

@@ -20,8 +20,9 @@ from moegraft.injection import doctor as facts_module
 from moegraft.injection.cli.commands.doctor import _rows
 from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
 from moegraft.operators import self_test
+from moegraft.operators.estimates import Rate
 from moegraft.operators.machine import Gpu
 from moegraft.operators.self_test import LIMITS, InstructionSet
 
