@@ -12,7 +12,6 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import prepare_sparsity
 from moegraft.injection.checkpoint.loader import CheckpointLoader, open_weights, stored_dtype
 from moegraft.injection.checkpoint.sources import live_source, refuse_meta
 from moegraft.injection.graft import Injection, build_operators, injected, injected_class, make_ready, place, replacing
@@ -20,6 +19,7 @@ from moegraft.injection.model_source import ModelSource, dequantising, find_mode
 from moegraft.injection.plan import Plan, plan, settle_stored, weight_types
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rules import RuleFile, default_rules, read_rules
+from moegraft.injection.sparsity_setup import prepare_sparsity
 from moegraft.operators.base import BuildContext, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
@@ -188,7 +188,7 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     machine = probe_machine()
     device_map = request.device_map or infer_device_map(the_plan, machine)
     check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))
-    sparsity = prepare_sparsity(the_plan, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
+    sparsity = prepare_sparsity(the_plan, request.registry, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
     context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
     stream = CheckpointLoader(source, weights, skeleton, replacing(operators))
@@ -251,7 +251,9 @@ def _graft_loaded(model: PreTrainedModel, rules: Rules | None, request: _Request
         if not swap.in_place:
             refuse_meta(swap.module, model.get_submodule(swap.module))
     named = Path(model.config.name_or_path or os.devnull)
-    sparsity = prepare_sparsity(the_plan, model, named if named.is_dir() else None, trust_remote_code=request.trust_remote_code)
+    sparsity = prepare_sparsity(
+        the_plan, request.registry, model, named if named.is_dir() else None, trust_remote_code=request.trust_remote_code
+    )
     sparsity.check_weights(lambda path: live_source(path, model.get_submodule(path)))
     context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
     operators = build_operators(model, the_plan, request.registry, context)

@@ -12,8 +12,9 @@ from support.sparse_models import left_out, stock
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CalibrationOptions, activation_report, calibrate, cut, describe_source, sparse_rules, work_tokens
+from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
 from moegraft.injection.model_source import find_model
+from moegraft.injection.plots import plot_activations
 from moegraft.injection.rules import read_rules
 from moegraft.operators.activations import Calibration
 from moegraft.operators.errors import UnsupportedModelError
@@ -159,5 +160,5 @@ def test_the_report_is_a_picture(tmp_path: Path) -> None:
     histogram = ActivationHistogram(2, 8)
     histogram.add(torch.tensor([[0], [1], [1]]), torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0)))
     path = tmp_path / "report.png"
-    activation_report(Calibration({"layer": histogram}), path)
+    plot_activations(Calibration({"layer": histogram}), path)
     assert path.read_bytes().startswith(b"\x89PNG")
