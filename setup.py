@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent
 FOLDERS = ("injection", "operators", "cpu_backend", "rules")
 CSRC = Path("cpu_backend/csrc")
 
-# A source named isa_<name>.cpp is compiled for that instruction set and entered only on a CPU that has it.
-# The bases build on each other: AVX-512 code may use everything that AVX2 code may.
+# These sources are compiled for one instruction set each and entered only on a CPU that has it.
+# The flags build on each other: AVX-512 code may use everything that AVX2 code may.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 # g++ 12 warns about its own header (GCC bug 105593)
 AVX512 = [
@@ -30,11 +30,11 @@ AVX512 = [
 VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*VNNI, "-mavx512bf16"]
 ISA_FLAGS = {
-    "isa_avx2.cpp": AVX2,
-    "isa_avx512.cpp": AVX512,
-    "isa_avx512_vnni.cpp": VNNI,
-    "isa_avx512_bf16.cpp": BF16,
-    "isa_amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "simd/avx2.cpp": AVX2,
+    "simd/avx512.cpp": AVX512,
+    "simd/avx512_vnni.cpp": VNNI,
+    "simd/avx512_bf16.cpp": BF16,
+    "simd/amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 
 
@@ -43,13 +43,13 @@ def is_x86() -> bool:
 
 
 def sources() -> list[str]:
-    """All C++ sources of this architecture: elsewhere than on x86-64 only the scalar version is built."""
-    every = sorted(path.as_posix() for path in CSRC.glob("*.cpp"))
-    return [path for path in every if is_x86() or Path(path).name not in ISA_FLAGS]
+    """Return the C++ sources of this architecture. Other architectures than x86-64 build the scalar kernels alone."""
+    found = sorted(CSRC.rglob("*.cpp"))
+    return [path.as_posix() for path in found if is_x86() or path.relative_to(CSRC).as_posix() not in ISA_FLAGS]
 
 
 class BuildKernel(build_ext):
-    """Compiles each instruction set's source with its own flags and turns a missing compiler into one sentence."""
+    """Compile each instruction set's source with its own flags and report a missing compiler in one sentence."""
 
     def build_extensions(self) -> None:
         compiler = self.compiler.compiler_so[0] if hasattr(self.compiler, "compiler_so") else "cl"
@@ -59,7 +59,7 @@ class BuildKernel(build_ext):
         compile_one = self.compiler._compile
 
         def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
-            flags = ISA_FLAGS.get(Path(src).name, [])
+            flags = ISA_FLAGS.get(Path(src).relative_to(CSRC).as_posix(), [])
             compile_one(obj, src, ext, cc_args, [*extra_postargs, *flags], pp_opts)
 
         self.compiler._compile = compile_with_isa_flags
@@ -78,7 +78,7 @@ class BuildKernel(build_ext):
             return
         if "Python.h" in probe.stderr:
             sys.exit("moegraft: Python.h was not found; install the headers of this Python, e.g. 'apt install python3-dev', and try again")
-        sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it says: {probe.stderr.strip().splitlines()[0]})")
+        sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it reports: {probe.stderr.strip().splitlines()[0]})")
 
 
 packages = [f"moegraft.{folder}" for folder in FOLDERS]
@@ -92,7 +92,6 @@ setup(
         "moegraft.injection": ["py.typed"],
         "moegraft.injection.texts": ["*.txt"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
-        "moegraft.injection.bench": ["*.css"],
         "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],
@@ -103,7 +102,7 @@ setup(
             "moegraft.cpu_backend._kernel",
             sources(),
             include_dirs=[CSRC.as_posix()],
-            depends=[path.as_posix() for path in CSRC.glob("*.h")],
+            depends=[path.as_posix() for path in CSRC.rglob("*.h")],
             cxx_std=17,
             libraries=["dl"] if sys.platform == "linux" else [],  # a part of libc only since glibc 2.34
             extra_compile_args=["-O3", "-fno-math-errno", "-pthread", "-g0"],

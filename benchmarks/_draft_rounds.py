@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.schedule import Round
 
@@ -126,7 +125,7 @@ class _Watch:
 
     def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
         self._found = found
-        self._switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+        self._switch = model.moegraft.context.draft_switch
         self._drafted: dict[int, list[torch.Tensor]] = {}
         layers = [module for module in model.modules() if isinstance(module, HybridExperts)]
         for number, operator in enumerate(layers):

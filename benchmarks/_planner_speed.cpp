@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "scheduler.h"
+#include "scheduler/scheduler.h"
 
 using namespace moegraft;
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+from _cache_replay import Belady, ReplayCounts, ReplaySettings, replay, used_by_step
 from _synthetic_routing import MIXTURES, synthetic_trace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,7 +28,6 @@ from traces import held_out, record
 
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
-from moegraft.operators.offload.replay import Optimal, Setting, Tally, replay, steps_of
 from moegraft.operators.routing_trace import Trace, joined
 
 GUIDES = ("README.md", "rules/README.md")
@@ -80,15 +80,15 @@ def policy(name: str, trace: Trace) -> CachePolicy:
     """A fresh one."""
     match name:
         case "min":
-            return Optimal(steps_of(trace, 1))
+            return Belady(used_by_step(trace, 1))
         case "static":
             return StaticProfile(trace.part(0, trace.num_tokens // WARM).loads())
     return make_policy(OPTIONS[name], trace.num_layers, trace.num_experts, trace.top_k)
 
 
-def played(trace: Trace, make: Callable[[], CachePolicy], ratio: float, **chosen: object) -> Tally:
-    setting = Setting(round(ratio * trace.num_experts), warm_tokens=trace.num_tokens // WARM, **chosen)  # type: ignore[arg-type]
-    return replay(trace, make(), setting)
+def played(trace: Trace, make: Callable[[], CachePolicy], ratio: float, **chosen: object) -> ReplayCounts:
+    settings = ReplaySettings(round(ratio * trace.num_experts), warm_tokens=trace.num_tokens // WARM, **chosen)  # type: ignore[arg-type]
+    return replay(trace, make(), settings)
 
 
 def policies(trace: Trace) -> Iterator[Row]:
@@ -99,13 +99,13 @@ def policies(trace: Trace) -> Iterator[Row]:
         if name == "static" and "bypass" in way:
             continue  # it never does anything else
         bypass = bool(way.get("bypass", name == "static"))
-        tally = played(trace, lambda name=name: policy(name, trace), ratio, **{**way, "bypass": bypass})  # type: ignore[misc]
+        counts = played(trace, lambda name=name: policy(name, trace), ratio, **{**way, "bypass": bypass})  # type: ignore[misc]
         layer_tokens = trace.num_layers * (trace.num_tokens - trace.num_tokens // WARM)
         row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "experts": trace.num_experts, "top_k": trace.top_k}
         row |= {"ratio": ratio, "admission": "bypass" if bypass else "always", "scope": "global" if way.get("shared") else "layer"}
-        row |= {"prefetch": way.get("prefetch", 0), "policy": name, "hit_percent": round(100 * tally.hit_rate, 2)}
-        row |= {"loads_a_layer": round((tally.admitted + tally.prefetched) / layer_tokens, 3)}
-        row |= {"prefetch_in_use": round(tally.prefetched_in_use / tally.prefetched, 3) if tally.prefetched else ""}
+        row |= {"prefetch": way.get("prefetch", 0), "policy": name, "hit_percent": round(100 * counts.hit_rate, 2)}
+        row |= {"loads_a_layer": round((counts.admitted + counts.prefetched) / layer_tokens, 3)}
+        row |= {"prefetch_in_use": round(counts.prefetched_in_use / counts.prefetched, 3) if counts.prefetched else ""}
         print(row, flush=True)
         yield row
 

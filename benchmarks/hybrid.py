@@ -82,7 +82,7 @@ def traced(model: str, machine: str, ratio: float, system: System, seed: int, *,
     """Who worked when while some tokens were decoded, by the virtual clock."""
     trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
     simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
-    timeline = simulation.engine.observer.timeline = Timeline(simulation.device.name)
+    timeline = simulation.engine.timings.timeline = Timeline(simulation.device.name)
     simulation.run(trace.part(WARM_TOKENS, trace.num_tokens), beside=beside)
     return timeline
 

@@ -1,4 +1,4 @@
-"""The tables of the README and of the rules' guide, made from the committed results: run it after a benchmark; a test holds both to it."""
+"""Generate the tables of the documentation from the committed results. Run it after a benchmark; a test compares the pages with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "rules" / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "README.md")
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, str]
 
@@ -119,6 +119,50 @@ def kt_kernel() -> str:
     return f"{caption}\n\n{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
+def cpu_model_pairs() -> str:
+    rows = read("cpu_model_pairs")
+    head = ["weights", "phase", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80"]
+    keys = ("weights", "phase", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio")
+    return f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
+
+
+def speeds() -> str:
+    """The README's one table of speeds: figures measured alternately with each peer."""
+    layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
+    formats = ("int4", "int8", "bfloat16")
+
+    def fastest_ms(provider: str, weights: str, tokens: str) -> str:
+        wanted = (provider, weights, tokens)
+        found = [float(row["p50_ms"]) for row in layer if (row["provider"], row["weights"], row["tokens"]) == wanted]
+        return f"{min(found):.2f}" if found else "-"
+
+    def decode(weights: str, phase: str) -> str:
+        row = next((row for row in pairs if (row["weights"], row["phase"]) == (weights, phase)), None)
+        return f"{float(row['ours_tokens_s']):.0f} / {float(row['llama_cpp_tokens_s']):.0f}" if row else "-"
+
+    def prompt(weights: str) -> str:
+        found = {row["provider"]: float(row["p50_tokens_s"]) for row in prompts if row["phase"] == "prompt-512" and row["p50_tokens_s"]}
+        stock = f" / {found['stock']:.0f}" if weights == "bfloat16" and "stock" in found else ""
+        return " / ".join(f"{found[name]:.0f}" for name in (f"ours-{weights}", f"llama.cpp-{weights}") if name in found) + stock
+
+    body = [
+        ["decode, tokens/s after 8 tokens, moegraft / llama.cpp", *(decode(weights, "decode") for weights in formats)],
+        ["decode, tokens/s after 512 tokens, moegraft / llama.cpp", *(decode(weights, "decode-512") for weights in formats)],
+        ["prompt of 512, tokens/s, moegraft / llama.cpp / transformers", *(prompt(weights) for weights in formats)],
+        *(
+            [
+                f"one layer, {tokens} token{'s' if tokens != '1' else ''}, ms, moegraft / kt-kernel",
+                *(f"{fastest_ms('moegraft', weights, tokens)} / {fastest_ms('kt-kernel', weights, tokens)}" for weights in formats),
+            ]
+            for tokens in ("1", "512")
+        ),
+    ]
+    return (
+        f"Speed on the CPU, 2 threads, Qwen3-30B-A3B's shapes (six layers; one layer of experts):\n\n{table(['', *formats], body)}\n\n"
+        f"Decode: {provenance(pairs)} Prompts: {provenance(prompts)} Layers: {provenance(layer)}"
+    )
+
+
 HYBRID_SYSTEMS = {
     "all_cpu": "all experts on the CPU",
     "layer_map": "whole layers on one device",
@@ -213,6 +257,8 @@ def kv_cache() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "speeds": speeds,
+    "cpu_model_pairs": cpu_model_pairs,
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
     "kt_kernel": kt_kernel,

@@ -29,9 +29,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from record import RESULTS, ROOT, write_rows
 
-from moegraft.cpu_backend import optimum
+from moegraft.cpu_backend import Planner, optimum
 from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
-from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler, make_scheduler
+from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler
 from moegraft.operators.routing_trace import Trace
 
 STAGES = {"decode": 1, "verify x4": 4, "verify x8": 8, "prefill 32": 32, "prefill 128": 128, "prefill 512": 512}  # tokens
@@ -40,7 +40,7 @@ TRACE_TOKENS = 3072
 PAST_TOKENS = 64  # what a layer's residents were used most in
 PLANNED = tuple(name for name in SCHEDULES if name != "layer_map")
 CSRC = ROOT / "cpu_backend" / "csrc"
-PLANNER_SOURCES = ("scheduler.cpp", "layer_problem.cpp", "schedule_greedy.cpp", "schedule_threshold.cpp")
+PLANNER_SOURCES = tuple(f"scheduler/{name}.cpp" for name in ("planner", "layer_problem", "greedy", "two_threshold"))
 Row = dict[str, object]
 
 
@@ -80,17 +80,16 @@ def makespans(schedulers: dict[ScheduleName, Scheduler], problem: LayerProblem, 
     found = {}
     for name, scheduler in schedulers.items():
         plan = scheduler.plan(0, problem)
-        plan.check(problem)
         found[name] = plan.makespan_ms
     everything = replace(problem, arrival_ms=np.zeros_like(problem.arrival_ms))
-    on_gpu = schedulers["on_demand"].makespan(everything, np.zeros(len(problem.loads), bool))
+    on_gpu = Planner("on_demand").makespan(everything, np.zeros(len(problem.loads), bool))
     found["layer_map"] = ratio * on_gpu + (1 - ratio) * found["all_cpu"]
     return found
 
 
 def cells(problems: int, in_flight: int) -> Iterator[tuple[str, str, str, float, dict[ScheduleName, NDArray[np.float64]]]]:
     """Ratios to the optimum by model, stage, machine and share of experts cached."""
-    schedulers = {name: make_scheduler(name) for name in PLANNED}
+    schedulers = {name: Scheduler(name) for name in PLANNED}
     random = np.random.default_rng(1)
     for model in MODELS:
         trace = synthetic_trace(model, TRACE_TOKENS)
@@ -165,7 +164,7 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 class _Problem(ctypes.Structure):
-    """LayerProblem of layer_problem.h."""
+    """LayerProblem of scheduler/scheduler.h."""
 
     _fields_ = (
         ("experts", ctypes.c_int),
@@ -204,7 +203,7 @@ class PlannerClock:
 
 def python_us(schedule: ScheduleName, problems: list[LayerProblem], repeats: int) -> NDArray[np.float64]:
     """Microseconds for making a problem of its arrays and planning it."""
-    scheduler = make_scheduler(schedule)
+    scheduler = Scheduler(schedule)
     pass_us = np.empty(repeats)
     for repeat in range(-1, repeats):
         start = perf_counter()

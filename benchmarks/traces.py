@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.operators.routing_trace import Trace, record_trace
+from moegraft.operators.routing_trace import NO_EXPERT, Trace, mark_experts, record_trace
 
 PROMPT_TOKENS = 512
 NAMED_LAYERS = 8
@@ -61,8 +61,25 @@ def recorded(model: Path, texts: Sequence[torch.Tensor], rules: str, source: str
     loaded = optimize_and_load(model, rules, progress=False)
     trace = record_trace(loaded, texts, source)
     experts = f"{trace.top_k} of {trace.num_experts} experts"
-    print(f"{trace.source}: {tokens} tokens, {trace.num_layers} layers, {experts}, reuse {trace.reuse():.3f}", flush=True)
+    print(f"{trace.source}: {tokens} tokens, {trace.num_layers} layers, {experts}, reuse {reuse_share(trace):.3f}", flush=True)
     return trace
+
+
+def reuse_share(trace: Trace) -> float:
+    """Return the share of a token's experts that the token before used as well; K / E where routing has no memory."""
+    used = trace.used()
+    follows = ~trace.starts[1:]
+    repeated = used[1:][follows] & used[:-1][follows]
+    return float(repeated.sum() / max(used[1:][follows].sum(), 1))
+
+
+def recall_share(trace: Trace, depth: int) -> float:
+    """Return the share of the used experts that were predicted `depth` layers before (1: the layer before), where one could be."""
+    predicted = trace.predicted[depth - 1]
+    known = (predicted != NO_EXPERT).any(axis=-1)
+    used = trace.used()[known]
+    hits = used & mark_experts(predicted, trace.num_experts)[known]
+    return float(hits.sum() / max(used.sum(), 1))
 
 
 def coverage(trace: Trace) -> Iterator[Row]:
@@ -89,7 +106,7 @@ def prefill_load(trace: Trace) -> Iterator[Row]:
 
 def recall(trace: Trace) -> Iterator[Row]:
     for depth in range(1, trace.depths + 1):
-        yield {"measure": "recall", "layer": "all", "x": depth, "value": round(trace.recall(depth), 4)}
+        yield {"measure": "recall", "layer": "all", "x": depth, "value": round(recall_share(trace, depth), 4)}
 
 
 def measured(trace: Trace) -> list[Row]:

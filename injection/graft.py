@@ -13,13 +13,11 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.plan import Plan
-from moegraft.operators.base import BuildContext, InPlaceOperator, ModelOperator, Operator
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.decode_steps import DecodeSteps
-from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.sparsity import SparseLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Injection:
 
     plan: Plan
     operators: Mapping[str, Operator]
-    context: BuildContext
+    context: InjectionContext
 
     @property
     def model_operator(self) -> ModelOperator | None:
@@ -42,22 +40,18 @@ class Injection:
     @property
     def decode_steps(self) -> DecodeSteps | None:
         """What captures decode steps; None where no rule lets it."""
-        groups = self.context.shared(GpuGroups, GpuGroups)
-        return groups.decode_steps if groups.captures else None
+        return self.context.decode_steps
 
     @property
     def drafting(self) -> bool:
         """Whether the calling thread draws a draft."""
-        return self.context.shared(DraftSwitch, DraftSwitch).settings is not None
+        return self.context.draft_switch.settings is not None
 
     def statistics(self) -> dict[str, object]:
         """What operators did so far: `modules` by path, `sparsity`, what was left out, for each target that rules give, and `devices`,
         what each GPU that experts share did."""
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
-        return {"modules": modules, "sparsity": self.context.shared(SparseLayers, SparseLayers).statistics(), "devices": self._devices()}
-
-    def _devices(self) -> dict[str, object]:
-        return dict(self.context.shared(GpuGroups, GpuGroups).statistics())
+        return {"modules": modules, **self.context.statistics()}
 
     def placement(self) -> list[str]:
         """What runs where, a line for each group of equal operators."""
@@ -103,7 +97,7 @@ class InjectedModel:
         raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")
 
 
-def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, context: BuildContext) -> dict[str, Operator]:
+def build_operators(model: nn.Module, plan: Plan, registry: OperatorRegistry, context: InjectionContext) -> dict[str, Operator]:
     """The plan's operators, still without weights, by the path of the module each will replace. `model` may be on meta.
 
     Raises:

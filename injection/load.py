@@ -20,7 +20,8 @@ from moegraft.injection.plan import Plan, plan, settle_stored, weight_types
 from moegraft.injection.progress import byte_bar
 from moegraft.injection.rules import RuleFile, default_rules, read_rules
 from moegraft.injection.sparsity_setup import prepare_sparsity
-from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.base import Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
@@ -189,7 +190,7 @@ def _load(source: ModelSource, rules: Rules | None, request: _Request) -> PreTra
     device_map = request.device_map or infer_device_map(the_plan, machine)
     check_memory(the_plan, machine, on_cpu=device_map in (None, "cpu"))
     sparsity = prepare_sparsity(the_plan, request.registry, skeleton, source.folder, trust_remote_code=request.trust_remote_code)
-    context = BuildContext(machine=machine, dtype=dtype, threads=request.threads)
+    context = InjectionContext(machine=machine, dtype=dtype, threads=request.threads)
     operators = build_operators(skeleton, the_plan, request.registry, context)
     stream = CheckpointLoader(source, weights, skeleton, replacing(operators))
     sparsity.check_weights(stream.source)
@@ -255,7 +256,7 @@ def _graft_loaded(model: PreTrainedModel, rules: Rules | None, request: _Request
         the_plan, request.registry, model, named if named.is_dir() else None, trust_remote_code=request.trust_remote_code
     )
     sparsity.check_weights(lambda path: live_source(path, model.get_submodule(path)))
-    context = BuildContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
+    context = InjectionContext(machine=probe_machine(), dtype=model.dtype, threads=request.threads)
     operators = build_operators(model, the_plan, request.registry, context)
     total_bytes = sum(p.nbytes for path in replacing(operators) for p in model.get_submodule(path).parameters())
     placed: dict[str, Operator] = {}

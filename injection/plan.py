@@ -152,7 +152,7 @@ def plan(model: nn.Module, rules: RuleFile, *, registry: OperatorRegistry, dtype
     Raises:
         RuleErrors: everything that the rules ask of this model and cannot have.
     """
-    findings = Findings()
+    findings = Findings(list(rules.notices))
     modules = ModelModules(model)
     if model_type is None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)

@@ -140,6 +140,8 @@ def _options(options_type: type[Any]) -> Schema:
     about = attribute_texts(options_type)
     known = [field for field in fields(options_type) if field.init]
     properties = {field.name: _option(hints[field.name], field, about.get(field.name, "")) for field in known}
+    for old, new in getattr(options_type, "renamed_options", {}).items():
+        properties[old] = {**properties[new], "description": f"The old name of '{new}'.", "deprecationMessage": f"Write '{new}'."}
     required = [field.name for field in known if field.default is MISSING and field.default_factory is MISSING]
     return _closed(properties, required)
 

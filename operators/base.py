@@ -5,25 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
-from moegraft.operators.machine import Machine
 from moegraft.operators.weights import WeightSource
 
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+    from moegraft.operators.context import InjectionContext
     from moegraft.operators.estimates import ExpertSlots, Saving
     from moegraft.operators.kv_cache_size import QuantisedForm
     from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
 
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
-Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +34,6 @@ class Footprint:
     @property
     def total_bytes(self) -> int:
         return sum(self.by_device.values())
-
-
-@dataclass(slots=True)
-class BuildContext:
-    """What the operators of one model share: the machine, the model's dtype and objects such as a thread pool."""
-
-    machine: Machine
-    dtype: torch.dtype
-    threads: int = 0  # CPU threads for operators; 0: one for each physical core
-    _shared: dict[object, object] = field(default_factory=dict)
-
-    def shared(self, kind: type[Shared], make: Callable[[], Shared]) -> Shared:
-        """The model's one object of type `kind`, made on first use; two models never share one."""
-        found = self._shared.get(kind)
-        if found is None:
-            found = self._shared[kind] = make()
-        assert isinstance(found, kind), f"shared object of {kind.__name__} is a {type(found).__name__}"
-        return found
 
 
 class Operator(nn.Module, ABC):
@@ -90,7 +71,7 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def build(cls, module: nn.Module, options: Any, context: BuildContext) -> Self:
+    def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> Self:
         """The operator for `module`, which may be on meta; holds no weights yet."""
 
     @abstractmethod

@@ -20,7 +20,8 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import BuildContext, ModelOperator
+from moegraft.operators.base import ModelOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kv_cache_size import QuantisedForm
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CacheForm:
-    """One a model, `context.shared(CacheForm, CacheForm)`: what its rules make of the cache."""
+    """One a model, `context.cache_form`: what its rules make of the cache."""
 
     def __init__(self) -> None:
         self.quantised: QuantisedForm | None = None
@@ -149,10 +150,10 @@ class QuantizedKvCache(ModelOperator):
         return _why_no_cache(module) or _why_no_group(module.config, options) or options.why_not_here()
 
     @classmethod
-    def build(cls, module: nn.Module, options: QuantizedKvCacheOptions, context: BuildContext) -> Self:
+    def build(cls, module: nn.Module, options: QuantizedKvCacheOptions, context: InjectionContext) -> Self:
         assert isinstance(module, PreTrainedModel), "refuse lets no other through"
         group = group_of(module.config, options)
-        context.shared(CacheForm, CacheForm).quantised = options.form(group)
+        context.cache_form.quantised = options.form(group)
         return cls(options, group)
 
     @classmethod

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
-from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register_linear
 from moegraft.operators.errors import CheckpointError
@@ -92,14 +93,14 @@ class QuantizedLinear(Operator):
         return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
 
     @classmethod
-    def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: BuildContext) -> Self:
+    def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: InjectionContext) -> Self:
         assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
         device = options.device
         reason = why_unavailable() if device.type == "cuda" else None
         if reason is not None:
-            context.shared(_Notice, lambda: _Notice(reason))
+            context.warn_once(logger, f"quantized_linear stays on the CPU: {reason}")
             device = torch.device("cpu")
-        return cls(module, options, context.shared(Runtime, lambda: Runtime(threads=context.threads)), device)
+        return cls(module, options, context.runtime, device)
 
     @classmethod
     def devices_wanted(cls, options: QuantizedLinearOptions) -> frozenset[str]:
@@ -190,10 +191,3 @@ class QuantizedLinear(Operator):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self.options.weights}"
-
-
-class _Notice:
-    """Says once for each model that its linear layers stay on the CPU."""
-
-    def __init__(self, reason: str) -> None:
-        logger.warning("quantized_linear stays on the CPU: %s", reason)

@@ -183,7 +183,7 @@ class SparsityGroup:
 
 
 class SparseLayers:
-    """All layers of one model that leave neurons out, by target (`context.shared(SparseLayers, SparseLayers)`)."""
+    """All layers of one model that leave neurons out, by target (`context.sparse_layers`)."""
 
     def __init__(self) -> None:
         self._groups: dict[SparsityOptions, SparsityGroup] = {}

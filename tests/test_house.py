@@ -9,7 +9,7 @@ import pytest
 from support import ROOT
 
 # What each part may import of ours, the more specific part first.
-ROOT_PARTS = {"operators", "operators/kv_cache", "cpu_backend"}
+ROOT_PARTS = {"operators", "operators/context", "operators/kv_cache", "cpu_backend"}
 MAY_IMPORT = {
     "operators/experts": {"operators/experts", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators/offload": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
@@ -19,12 +19,15 @@ MAY_IMPORT = {
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
     "operators/speculative": {"operators/speculative", *ROOT_PARTS},
     "operators/kv_cache": ROOT_PARTS,
-    "operators": {"operators", "cpu_backend"},
+    # The one object a model whose members its operators share; each is imported when an operator first asks for it.
+    "operators/context": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
     "injection": {
         "injection",
         "operators",
+        "operators/context",
         "operators/experts",
         "operators/kv_cache",
         "operators/linear",

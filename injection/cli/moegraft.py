@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.bench import bench
 from moegraft.injection.cli.commands.calibrate import calibrate
 from moegraft.injection.cli.commands.check import check
 from moegraft.injection.cli.commands.diff import diff
@@ -58,7 +57,6 @@ app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules 
 app.command(epilog="Example: moegraft calibrate --model Qwen/Qwen3-30B-A3B --text mine.txt --out thresholds.json")(calibrate)
 app.command(epilog="Example: moegraft serve --model Qwen/Qwen3-30B-A3B --rules cpu --port 8000")(serve)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)
-app.add_typer(bench, name="bench", epilog="Example: moegraft bench serve --rounds 3")
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)
 
 

@@ -22,7 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.load import optimize_and_load
-from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.base import Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
 from moegraft.operators.machine import cpu_info, probe_machine
 from moegraft.operators.registry import load_registry
@@ -73,7 +74,7 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
     load = psutil.getloadavg()[0] / machine.cores
     registry = load_registry()
     operators = [registry[name] for name in registry]
-    context = BuildContext(machine=machine, dtype=torch.float32)
+    context = InjectionContext(machine=machine, dtype=torch.float32)
     with torch.no_grad():
         progress("memory")
         data = torch.ones(READ_BYTES // 4)
@@ -111,7 +112,7 @@ def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[O
     return list(found.values())
 
 
-def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: BuildContext) -> nn.Module:
+def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: InjectionContext) -> nn.Module:
     built = operator.build(module, options, context)
     built.load(live_source(operator.kind, module), lambda size: None)
     return built

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -149,6 +149,34 @@ def read_options(operator: str, options_type: type[Any], kwargs: MappingNode | N
     """
     node = kwargs or MappingNode((), position)
     return _Reader(operator, findings).options(options_type, node, "", position)
+
+
+def with_new_names(operator: str, options_type: type[Any], kwargs: MappingNode, findings: Findings, path: str = "") -> MappingNode:
+    """Return `kwargs` with renamed options under their new names, at any depth, and a notice where an old name is written.
+
+    An options dataclass declares them as `renamed_options: ClassVar[Mapping[str, str]] = {"old": "new"}`.
+    """
+    renamed: Mapping[str, str] = getattr(options_type, "renamed_options", {})
+    hints = get_type_hints(options_type)
+    entries = []
+    for entry in kwargs:
+        name = renamed.get(entry.key, entry.key)
+        if name != entry.key:
+            both = next((other for other in kwargs if other.key == name), None)
+            if both is not None:
+                message = (
+                    f"option '{path}{entry.key}' is the old name of '{path}{name}', which is given in line {both.position.line}; delete it"
+                )
+                findings.error(entry.position, message)
+                continue
+            findings.notice(entry.position, f"option '{path}{entry.key}' of {operator} is now called '{path}{name}'")
+        value = entry.value
+        if isinstance(value, MappingNode):
+            nested = next((member for member in _members(hints.get(name)) if is_dataclass(member) and isinstance(member, type)), None)
+            if nested is not None:
+                value = with_new_names(operator, nested, value, findings, f"{path}{name}.")
+        entries.append(replace(entry, key=name, value=value))
+    return replace(kwargs, entries=tuple(entries))
 
 
 class _Reader:
@@ -331,6 +359,8 @@ def read_replace(
     if match.kind is not None and match.kind != operator.kind:
         message = f"operator '{name}' replaces modules of kind {operator.kind}, and this rule matches kind {match.kind}"
         findings.error(places["kind"], message)
+    if kwargs is not None:
+        kwargs = with_new_names(name, operator.options_type, kwargs, findings)
     place = places.get("kwargs", class_node.position)
     return Replacement(name, kwargs, read_options(name, operator.options_type, kwargs, place, findings))
 

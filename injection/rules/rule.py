@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
+from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import MappingNode, Node, ScalarNode, Value
 from moegraft.injection.rules.patterns import why_unusable
 
@@ -160,6 +160,7 @@ class RuleFile:
         rules: in the order in which they are tried; a file's own come before those it inherits.
         vars: after overriding.
         files: the file itself, then what it extends, down to the last.
+        notices: what was found while reading and stops nothing, such as the old name of an option.
     """
 
     rules: tuple[Rule, ...]
@@ -167,6 +168,7 @@ class RuleFile:
     requires: tuple[Requirement, ...]
     position: Position
     files: tuple[str, ...]
+    notices: tuple[Diagnostic, ...] = ()
 
 
 MATCH_KEYS = ("name", "class", "kind", "layers")

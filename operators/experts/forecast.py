@@ -12,7 +12,7 @@ from moegraft.operators.estimates import ExpertSlots, GpuRates, Rate, RoutedExpe
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.options import GpuOptions
-from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, make_scheduler
+from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler
 
 ROUTINGS = 12  # random ones to average over; their mean is within a few per cent of that of many
 
@@ -64,7 +64,7 @@ def experts_ms(layer: RoutedExperts, tokens: int, machine: MachineProfile, sched
         on_cpu = experts_ms(replace(layer, resident=0.0), tokens, machine, "all_cpu", shared_ms)
         return layer.resident * on_gpu + (1 - layer.resident) * on_cpu
     neurons = Neurons.without(layer.left_out, gated=layer.gated) if layer.left_out else None
-    scheduler = make_scheduler(schedule)
+    scheduler = Scheduler(schedule)
     random = np.random.default_rng(0)
     slots = round(layer.resident * layer.num_experts)
     times = []

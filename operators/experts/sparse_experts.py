@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import nn
 
-from moegraft.operators.base import BuildContext, Footprint, Operator
+from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
@@ -21,8 +22,8 @@ from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
 from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.sparse.choice import PathChoices, choices_path
-from moegraft.operators.sparsity import LayerSparsity, SparseLayers, whole
+from moegraft.operators.sparse.choice import PathChoices
+from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
@@ -113,7 +114,7 @@ class SparseExperts(Operator):
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:
-        reason = why_unavailable()
+        reason = None if interpreted() else why_unavailable()
         if reason is not None:
             return f"sparse_experts computes on a CUDA GPU, and {reason}; hybrid_experts takes 'sparsity' on the CPU, too"
         return why_unsupported(module)
@@ -129,13 +130,13 @@ class SparseExperts(Operator):
         return Footprint({str(options.device): layout.num_experts * each})
 
     @classmethod
-    def build(cls, module: nn.Module, options: SparseExpertsOptions, context: BuildContext) -> Self:
-        draft = context.shared(DraftSwitch, DraftSwitch)
+    def build(cls, module: nn.Module, options: SparseExpertsOptions, context: InjectionContext) -> Self:
+        draft = context.draft_switch
         draft.join(sparse=True)
-        sparsity = context.shared(SparseLayers, SparseLayers).join(options.sparsity, draft)
-        device = torch.device("cpu") if why_unavailable() or interpreted() else options.device
-        workspace = context.shared(Workspaces, Workspaces).on(device)
-        choices = context.shared(PathChoices, lambda: PathChoices(choices_path()))
+        sparsity = context.sparse_layers.join(options.sparsity, draft)
+        device = torch.device("cpu") if why_unavailable() else options.device
+        workspace = context.workspace(device)
+        choices = context.path_choices
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)
 
     @classmethod
@@ -289,16 +290,6 @@ class SparseExperts(Operator):
     def extra_repr(self) -> str:
         layout = self.layout
         return f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}, gate={self.options.gate}"
-
-
-class Workspaces:
-    """The scratch memory of one model's layers, by device."""
-
-    def __init__(self) -> None:
-        self._held: dict[torch.device, Workspace] = {}
-
-    def on(self, device: torch.device) -> Workspace:
-        return self._held.setdefault(device, Workspace(device))
 
 
 def _place(weights: SparseWeights, part: Part, expert: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The CPU kernel's dense block layout (cpu_backend/csrc/block_layout.h) as the GPU kernels address it.
+"""The CPU kernel's dense block layout (cpu_backend/csrc/experts/block_layout.h) as the GPU kernels address it.
 
 A matrix is a row of blocks of 32 output rows. Within a block lie groups of 32 input columns, and in a group the 32 rows of one *unit* side
 by side: a unit is a 4-byte word with 1, 2, 4 or 8 consecutive columns of one row (float16: a half with one column). int8 and int4 groups

@@ -1,6 +1,6 @@
 """Where a neuron's rows lie, and how many of their columns a program reads in one go.
 
-The rows of up and down in the CPU kernel's sparse layout (cpu_backend/csrc/block_layout.h), read neuron by neuron.
+The rows of up and down in the CPU kernel's sparse layout (cpu_backend/csrc/experts/block_layout.h), read neuron by neuron.
 
 A row is its scales, for int8 and int4, and then chunks of 512 columns: unit i of lane l of a chunk holds consecutive columns of the
 lane's group of 32. So a row is read from front to back, and what it is multiplied with is stored in *unit order*: first what each unit of

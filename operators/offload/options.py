@@ -109,7 +109,7 @@ class GpuOptions:
         return self.decode == "graph" or (self.decode == "auto" and self.schedule not in ("all_cpu", "on_demand"))
 
     @property
-    def loading_ahead(self) -> PrefetchOptions:
+    def effective_prefetch(self) -> PrefetchOptions:
         """`prefetch`, which is none for the schedules that bring nothing: theirs is a map made once."""
         if self.schedule in ("fixed", "layer_map", "all_cpu"):
             return PrefetchOptions(policy="none", promote=False)

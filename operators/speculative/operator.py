@@ -18,7 +18,8 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from moegraft.operators.base import BuildContext, ModelOperator
+from moegraft.operators.base import ModelOperator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, NgramDrafter, SpeculativeDecoding
@@ -134,8 +135,8 @@ class SpeculativeDraft(ModelOperator):
         return why_model_not_rewindable(module.config)
 
     @classmethod
-    def build(cls, module: nn.Module, options: SpeculativeOptions, context: BuildContext) -> Self:
-        return cls(options, context.shared(DraftSwitch, DraftSwitch))
+    def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
+        return cls(options, context.draft_switch)
 
     @classmethod
     def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:

@@ -18,26 +18,27 @@ MAIN = Path(__file__).with_name("sanitized.cpp")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 ISA_FLAGS = {
-    "isa_avx2.cpp": AVX2,
-    "isa_avx512.cpp": AVX512,
-    "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
-    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
-    "isa_amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "simd/avx2.cpp": AVX2,
+    "simd/avx512.cpp": AVX512,
+    "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 
 
 def build(folder: Path, flags: list[str], vector: bool) -> Path:
     """Compiles the sources and the driver; without `vector` only the scalar kernels, for what does not depend on them."""
     vector = vector and platform.machine() in ("x86_64", "AMD64")
-    sources = [source for source in CSRC.glob("*.cpp") if not source.name.startswith("bindings")]
-    sources = [source for source in sources if vector or source.name not in ISA_FLAGS]
+    names = [source.relative_to(CSRC).as_posix() for source in CSRC.rglob("*.cpp")]
+    sources = [CSRC / name for name in names if not name.startswith("bindings/") and (vector or name not in ISA_FLAGS)]
     common = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-I{CSRC}", *flags]
     if not vector:
         common.append("-DMOEGRAFT_SCALAR_ONLY")
 
     def compile_one(source: Path) -> Path:
-        target = folder / f"{source.stem}.o"
-        subprocess.run([*common, *ISA_FLAGS.get(source.name, []), "-c", str(source), "-o", str(target)], check=True)
+        name = source.relative_to(CSRC).as_posix() if source != MAIN else source.name
+        target = folder / f"{name.replace('/', '-')}.o"
+        subprocess.run([*common, *ISA_FLAGS.get(name, []), "-c", str(source), "-o", str(target)], check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
@@ -52,10 +53,10 @@ def test_amx_kernels_over_emulated_tiles(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     program = tmp_path / "emulated"
-    flags = ["-std=c++17", "-O1", "-DMOEGRAFT_EMULATED_AMX", *ISA_FLAGS["isa_amx.cpp"], f"-I{CSRC}"]
+    flags = ["-std=c++17", "-O1", "-DMOEGRAFT_EMULATED_AMX", *ISA_FLAGS["simd/amx.cpp"], f"-I{CSRC}"]
     sources = [
         MAIN.with_name("emulated_amx.cpp"),
-        *(CSRC / name for name in ("isa_amx.cpp", "kernels_scalar.cpp", "attention_scalar.cpp", "block_layout.cpp")),
+        *(CSRC / name for name in ("simd/amx.cpp", "simd/scalar.cpp", "experts/block_layout.cpp")),
     ]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)

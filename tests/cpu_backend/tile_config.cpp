@@ -9,7 +9,7 @@ asm(R"(
 
 #include <cstdio>
 
-#include "amx_tiles.h"
+#include "simd/amx_tiles.h"
 
 extern "C" {
 alignas(64) unsigned char seen_config[64];

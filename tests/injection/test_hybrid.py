@@ -17,7 +17,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.devices.cuda import why_no_cuda
-from moegraft.operators.offload.model_experts import GpuGroups, ModelExperts
+from moegraft.operators.offload.model_experts import ModelExperts
 
 RULES = """
 version: 1
@@ -49,7 +49,7 @@ def load(model: Path | PreTrainedModel, rules: Path | str) -> PreTrainedModel:
 
 
 def groups_of(model: PreTrainedModel) -> list[ModelExperts]:
-    return list(model.moegraft.context.shared(GpuGroups, GpuGroups))
+    return list(model.moegraft.context.gpu_groups)
 
 
 @torch.no_grad()
@@ -136,10 +136,10 @@ def test_placement_says_where_experts_are(rules) -> None:  # type: ignore[no-unt
 
 
 def test_a_draft_of_resident_experts_loads_nothing(rules) -> None:  # type: ignore[no-untyped-def]
-    from moegraft.operators.draft import DraftSettings, DraftSwitch
+    from moegraft.operators.draft import DraftSettings
 
     model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"))
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     assert switch.resident_layers == switch.layers > 0
     (group,) = groups_of(model)
     (engine,) = group.engines

@@ -55,7 +55,7 @@ ERRORS = (
         "class of another package",
         f"- {{id: moe, match: {{class: »ktransformers.models.modeling.TinyExperts}}, {EXPERTS}}}\n",
         "rule 'moe' matches no module of TinyModel\n    class: ktransformers.models.modeling.TinyExperts\n"
-        "          the model's TinyExperts is rule_support.TinyExperts; did you mean 'TinyExperts'?"
+        "          the model's TinyExperts is support.rule_support.TinyExperts; did you mean 'TinyExperts'?"
         "; KTransformers' copies of models are not used here",
     ),
     Mistake(

@@ -1,10 +1,11 @@
-"""A recorded trace is what the model routes when it decodes, and its predictions are what later layers' routers say."""
+"""A recorded trace matches what the model routes when it decodes; its predictions match the later layers' routers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from support import import_benchmark
 from support.families import build_model, prompt, served_cases
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,6 +15,8 @@ from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.routing import RoutedCall, selection_of, watch_routing
 from moegraft.operators.routing_trace import Trace, TraceError, record_trace
+
+recall_share = import_benchmark("traces").recall_share
 
 
 def model_of(model_type: str) -> PreTrainedModel:
@@ -36,7 +39,7 @@ def decoded(model: PreTrainedModel, ids: torch.Tensor) -> list[RoutedCall]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral"])
-def test_a_text_at_once_routes_as_decoding_does(model_type: str) -> None:
+def test_a_text_in_one_pass_routes_as_in_decoding(model_type: str) -> None:
     model, (ids,) = model_of(model_type), texts(12)
     trace = record_trace(model, [ids], "tiny")
     calls = decoded(model, ids)
@@ -69,10 +72,10 @@ def test_predictions_are_later_routers_on_earlier_hidden_states() -> None:
     right = sum(
         int(used[token, layer, expert]) for token in range(9) for layer in (1, 2) for expert in trace.predicted[0, token, layer].tolist()
     )
-    assert trace.recall(1) == pytest.approx(right / used[:, 1:].sum())
+    assert recall_share(trace, 1) == pytest.approx(right / used[:, 1:].sum())
 
 
-def test_texts_follow_each_other() -> None:
+def test_several_texts_are_concatenated() -> None:
     model = model_of("qwen3_moe")
     trace = record_trace(model, texts(4, 6), "tiny", depths=1)
     assert trace.depths == 1
@@ -125,10 +128,10 @@ def test_padded_slots_are_marked_alike() -> None:
     assert trace.weights.dtype == np.float32
 
 
-def test_what_cannot_be_recorded() -> None:
-    with pytest.raises(TraceError, match=r"layers differ in \(experts, experts a token\): \[\(6, 2\), \(7, 2\)\]"):
+def test_models_that_cannot_be_recorded() -> None:
+    with pytest.raises(TraceError, match=r"layers differ in \(experts, experts per token\): \[\(6, 2\), \(7, 2\)\]"):
         record_trace(Blocks(6, 7), texts(5), "blocks", depths=0)
-    with pytest.raises(UnsupportedModelError, match="Blocks ran no experts beside a router"):
+    with pytest.raises(UnsupportedModelError, match="Blocks ran no experts module that has a router"):
         record_trace(Blocks(), texts(5), "blocks")
     with pytest.raises(ValueError, match="no traces to join"):
         record_trace(Blocks(6), [], "blocks")
@@ -142,9 +145,9 @@ def trained() -> Trace:
     return record_trace(model, [ids], "demo")
 
 
-def test_a_trained_model_can_be_predicted(trained: Trace) -> None:
-    """Better than by chance, and the better the nearer."""
+def test_predictions_of_a_trained_model_beat_chance(trained: Trace) -> None:
+    """Better than chance, and better for nearer layers."""
     chance = trained.top_k / trained.num_experts
-    recalls = [trained.recall(depth) for depth in (1, 2, 3)]
+    recalls = [recall_share(trained, depth) for depth in (1, 2, 3)]
     assert recalls == sorted(recalls, reverse=True)
     assert recalls[-1] > 1.5 * chance

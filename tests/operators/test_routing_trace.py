@@ -1,4 +1,4 @@
-"""A routing trace keeps what it was given, says what is wrong with a damaged one, and counts what it is asked for."""
+"""Routing traces survive saving and loading, report damage precisely and count correctly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import import_benchmark
 from support.routing_traces import random_trace
 
 from moegraft.operators.routing_trace import Trace, TraceError, joined
@@ -42,19 +43,19 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda arrays: arrays.update(chosen=arrays["chosen"] * 0 - 2), "chosen has ids from -2"),
     (lambda arrays: arrays.update(chosen=arrays["chosen"] * 0), "chosen has a token that takes one expert twice"),
     (lambda arrays: arrays.update(predicted=arrays["predicted"] * 0 + 6), "predicted has ids from 6 to 6; there are 6 experts"),
-    (lambda arrays: arrays.update(predicted=arrays["predicted"][:, :3]), r"predicted is \(3, 3, 2, 2\) where scores \(4, 2, 6\)"),
-    (lambda arrays: arrays.update(weights=arrays["weights"][:, :1]), r"weights is \(4, 1, 2\) where scores \(4, 2, 6\)"),
+    (lambda arrays: arrays.update(predicted=arrays["predicted"][:, :3]), r"predicted is \(3, 3, 2, 2\); scores of shape \(4, 2, 6\) need"),
+    (lambda arrays: arrays.update(weights=arrays["weights"][:, :1]), r"weights is \(4, 1, 2\); scores of shape \(4, 2, 6\) need"),
     (lambda arrays: arrays.update(starts=arrays["starts"][:2]), r"starts is \(2,\)"),
     (lambda arrays: arrays.update(layers=arrays["layers"][:1]), "layers has 1 names for 2 layers"),
-    (lambda arrays: arrays.update(scores=arrays["scores"] * np.float16(np.nan)), "scores has values that are no numbers"),
+    (lambda arrays: arrays.update(scores=arrays["scores"] * np.float16(np.nan)), "scores has values that are not finite"),
     (lambda arrays: arrays.update(scores=arrays["scores"][0]), r"scores must be \(tokens, layers, experts\)"),
     (lambda arrays: arrays.update(scores=arrays["scores"][:0]), r"scores must be .* none of them 0, not \(0, 2, 6\)"),
-    (lambda arrays: arrays.update(scores=arrays["scores"][..., :1]), "chosen has 2 experts a token; there are 1"),
+    (lambda arrays: arrays.update(scores=arrays["scores"][..., :1]), "chosen has 2 experts per token; there are 1"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_a_damaged_file_is_named_with_what_is_wrong(damage: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_file_and_its_defect(damage: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     arrays = arrays_of(path)
     damage(arrays)
@@ -64,7 +65,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(damage: Callable[[dict[str, 
 
 
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"PK\x03\x04 cut short"])
-def test_a_file_that_is_no_trace(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"trace\.npz: not a routing trace"):
@@ -88,7 +89,7 @@ def test_a_file_with_changed_bytes(tmp_path: Path) -> None:
         Trace.load(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "trace.npz")
 
@@ -125,13 +126,17 @@ def test_counts() -> None:
     assert (trace.num_tokens, trace.num_layers, trace.num_experts, trace.top_k, trace.depths) == (4, 2, 4, 2, 1)
     np.testing.assert_array_equal(trace.loads(), [[1, 4, 3, 0], [1, 2, 2, 2]])
     np.testing.assert_array_equal(trace.used()[1], [[False, True, True, False], [False, True, False, False]])
-    # Layer two has a prediction: of 2, 1, 2 and 2 experts that computed, 1, 1, 0 and 2 were predicted.
-    assert trace.recall(1) == pytest.approx(4 / 7)
-    # Within texts: tokens 1 and 3, with 2 + 1 and 2 + 2 experts, of which 1 + 1 and 2 + 2 came again.
-    assert trace.reuse() == pytest.approx(6 / 7)
 
 
-def test_parts_join_to_the_whole() -> None:
+def test_reuse_and_recall() -> None:
+    traces = import_benchmark("traces")
+    # Layer two has a prediction: of 2, 1, 2 and 2 used experts, 1, 1, 0 and 2 were predicted.
+    assert traces.recall_share(small(), 1) == pytest.approx(4 / 7)
+    # Within texts: tokens 1 and 3 use 2 + 1 and 2 + 2 experts, of which 1 + 1 and 2 + 2 are used again.
+    assert traces.reuse_share(small()) == pytest.approx(6 / 7)
+
+
+def test_joined_parts_equal_the_whole() -> None:
     trace = random_trace(10)
     whole = joined([trace.part(0, 3), trace.part(3, 10)])
     for name in ("scores", "chosen", "weights", "predicted", "starts"):

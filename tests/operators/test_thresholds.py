@@ -93,7 +93,7 @@ def of_layer(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (of_layer(quantiles=["a"] * 102), "something that is no number"),
         (changed(grid=[]), "grid has 0 numbers"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "damage",
 )
 def test_a_damaged_file_is_refused(damage: Callable[[dict[str, Any]], None], message: str, tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"

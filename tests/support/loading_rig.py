@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Device, Event, Work
 from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.threaded import ThreadedDevice
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import LoadingOptions, open_loading
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
+from support.threaded_device import ThreadedDevice
 
 EMULATED = ["virtual", "threaded"]
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond

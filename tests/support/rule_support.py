@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.rules import Diagnostic, RuleErrors, RuleFile, read_rules
-from moegraft.operators.base import BuildContext, Footprint, InPlaceOperator, Operator
+from moegraft.operators.base import Footprint, InPlaceOperator, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.weights import WeightSource
 
@@ -21,6 +22,7 @@ from moegraft.operators.weights import WeightSource
 class CacheOptions:
     policy: Literal["mrs", "lru", "lfu"] = "mrs"
     ratio: float = 0.25
+    renamed_options: ClassVar[Mapping[str, str]] = {"share": "ratio"}
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
@@ -42,6 +44,7 @@ class ExpertsOptions:
     devices: tuple[str, ...] = ()
     window: tuple[int, int] = (0, 0)
     costs: Mapping[str, float] = field(default_factory=dict)
+    renamed_options: ClassVar[Mapping[str, str]] = {"ahead": "lookahead"}
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:
@@ -72,7 +75,7 @@ class Idle(Operator):
         return Footprint({"cpu": sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize})
 
     @classmethod
-    def build(cls, module: nn.Module, options: Any, context: BuildContext) -> Self:
+    def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> Self:
         raise NotImplementedError
 
     def placement(self) -> str:

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUFValueType, Keys, 
 from gguf import GGMLQuantizationType as BlockType
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.gguf.files import BlockTensor
+from moegraft.injection.checkpoint.gguf.blocks import BlockTensor
 from moegraft.operators.errors import CheckpointError
 
 MAGIC = b"GGUF"

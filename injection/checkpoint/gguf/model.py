@@ -21,7 +21,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
-from moegraft.injection.checkpoint.gguf.files import CONVERTED, SUPER_BLOCKS, BlockTensor, find_parts, merge
+from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, SUPER_BLOCKS, BlockTensor
+from moegraft.injection.checkpoint.gguf.files import find_parts, merge
 from moegraft.injection.checkpoint.gguf.header import GgufFile, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.injection.checkpoint.files import DTYPES, LazyTensor, fingerprint
-from moegraft.injection.checkpoint.gguf.files import WHOLE, BlockTensor, Index
+from moegraft.injection.checkpoint.gguf.blocks import WHOLE, BlockTensor, Index
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.weights import Codes, Part, SuperBlocks, widest

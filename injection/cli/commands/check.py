@@ -80,7 +80,7 @@ def _checked(file: str, variables: Mapping[str, object], open_meta_model: MetaMo
     try:
         rule_file = read_rules(file, vars=variables, registry=registry)
         if open_meta_model is None:
-            return Checked(file, ())
+            return Checked(file, rule_file.notices)
         planned = open_meta_model.plan(rule_file, registry)
     except RuleErrors as error:
         return Checked(file, error.diagnostics, readable=Path(error.diagnostics[0].position.file).is_file())

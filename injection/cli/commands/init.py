@@ -92,7 +92,7 @@ def _wrong(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
         path.write_text(text, encoding="utf-8")
         try:
             rules = read_rules(path, registry=registry)
-            return meta_model.plan(rules, registry).notices if meta_model is not None else ()
+            return meta_model.plan(rules, registry).notices if meta_model is not None else rules.notices
         except RuleErrors as error:
             return error.diagnostics
 

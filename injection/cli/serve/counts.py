@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from moegraft.injection.graft import Injection
-from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.offload.statistics import EngineStatistics
 
 Counts = Mapping[str, int]
@@ -34,7 +33,7 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
 
 def engine_statistics(injection: Injection) -> Iterator[tuple[str, EngineStatistics]]:
     """Of each device that experts share, by its name."""
-    for group in injection.context.shared(GpuGroups, GpuGroups):
+    for group in injection.context.gpu_groups:
         for engine in group.engines:
             yield engine.device.name, engine.statistics
 

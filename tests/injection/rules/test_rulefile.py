@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.rule_support import REGISTRY, CacheOptions, DraftOptions, ExpertsOptions, read, write
+from support.rule_support import REGISTRY, CacheOptions, DraftOptions, ExpertsOptions, plan_for, read, write
 
+from moegraft.injection.plan import given_options
 from moegraft.injection.rules import Match, Position, RuleFile, default_rules, read_rules
 from moegraft.injection.rules.document import parse_value
 from moegraft.injection.rules.rule import KINDS, Layers, grouped, layer_of, runs
 from moegraft.operators.base import Kind
+from moegraft.operators.registry import load_registry
+from moegraft.rules import FORMER_NAMES
 
 FULL = """\
 version: 1
@@ -66,6 +69,21 @@ def test_everything_that_a_file_can_say(tmp_path: Path) -> None:
     assert found.vars == {"cache": 0.5, "where": "gpu"}
     assert [requirement.values for requirement in found.requires] == [("qwen3_moe", "mixtral")]
     assert found.files == (str(path),)
+
+
+def test_an_old_name_of_an_option_is_read_with_a_notice_at_its_place(tmp_path: Path) -> None:
+    text = "- match: {kind: experts}\n  replace:\n    class: hybrid_experts\n    kwargs:\n      ahead: 5\n      cache: {share: 0.5}\n"
+    path = write(tmp_path, text)
+    found = read(path)
+    rule = found.rules[0]
+    assert rule.options == ExpertsOptions(lookahead=5, cache=CacheOptions(ratio=0.5))
+    assert [str(notice) for notice in found.notices] == [
+        f"{path}:5:7: notice: option 'ahead' of hybrid_experts is now called 'lookahead'",
+        f"{path}:6:15: notice: option 'cache.share' of hybrid_experts is now called 'cache.ratio'",
+    ]
+    assert rule.kwargs is not None
+    assert given_options(rule.kwargs, rule.options) == ["lookahead=5", "cache.ratio=0.5"]
+    assert plan_for(path).notices == found.notices
 
 
 def test_positions_are_those_of_the_text(tmp_path: Path) -> None:
@@ -196,12 +214,18 @@ def test_an_unnamed_rule_replaces_none_of_the_same_number(tmp_path: Path) -> Non
     assert len(read(write(tmp_path, f"extends: base.yaml\nrules:\n{rule}")).rules) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("mixtral", "mixtral"), ("qwen3_5_moe_text", "qwen3_5_moe"), ("deepseek_v3", "deepseek_v3"), ("llama", "cpu"), ("", "cpu")],
-)
-def test_the_file_for_a_model_type(model_type: str, name: str) -> None:
-    assert default_rules(model_type) == name
+@pytest.mark.parametrize("name", sorted(FORMER_NAMES))
+def test_the_former_file_of_a_family_is_cpu_with_a_notice(name: str, tmp_path: Path) -> None:
+    assert default_rules(name) == "cpu"
+    registry = load_registry()
+    named, cpu = read_rules(name, registry=registry), read_rules("cpu", registry=registry)
+    assert named.rules == cpu.rules and named.files == cpu.files and not cpu.notices
+    message = f"notice: the shipped rule file '{name}' is now 'cpu', which serves every family"
+    assert [str(notice) for notice in named.notices] == [f"{name}:1:1: {message}"]
+    path = write(tmp_path, f"version: 1\nextends: {name}\n")
+    extending = read_rules(path, registry=registry)
+    assert extending.files == (str(path), *cpu.files)
+    assert [str(notice) for notice in extending.notices] == [f"{path}:2:10: {message}"]
 
 
 def test_a_shipped_name_and_a_path_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ MISTAKES = (
     Mistake("version as text", file("version: »'1'"), "version must be 1, not text '1'"),
     Mistake("version true", file("version: »true"), "version must be 1, not true"),
     Mistake("extends missing file", "extends: »nowhere.yaml\n", "extends 'nowhere.yaml': there is no such rule file"),
-    Mistake("extends near a shipped name", "extends: »mixtrel\n", "no such rule file; did you mean 'mixtral'\\?"),
+    Mistake("extends near a shipped name", "extends: »hybird\n", "no such rule file; did you mean 'hybrid'\\?"),
     Mistake("extends a shipped name as a file", "extends: »cpu.yaml\n", "did you mean the shipped 'cpu'\\?"),
     Mistake("extends itself", "extends: »rules.yaml\n", "extends 'rules.yaml' is circular: .*rules.yaml -> .*rules.yaml"),
     Mistake("extends a list", "extends: »[cpu]\n", "extends must be the name of a shipped rule file or a path, not a list"),
@@ -198,6 +198,11 @@ MISTAKES = (
     Mistake("text for a list", options("devices: »cpu"), "must be a list, each item text, not text 'cpu'"),
     Mistake("short list", options("window: »[1]"), "must have 2 items, not 1"),
     Mistake("value of a mapping", options("costs: {cpu: »fast}"), "option 'costs.cpu' of hybrid_experts must be a number, not text 'fast'"),
+    Mistake(
+        "option under both names",
+        options("cache: {»share: 0.5, ratio: 0.5}"),
+        "option 'cache.share' is the old name of 'cache.ratio', which is given in line 5; delete it",
+    ),
     Mistake("out of range", options("lookahead: »-1"), "options of hybrid_experts: lookahead must be 0 or more, not -1"),
     Mistake(
         "out of range inside", options("cache: {policy: lru, ratio: »2}"), "option 'cache' of hybrid_experts: ratio must be from 0 to 1"
@@ -218,3 +223,10 @@ def test_a_mistake_is_one_error_at_its_place(mistake: Mistake, tmp_path: Path) -
     assert re.search(mistake.message, found[0].message), found[0].message
     position = found[0].position
     assert (position.file, position.line, position.column) == (str(path), line, column)
+
+
+def test_a_wrong_value_under_an_old_name_is_an_error_at_the_value(tmp_path: Path) -> None:
+    path = write(tmp_path, options("ahead: -1"))
+    notice, error = findings_of(lambda: read(path))
+    assert str(notice) == f"{path}:5:7: notice: option 'ahead' of hybrid_experts is now called 'lookahead'"
+    assert str(error) == f"{path}:5:14: error: options of hybrid_experts: lookahead must be 0 or more, not -1"

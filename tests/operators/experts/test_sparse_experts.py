@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from torch import nn
 from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -15,8 +17,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.base import BuildContext
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.machine import Machine
@@ -47,8 +49,8 @@ def initialised(module: nn.Module) -> nn.Module:
     return module
 
 
-def built(module: nn.Module, options: SparseExpertsOptions | None = None, context: BuildContext | None = None) -> SparseExperts:
-    context = context or BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+def built(module: nn.Module, options: SparseExpertsOptions | None = None, context: InjectionContext | None = None) -> SparseExperts:
+    context = context or InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
     operator.load(live_source("experts", module), lambda size: None)
     return operator
@@ -80,13 +82,13 @@ def test_padded_slots_and_a_threshold() -> None:
 
 
 def test_a_draft_leaves_out_more_while_it_lasts() -> None:
-    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     operator, given = built(initialised(qwen()), context=context), inputs()
     operator.sparsity.set_threshold(0.3, 0.9)
     sparser = operator(*given)
     operator.sparsity.set_threshold(0.01, 0.1)
     operator.sparsity.set_draft_threshold(0.3, 0.9)
-    usual, switch = operator(*given), context.shared(DraftSwitch, DraftSwitch)
+    usual, switch = operator(*given), context.draft_switch
     assert switch.sparse_layers == 1 and not torch.allclose(usual, sparser)
     with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(2, sparsity=0.9)):
         assert torch.equal(operator(*given), sparser)
@@ -113,6 +115,7 @@ def test_a_gradient_is_refused() -> None:
 
 def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SparseExpertsOptions(SPARSITY)
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.interpreted", lambda: False)
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     reason = SparseExperts.unsupported_reason(qwen(), options)
     assert reason is not None
@@ -225,6 +228,7 @@ def test_it_says_what_it_runs() -> None:
 
 
 def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.experts.sparse_experts.interpreted", lambda: False)
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     rules = tmp_path / "rules.yaml"
     rules.write_text(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jsonschema
 import pytest
@@ -78,6 +79,7 @@ def test_wrong_rules_fail(text: str, validator: jsonschema.Draft7Validator) -> N
 @dataclass(frozen=True)
 class Nested:
     depth: int = 1
+    renamed_options: ClassVar[Mapping[str, str]] = {"levels": "depth"}
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Plugin(HybridExperts):
         ({"must": 3}, False),
         ({"must": "x", "inner": {"depth": 2}}, True),
         ({"must": "x", "inner": {"deep": 2}}, False),
+        ({"must": "x", "inner": {"levels": 2}}, True),  # the old name of depth
+        ({"must": "x", "inner": {"levels": "2"}}, False),
         ({"must": "x", "inner": None, "pair": [1, 2.5], "many": [True], "file": "t.json", "mode": 2, "table": {"a": 1}}, True),
         ({"must": "x", "pair": [1]}, False),
         ({"must": "x", "many": [1]}, False),

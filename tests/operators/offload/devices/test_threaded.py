@@ -8,13 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from support.threaded_device import ThreadedDevice
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work
 from moegraft.operators.offload.devices.emulated import aligned_bytes
 from moegraft.operators.offload.devices.process import Uninterrupted
 from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.threaded import ThreadedDevice
 
 SLOW = MachineProfile("slow", 1, 1, 1, 1, link_gb_s=0.01)  # 10 bytes a microsecond
 

@@ -1,0 +1,188 @@
+// Scaled dot-product attention of queries over a KV cache, in the cache's own layout and dtype.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/memory.h"
+#include "core/thread_pool.h"
+#include "core/types.h"
+#include "simd/kernels.h"
+
+namespace moegraft {
+
+// A (batch, heads, rows, columns) tensor; strides in elements, columns contiguous.
+struct HeadsView {
+  const std::byte* data;
+  std::int64_t batch_stride;
+  std::int64_t head_stride;
+  std::int64_t row_stride;
+};
+
+enum class MaskKind : int { kNone, kCausal, kBool, kAdded };
+
+// kBool (batch, 1 or heads, queries, keys): which keys a query sees. kAdded: what is added to its scores, in the queries' type; the
+// type's lowest number and -infinity hide a key.
+struct MaskView {
+  MaskKind kind;
+  const std::byte* data;
+  std::int64_t batch_stride;
+  std::int64_t head_stride;
+  std::int64_t row_stride;
+  int heads;
+};
+
+// out[b, t, h] = softmax(softcap(scale * q[b, h, t] . k[b, h / group, :]) + mask) . v[b, h / group, :], where `sinks` (heads, float32, or
+// null) are logits of a key that has no value.
+struct AttentionArgs {
+  ActivationType type;  // of query, key, value and out
+  HeadsView query;      // (batch, heads, queries, dim)
+  HeadsView key;        // (batch, kv_heads, keys, dim)
+  HeadsView value;      // (batch, kv_heads, keys, value_dim)
+  std::byte* out;       // (batch, queries, heads, value_dim), contiguous
+  MaskView mask;
+  const float* sinks;
+  int batch;
+  int heads;
+  int kv_heads;
+  int queries;
+  int keys;
+  int dim;
+  int value_dim;
+  float scale;
+  float softcap;        // 0: none; else cap * tanh(score / cap)
+
+  int group() const { return heads / kv_heads; }
+  int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
+  int padded_dim() const { return round_up(dim, 32); }
+  int padded_value_dim() const { return round_up(value_dim, 32); }
+};
+
+inline const std::byte* row_of(const HeadsView& view, ActivationType type, int batch, int head, int row) {
+  return view.data +
+         static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
+}
+
+struct QueryRow {
+  int batch;
+  int head;
+  int query;
+};
+
+struct KeySpan {
+  int first;
+  int count;
+};
+
+inline QueryRow query_row(const AttentionArgs& args, int batch, int kv_head, int row) {
+  return {batch, kv_head * args.group() + row % args.group(), row / args.group()};
+}
+
+// Which keys each query sees, found once a call: nearly all masks are one range of keys, and then no score is looked up in them.
+class VisibleKeys {
+ public:
+  struct Range {
+    int first;
+    int end;
+    bool whole;  // every key of the range is seen and nothing is added
+  };
+
+  void find(const AttentionArgs& args);
+  const Range& of(const QueryRow& row) const {
+    return ranges_[static_cast<std::size_t>((row.batch * heads_ + (heads_ == 1 ? 0 : row.head)) * queries_ + row.query)];
+  }
+  // The keys that any of a KV head's rows [first_row, end_row) sees.
+  KeySpan seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const;
+  // One step of a query's online softmax over raw scores (count <= padded, a multiple of 16) of the keys from `first_key` on; what the
+  // mask hides takes no part. Returns what earlier sums are to be multiplied with.
+  float softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys, SoftmaxArgs& softmax) const;
+
+ private:
+  void hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, float* scores) const;
+
+  int heads_ = 1;
+  int queries_ = 0;
+  std::vector<Range> ranges_;
+};
+
+// Attention of few queries: the cache is read as it lies, once for all query heads that share it.
+//
+// Units: a part of the keys of one KV head, whose rows' sums are kept apart; then, for each KV head, the parts are joined. A unit's result
+// does not depend on who computes it.
+
+struct AttentionPhases {
+  Phase* first;
+  Phase* second;
+};
+
+class AttentionRowsJob final : public Job {
+ public:
+  AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                   const AttentionPhases& phases);
+
+  void prepare(AlignedMemory& parts, AlignedMemory* workers);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Sums;  // of one part's rows
+  Sums sums_of(int unit) const;
+  void attend(int unit, std::byte* scratch);
+  void join(int unit, std::byte* scratch);
+
+  const Kernels& kernels_;
+  const AttentionArgs& args_;
+  const VisibleKeys& visible_;
+  const int workers_;
+  const AttentionPhases phases_;
+  int splits_ = 1;
+  std::size_t part_floats_ = 0;
+  std::byte* parts_ = nullptr;
+  AlignedMemory* scratch_ = nullptr;
+};
+
+// Attention of many queries, by the register tiles of the linear layers: keys are packed as the rows of one weight matrix, values as the
+// rows of another, transposed, and every tile of queries passes over both (FlashAttention's order: Dao et al. 2022, arXiv:2205.14135).
+//
+// Units: a chunk of keys of one KV head to pack; then some rows of one KV head to compute. A unit's result does not depend on who
+// computes it.
+
+class AttentionTilesJob final : public Job {
+ public:
+  AttentionTilesJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                    const AttentionPhases& phases);
+
+  void prepare(AlignedMemory& keys, AlignedMemory& values, AlignedMemory* workers);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Worker;
+  struct Rows;  // the rows of a unit
+  Worker worker_of(int worker) const;
+  std::size_t worker_bytes() const;
+  void pack(int unit);
+  void pack_keys(int head, int chunk);
+  void pack_values(int head, int chunk);
+  void attend(int unit, Worker& mine);
+  void encode_queries(const Rows& rows, Worker& mine);
+  void step(const Rows& rows, int chunk, int first, int count, Worker& mine);
+  void write(const Rows& rows, Worker& mine);
+
+  const Kernels& kernels_;
+  const AttentionArgs& args_;
+  const VisibleKeys& visible_;
+  const int workers_;
+  const AttentionPhases phases_;
+  const WeightType weights_;
+  const Format format_;
+  const int tile_rows_;
+  const int unit_rows_;
+  const int chunks_;
+  const std::size_t key_bytes_;    // of a packed chunk
+  const std::size_t value_bytes_;
+  std::byte* keys_ = nullptr;
+  std::byte* values_ = nullptr;
+  AlignedMemory* scratch_ = nullptr;
+};
+
+}  // namespace moegraft

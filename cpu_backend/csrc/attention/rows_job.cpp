@@ -1,0 +1,134 @@
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace moegraft {
+namespace {
+
+constexpr int kKeys = 64;             // a step's keys and values stay in L1 while all rows pass over them; chosen by size, not tuned
+constexpr int kSplitKeys = 256;       // keys of a unit; a number of its own, so that the count of threads changes no bit
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+}  // namespace
+
+struct AttentionRowsJob::Sums {
+  float* largest;  // (rows,)
+  float* sum;      // (rows,)
+  float* values;   // (rows, padded value_dim)
+};
+
+AttentionRowsJob::AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                                   const AttentionPhases& phases)
+    : kernels_(kernels), args_(args), visible_(visible), workers_(workers), phases_(phases) {}
+
+void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
+  const int heads = args_.batch * args_.kv_heads;
+  splits_ = std::max(1, (args_.keys + kSplitKeys - 1) / kSplitKeys);
+  part_floats_ = static_cast<std::size_t>(args_.rows()) * static_cast<std::size_t>(2 + args_.padded_value_dim());
+  parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(heads * splits_));
+  parts_ = parts.data();
+  scratch_ = workers;
+  // A row's query in float32 and in 16 bits, and the scores of a step.
+  const std::size_t row_bytes = static_cast<std::size_t>(args_.padded_dim()) * 6 + sizeof(float) * kKeys;
+  for (int worker = 0; worker < workers_; ++worker)
+    workers[worker].reserve(
+        std::max(row_bytes * static_cast<std::size_t>(args_.rows()), sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
+  phases_.first->reset(heads * splits_);
+  phases_.second->reset(heads);
+}
+
+void AttentionRowsJob::run(int worker) noexcept {
+  std::byte* scratch = scratch_[worker].data();
+  int count = 0;
+  for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) attend(unit, scratch);
+  phases_.first->finish(count);
+  phases_.first->wait();
+  count = 0;
+  for (int unit = phases_.second->take(worker); unit >= 0; unit = phases_.second->take(worker), ++count) join(unit, scratch);
+  phases_.second->finish(count);
+  phases_.second->wait();
+}
+
+AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {
+  auto* floats = reinterpret_cast<float*>(parts_) + part_floats_ * static_cast<std::size_t>(unit);
+  return {floats, floats + args_.rows(), floats + 2 * args_.rows()};
+}
+
+void AttentionRowsJob::attend(int unit, std::byte* scratch) {
+  const int rows = args_.rows(), dim = args_.padded_dim(), value_dim = args_.padded_value_dim();
+  const int batch = unit / splits_ / args_.kv_heads, kv_head = unit / splits_ % args_.kv_heads, split = unit % splits_;
+  auto* query = reinterpret_cast<float*>(scratch);
+  float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
+  auto* halves = reinterpret_cast<std::uint16_t*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
+  const Sums sums = sums_of(unit);
+  std::fill_n(sums.largest, rows, kNothing);
+  std::fill_n(sums.sum, rows, 0.0f);
+  std::fill_n(sums.values, static_cast<std::ptrdiff_t>(rows) * value_dim, 0.0f);
+  for (int row = 0; row < rows; ++row) {
+    const QueryRow where = query_row(args_, batch, kv_head, row);
+    const std::byte* source = row_of(args_.query, args_.type, batch, where.head, where.query);
+    kernels_.widen(args_.type, source, query + static_cast<std::ptrdiff_t>(row) * dim, args_.dim);
+    if (args_.type != ActivationType::kFloat32)
+      std::memcpy(halves + static_cast<std::ptrdiff_t>(row) * dim, source, 2 * static_cast<std::size_t>(args_.dim));
+  }
+  const KeySpan seen = visible_.seen_by(args_, batch, kv_head, 0, rows);
+  const int steps = (seen.count + kKeys - 1) / kKeys;
+  const int type = static_cast<int>(args_.type);
+  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
+  for (int step = steps * split / splits_; step < steps * (split + 1) / splits_; ++step) {
+    const KeySpan keys = {seen.first + step * kKeys, std::min(kKeys, seen.count - step * kKeys)};
+    const std::byte* key = row_of(args_.key, args_.type, batch, kv_head, keys.first);
+    const std::byte* value = row_of(args_.value, args_.type, batch, kv_head, keys.first);
+    for (int row = 0; row < rows; row += kAttentionRows) {
+      const int some = std::min(kAttentionRows, rows - row);
+      kernels_.attention.score[type]({query + static_cast<std::ptrdiff_t>(row) * dim, halves + static_cast<std::ptrdiff_t>(row) * dim, dim,
+                                      some, key, bytes * args_.key.row_stride, keys.count, args_.dim, scores, kKeys});
+      for (int r = row; r < row + some; ++r) {
+        SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
+        const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
+        sums.largest[r] = softmax.largest;
+        sums.sum[r] = softmax.sum;
+        float* values = sums.values + static_cast<std::ptrdiff_t>(r) * value_dim;
+        if (factor != 1.0f)
+          for (int d = 0; d < value_dim; ++d) values[d] *= factor;
+      }
+      kernels_.attention.mix[type]({scores, kKeys, some, value, bytes * args_.value.row_stride, keys.count, args_.value_dim,
+                                    sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim});
+    }
+  }
+}
+
+void AttentionRowsJob::join(int unit, std::byte* scratch) {
+  const int value_dim = args_.padded_value_dim();
+  const int batch = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
+  auto* joined = reinterpret_cast<float*>(scratch);
+  for (int row = 0; row < args_.rows(); ++row) {
+    const QueryRow where = query_row(args_, batch, kv_head, row);
+    float largest = args_.sinks ? args_.sinks[where.head] : kNothing;
+    for (int split = 0; split < splits_; ++split) largest = std::fmax(largest, sums_of(unit * splits_ + split).largest[row]);
+    float sum = args_.sinks ? std::exp(args_.sinks[where.head] - largest) : 0.0f;
+    std::fill_n(joined, value_dim, 0.0f);
+    for (int split = 0; split < splits_; ++split) {
+      const Sums part = sums_of(unit * splits_ + split);
+      if (part.largest[row] == kNothing) continue;
+      const float share = std::exp(part.largest[row] - largest);
+      sum += share * part.sum[row];
+      const float* values = part.values + static_cast<std::ptrdiff_t>(row) * value_dim;
+      for (int d = 0; d < value_dim; ++d) joined[d] += share * values[d];
+    }
+    // Nothing seen is nothing said: zeros, as PyTorch has it.
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (int d = 0; d < value_dim; ++d) joined[d] *= inverse;
+    const std::size_t index =
+        (static_cast<std::size_t>(batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
+            static_cast<std::size_t>(args_.heads) +
+        static_cast<std::size_t>(where.head);
+    kernels_.narrow(args_.type, joined, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
+                    args_.value_dim);
+  }
+}
+
+}  // namespace moegraft

@@ -1,0 +1,271 @@
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace moegraft {
+namespace {
+
+constexpr int kChunkKeys =
+    128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 while a unit's rows pass over them
+constexpr int kUnitTiles = 8;    // tiles of a unit, which share what was fetched; both chosen by size, not tuned
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+WeightType weights_for(ActivationType type) {
+  return type == ActivationType::kFloat32   ? WeightType::kFloat32
+         : type == ActivationType::kFloat16 ? WeightType::kFloat16
+                                            : WeightType::kBFloat16;
+}
+
+// Columns of `count` rows become lanes: one element of a row every 32 (float32, float16) or every pair of elements every 32 (bfloat16).
+template <class Word>
+void pack_rows(const std::byte* source, std::ptrdiff_t stride_bytes, int rows, int words, Word* target) {
+  for (int row = 0; row < rows; ++row, source += stride_bytes)
+    for (int word = 0; word < words; ++word)
+      std::memcpy(target + static_cast<std::ptrdiff_t>(word) * kBlockRows + row, source + sizeof(Word) * static_cast<std::size_t>(word),
+                  sizeof(Word));
+}
+
+}  // namespace
+
+struct AttentionTilesJob::Worker {
+  float* widened;           // (padded dim or chunk keys,)
+  std::uint32_t* queries;   // records of the unit's rows, tile by tile
+  std::uint32_t* shares;    // records of a tile's softmax over a chunk
+  float* scores;            // (tile rows, chunk keys)
+  float* sums;              // (unit rows, padded value_dim)
+  float* largest;           // (unit rows,)
+  float* sum;               // (unit rows,)
+  float* tile;              // (tile rows, 32)
+};
+
+struct AttentionTilesJob::Rows {
+  int batch;
+  int kv_head;
+  int first;
+  int count;
+};
+
+AttentionTilesJob::AttentionTilesJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                                     const AttentionPhases& phases)
+    : kernels_(kernels),
+      args_(args),
+      visible_(visible),
+      workers_(workers),
+      phases_(phases),
+      weights_(weights_for(args.type)),
+      format_(format_of(weights_, args.type)),
+      tile_rows_(kernels.max_tokens[static_cast<int>(format_)]),
+      unit_rows_(tile_rows_ * kUnitTiles),
+      chunks_((args.keys + kChunkKeys - 1) / kChunkKeys),
+      key_bytes_(block_bytes(weights_, args.dim) * (kChunkKeys / kBlockRows)),
+      value_bytes_(block_bytes(weights_, kChunkKeys) * static_cast<std::size_t>(args.padded_value_dim() / kBlockRows)) {}
+
+std::size_t AttentionTilesJob::worker_bytes() const {
+  const auto query_words = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_dim());
+  const auto tile_floats = static_cast<std::size_t>(tile_rows_) * (2 * kChunkKeys + kBlockRows);
+  const auto sums = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_value_dim() + 2);
+  return sizeof(float) * (static_cast<std::size_t>(std::max(args_.padded_dim(), kChunkKeys)) + query_words + tile_floats + sums);
+}
+
+AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
+  auto* floats = reinterpret_cast<float*>(scratch_[worker].data());
+  const auto take = [&floats](std::size_t count) {
+    float* taken = floats;
+    floats += count;
+    return taken;
+  };
+  const auto rows = static_cast<std::size_t>(unit_rows_), tile = static_cast<std::size_t>(tile_rows_);
+  Worker mine{};
+  mine.widened = take(static_cast<std::size_t>(std::max(args_.padded_dim(), kChunkKeys)));
+  mine.queries = reinterpret_cast<std::uint32_t*>(take(rows * static_cast<std::size_t>(args_.padded_dim())));
+  mine.shares = reinterpret_cast<std::uint32_t*>(take(tile * kChunkKeys));
+  mine.scores = take(tile * kChunkKeys);
+  mine.tile = take(tile * kBlockRows);
+  mine.sums = take(rows * static_cast<std::size_t>(args_.padded_value_dim()));
+  mine.largest = take(rows);
+  mine.sum = take(rows);
+  return mine;
+}
+
+void AttentionTilesJob::prepare(AlignedMemory& keys, AlignedMemory& values, AlignedMemory* workers) {
+  const auto chunks = static_cast<std::size_t>(args_.batch * args_.kv_heads) * static_cast<std::size_t>(chunks_);
+  keys.reserve(chunks * key_bytes_);
+  values.reserve(chunks * value_bytes_);
+  keys_ = keys.data();
+  values_ = values.data();
+  scratch_ = workers;
+  for (int worker = 0; worker < workers_; ++worker) workers[worker].reserve(worker_bytes());
+  phases_.first->reset(static_cast<int>(chunks));
+  phases_.second->reset(args_.batch * args_.kv_heads * ((args_.rows() + unit_rows_ - 1) / unit_rows_));
+}
+
+void AttentionTilesJob::run(int worker) noexcept {
+  Worker mine = worker_of(worker);
+  int count = 0;
+  for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) pack(unit);
+  phases_.first->finish(count);
+  phases_.first->wait();
+  count = 0;
+  for (int unit = phases_.second->take(worker); unit >= 0; unit = phases_.second->take(worker), ++count) attend(unit, mine);
+  phases_.second->finish(count);
+  phases_.second->wait();
+}
+
+void AttentionTilesJob::pack(int unit) {
+  pack_keys(unit / chunks_, unit % chunks_);
+  pack_values(unit / chunks_, unit % chunks_);
+}
+
+void AttentionTilesJob::pack_keys(int head, int chunk) {
+  std::byte* target = keys_ + key_bytes_ * static_cast<std::size_t>(head * chunks_ + chunk);
+  std::memset(target, 0, key_bytes_);
+  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
+  const int end = std::min(args_.keys, (chunk + 1) * kChunkKeys);
+  for (int first = chunk * kChunkKeys; first < end; first += kBlockRows, target += block_bytes(weights_, args_.dim)) {
+    const std::byte* source = row_of(args_.key, args_.type, head / args_.kv_heads, head % args_.kv_heads, first);
+    const int rows = std::min(kBlockRows, end - first);
+    const std::ptrdiff_t stride = bytes * args_.key.row_stride;
+    if (weights_ == WeightType::kFloat32) {
+      pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint32_t*>(target));
+    } else if (weights_ == WeightType::kFloat16) {
+      pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint16_t*>(target));
+    } else {
+      // Half a block of pairs is 16 rows: pair p of row r stands at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
+      pack_rows(source, stride, rows, args_.dim / 2, reinterpret_cast<std::uint32_t*>(target));
+      if (args_.dim % 2 != 0) {
+        auto* last = reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(args_.dim / 2) * kBlockRows * 2;
+        for (int row = 0; row < rows; ++row)
+          std::memcpy(last + 2 * row, source + row * stride + 2 * static_cast<std::ptrdiff_t>(args_.dim - 1), 2);
+      }
+    }
+  }
+}
+
+void AttentionTilesJob::pack_values(int head, int chunk) {
+  std::byte* target = values_ + value_bytes_ * static_cast<std::size_t>(head * chunks_ + chunk);
+  std::memset(target, 0, value_bytes_);
+  const int first = chunk * kChunkKeys, count = std::min(args_.keys - first, kChunkKeys);
+  const std::size_t block = block_bytes(weights_, kChunkKeys);
+  for (int k = 0; k < count; ++k) {
+    const std::byte* source = row_of(args_.value, args_.type, head / args_.kv_heads, head % args_.kv_heads, first + k);
+    for (int d = 0; d < args_.value_dim; d += kBlockRows) {
+      std::byte* rows = target + block * static_cast<std::size_t>(d / kBlockRows);
+      const int present = std::min(kBlockRows, args_.value_dim - d);
+      if (weights_ == WeightType::kBFloat16) {
+        auto* pairs = reinterpret_cast<std::uint16_t*>(rows) + static_cast<std::ptrdiff_t>(k / 2) * kBlockRows * 2 + k % 2;
+        for (int r = 0; r < present; ++r) std::memcpy(pairs + 2 * r, source + 2 * static_cast<std::ptrdiff_t>(d + r), 2);
+      } else {
+        const std::size_t bytes = element_bytes(args_.type);
+        std::memcpy(rows + bytes * static_cast<std::size_t>(k * kBlockRows), source + bytes * static_cast<std::size_t>(d),
+                    bytes * static_cast<std::size_t>(present));
+      }
+    }
+  }
+}
+
+void AttentionTilesJob::attend(int unit, Worker& mine) {
+  const int units = (args_.rows() + unit_rows_ - 1) / unit_rows_;
+  // The last rows see the most keys: they come first, so that no worker is left alone with them.
+  const int position = units - 1 - unit % units;
+  const int first = position * unit_rows_;
+  const Rows rows = {unit / units / args_.kv_heads, unit / units % args_.kv_heads, first, std::min(unit_rows_, args_.rows() - first)};
+  std::fill_n(mine.largest, rows.count, kNothing);
+  std::fill_n(mine.sum, rows.count, 0.0f);
+  std::fill_n(mine.sums, static_cast<std::ptrdiff_t>(rows.count) * args_.padded_value_dim(), 0.0f);
+  encode_queries(rows, mine);
+  const KeySpan seen = visible_.seen_by(args_, rows.batch, rows.kv_head, rows.first, rows.first + rows.count);
+  if (seen.count > 0) {
+    const int last = (seen.first + seen.count - 1) / kChunkKeys;
+    for (int chunk = seen.first / kChunkKeys; chunk <= last; ++chunk)
+      for (int tile = 0; tile < rows.count; tile += tile_rows_) step(rows, chunk, tile, std::min(tile_rows_, rows.count - tile), mine);
+  }
+  write(rows, mine);
+}
+
+void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
+  const int dim = args_.padded_dim(), groups = dim / kGroup;
+  const auto words = static_cast<std::size_t>(words_per_group(format_));
+  for (int row = 0; row < rows.count; ++row) {
+    const QueryRow where = query_row(args_, rows.batch, rows.kv_head, rows.first + row);
+    kernels_.widen(args_.type, row_of(args_.query, args_.type, where.batch, where.head, where.query), mine.widened, args_.dim);
+    std::fill(mine.widened + args_.dim, mine.widened + dim, 0.0f);
+    const int tile = row / tile_rows_ * tile_rows_, tokens = std::min(tile_rows_, rows.count - tile);
+    std::uint32_t* records = mine.queries + static_cast<std::size_t>(tile) * words * static_cast<std::size_t>(groups);
+    kernels_.encode[static_cast<int>(format_)](mine.widened, groups, records + words * static_cast<std::size_t>(row - tile),
+                                               words * static_cast<std::size_t>(tokens));
+  }
+}
+
+// One tile of `count` rows from `first` on passes over one chunk.
+void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
+  const int format = static_cast<int>(format_);
+  const auto words = static_cast<std::size_t>(words_per_group(format_));
+  const auto place = static_cast<std::size_t>((rows.batch * args_.kv_heads + rows.kv_head) * chunks_ + chunk);
+  const KeySpan keys = {chunk * kChunkKeys, std::min(kChunkKeys, args_.keys - chunk * kChunkKeys)};
+  const KeySpan seen = visible_.seen_by(args_, rows.batch, rows.kv_head, rows.first + first, rows.first + first + count);
+  if (seen.first >= keys.first + keys.count || seen.first + seen.count <= keys.first) return;
+  TileArgs tile{};
+  tile.tokens = count;
+  tile.out = mine.tile;
+  tile.groups = args_.padded_dim() / kGroup;
+  tile.records = mine.queries + static_cast<std::size_t>(first) * words * static_cast<std::size_t>(tile.groups);
+  tile.block = keys_ + key_bytes_ * place;
+  for (int key = 0; key < keys.count; key += kBlockRows, tile.block += block_bytes(weights_, args_.dim)) {
+    tile.ahead = tile.block;
+    kernels_.tile[format](tile);
+    for (int row = 0; row < count; ++row)
+      std::memcpy(mine.scores + row * kChunkKeys + key, mine.tile + row * kBlockRows, sizeof(float) * kBlockRows);
+  }
+  const int value_dim = args_.padded_value_dim();
+  for (int row = 0; row < count; ++row) {
+    const int index = first + row;
+    SoftmaxArgs softmax{mine.scores + row * kChunkKeys, kChunkKeys, 1.0f, 0.0f, mine.largest[index], mine.sum[index]};
+    const float factor =
+        visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + index), keys, softmax);
+    mine.largest[index] = softmax.largest;
+    mine.sum[index] = softmax.sum;
+    float* sums = mine.sums + static_cast<std::ptrdiff_t>(index) * value_dim;
+    if (factor != 1.0f)
+      for (int d = 0; d < value_dim; ++d) sums[d] *= factor;
+    kernels_.encode[format](softmax.scores, kChunkKeys / kGroup, mine.shares + words * static_cast<std::size_t>(row),
+                            words * static_cast<std::size_t>(count));
+  }
+  tile.groups = round_up(keys.count, kGroup) / kGroup;
+  tile.records = mine.shares;
+  tile.block = values_ + value_bytes_ * place;
+  for (int d = 0; d < value_dim; d += kBlockRows, tile.block += block_bytes(weights_, kChunkKeys)) {
+    tile.ahead = tile.block;
+    kernels_.tile[format](tile);
+    for (int row = 0; row < count; ++row)
+      kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + row) * value_dim + d, mine.tile + row * kBlockRows, nullptr,
+                          1.0f);
+  }
+}
+
+void AttentionTilesJob::write(const Rows& rows, Worker& mine) {
+  const int value_dim = args_.padded_value_dim();
+  for (int row = 0; row < rows.count; ++row) {
+    const QueryRow where = query_row(args_, rows.batch, rows.kv_head, rows.first + row);
+    float* sums = mine.sums + static_cast<std::ptrdiff_t>(row) * value_dim;
+    float sum = mine.sum[row], share = 1.0f;
+    if (args_.sinks) {
+      const float sink = args_.sinks[where.head], largest = std::fmax(sink, mine.largest[row]);
+      share = mine.largest[row] == kNothing ? 0.0f : std::exp(mine.largest[row] - largest);
+      sum = share * sum + std::exp(sink - largest);
+    }
+    // Nothing seen is nothing said: zeros, as PyTorch has it.
+    const float inverse = sum == 0.0f ? 0.0f : share / sum;
+    for (int d = 0; d < value_dim; ++d) sums[d] *= inverse;
+    const std::size_t index =
+        (static_cast<std::size_t>(rows.batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
+            static_cast<std::size_t>(args_.heads) +
+        static_cast<std::size_t>(where.head);
+    kernels_.narrow(args_.type, sums, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
+                    args_.value_dim);
+  }
+}
+
+}  // namespace moegraft

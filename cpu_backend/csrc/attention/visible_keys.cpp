@@ -1,0 +1,128 @@
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/float_conversion.h"
+
+namespace moegraft {
+namespace {
+
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+const std::byte* mask_row(const AttentionArgs& args, int batch, int head, int query) {
+  const MaskView& mask = args.mask;
+  const std::ptrdiff_t size = mask.kind == MaskKind::kBool ? 1 : static_cast<std::ptrdiff_t>(element_bytes(args.type));
+  return mask.data + size * (batch * mask.batch_stride + (mask.heads == 1 ? 0 : head) * mask.head_stride + query * mask.row_stride);
+}
+
+float added(ActivationType type, const std::byte* row, int key) {
+  if (type == ActivationType::kFloat32) {
+    float value;
+    std::memcpy(&value, row + 4 * static_cast<std::ptrdiff_t>(key), sizeof value);
+    return value;
+  }
+  std::uint16_t half;
+  std::memcpy(&half, row + 2 * static_cast<std::ptrdiff_t>(key), sizeof half);
+  return type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+}
+
+// The lowest number of the type, which libraries add instead of -infinity.
+float lowest(ActivationType type) {
+  switch (type) {
+    case ActivationType::kFloat16: return -65504.0f;
+    case ActivationType::kBFloat16: return float_from_bf16(0xff7f);
+    default: return -std::numeric_limits<float>::max();
+  }
+}
+
+VisibleKeys::Range range_of_bools(const std::byte* row, int keys) {
+  const auto* first = static_cast<const std::byte*>(std::memchr(row, 1, static_cast<std::size_t>(keys)));
+  if (first == nullptr) return {0, 0, true};
+  int end = keys;
+  while (row[end - 1] == std::byte{0}) --end;
+  const int start = static_cast<int>(first - row);
+  return {start, end, std::memchr(first, 0, static_cast<std::size_t>(end - start)) == nullptr};
+}
+
+VisibleKeys::Range range_of_added(ActivationType type, const std::byte* row, int keys) {
+  const float hides = lowest(type);
+  int first = 0, end = keys;
+  while (first < end && added(type, row, first) <= hides) ++first;
+  while (end > first && added(type, row, end - 1) <= hides) --end;
+  bool whole = true;
+  for (int key = first; whole && key < end; ++key) whole = added(type, row, key) == 0.0f;
+  return {first, end, whole};
+}
+
+}  // namespace
+
+void VisibleKeys::find(const AttentionArgs& args) {
+  const MaskKind kind = args.mask.kind;
+  heads_ = kind == MaskKind::kBool || kind == MaskKind::kAdded ? args.mask.heads : 1;
+  queries_ = args.queries;
+  ranges_.clear();
+  for (int batch = 0; batch < args.batch; ++batch)
+    for (int head = 0; head < heads_; ++head)
+      for (int query = 0; query < queries_; ++query) {
+        switch (kind) {
+          case MaskKind::kNone: ranges_.push_back({0, args.keys, true}); break;
+          case MaskKind::kCausal: ranges_.push_back({0, args.keys - args.queries + query + 1, true}); break;
+          case MaskKind::kBool: ranges_.push_back(range_of_bools(mask_row(args, batch, head, query), args.keys)); break;
+          case MaskKind::kAdded: ranges_.push_back(range_of_added(args.type, mask_row(args, batch, head, query), args.keys)); break;
+        }
+      }
+}
+
+KeySpan VisibleKeys::seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const {
+  int first = args.keys, end = 0;
+  for (int row = first_row; row < end_row; ++row) {
+    const Range& range = of(query_row(args, batch, kv_head, row));
+    if (range.first >= range.end) continue;
+    first = std::min(first, range.first);
+    end = std::max(end, range.end);
+  }
+  return {first, std::max(0, end - first)};
+}
+
+float VisibleKeys::softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys,
+                           SoftmaxArgs& softmax) const {
+  softmax.scale = args.scale;
+  softmax.softcap = args.softcap;
+  for (int i = keys.count; i < softmax.count; ++i) softmax.scores[i] = kHidden;
+  const Range& range = of(row);
+  const bool touched = !range.whole || range.first > keys.first || range.end < keys.first + keys.count;
+  if (touched || (keys.count < softmax.count && args.softcap > 0.0f)) {
+    // What is added, and what is hidden, comes after the scale and the cap.
+    for (int i = 0; i < keys.count; ++i) {
+      const float scaled = softmax.scores[i] * args.scale;
+      softmax.scores[i] = args.softcap > 0.0f ? args.softcap * std::tanh(scaled / args.softcap) : scaled;
+    }
+    softmax.scale = 1.0f;
+    softmax.softcap = 0.0f;
+    hide(args, row, keys, softmax.scores);
+  }
+  return kernels.softmax(softmax);
+}
+
+void VisibleKeys::hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, float* scores) const {
+  const Range& range = of(row);
+  for (int i = 0; i < keys.count && keys.first + i < range.first; ++i) scores[i] = kHidden;
+  for (int i = keys.count - 1; i >= 0 && keys.first + i >= range.end; --i) scores[i] = kHidden;
+  if (range.whole) return;
+  const std::byte* mask = mask_row(args, row.batch, row.head, row.query);
+  const float hides = lowest(args.type);
+  for (int i = std::max(0, range.first - keys.first); i < std::min(keys.count, range.end - keys.first); ++i) {
+    const int key = keys.first + i;
+    if (args.mask.kind == MaskKind::kBool) {
+      if (mask[key] == std::byte{0}) scores[i] = kHidden;
+    } else {
+      const float value = added(args.type, mask, key);
+      scores[i] = value <= hides ? kHidden : scores[i] + value;
+    }
+  }
+}
+
+}  // namespace moegraft

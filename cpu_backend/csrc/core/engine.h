@@ -1,0 +1,72 @@
+// The forward pass of a layer's experts and of a linear layer, over the function table of one instruction set.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "core/memory.h"
+#include "core/thread_pool.h"
+#include "experts/packed_weights.h"
+#include "experts/routing.h"
+#include "ops/norm.h"
+#include "ops/router.h"
+#include "simd/kernels.h"
+
+namespace moegraft {
+
+struct ForwardArgs {
+  const PackedExperts* experts;
+  const void* hidden_states;          // (tokens, hidden)
+  const std::int64_t* top_k_index;    // (tokens, top_k)
+  const float* top_k_weights;         // (tokens, top_k)
+  void* out;                          // (tokens, hidden)
+  ActivationType activations;         // of hidden_states and out
+  std::int64_t tokens;
+  int top_k;
+  float threshold;                    // of |act(gate)|, sparse layouts only
+  std::int64_t* neuron_counts = nullptr;  // as SparseArgs has it
+  float* acted = nullptr;                 // as SparseArgs has it
+};
+
+struct LinearArgs {
+  const PackedLinear* linear;
+  const void* input;                  // (tokens, cols)
+  void* out;                          // (tokens, rows)
+  ActivationType activations;
+  std::int64_t tokens;
+};
+
+// Scratch memory is kept between calls and grows to the largest batch seen. One call at a time.
+class Engine {
+ public:
+  Engine(const Kernels& kernels, ThreadPool& pool);
+
+  // `shared`: the OpenMP library whose threads the caller computes with, or null. All throw std::invalid_argument, std::bad_alloc.
+  void forward(const ForwardArgs& args, const OpenMp* shared);
+  void linear(const LinearArgs& args, const OpenMp* shared);
+  void attention(const AttentionArgs& args, const OpenMp* shared);
+  void norm(const NormArgs& args, const OpenMp* shared);
+  void route(const RouterArgs& args, const OpenMp* shared);
+
+ private:
+  template <class AnyJob>
+  void run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, const OpenMp* shared);
+
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+  Routing routing_;
+  VisibleKeys visible_;
+  SelectionScratch selection_;
+  Phase encode_phase_;
+  Phase neurons_phase_;
+  Phase rows_phase_;
+  Phase sums_phase_;
+  AlignedMemory records_;
+  AlignedMemory lanes_;
+  AlignedMemory neurons_;
+  std::vector<AlignedMemory> private_;  // one a worker
+};
+
+}  // namespace moegraft

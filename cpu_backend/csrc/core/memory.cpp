@@ -1,0 +1,51 @@
+#include "core/memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <new>
+#include <utility>
+
+namespace moegraft {
+namespace {
+constexpr std::size_t kHugePage = std::size_t{2} << 20;  // x86-64 and most Arm kernels
+}
+
+AlignedMemory::AlignedMemory(std::size_t bytes) {
+  if (bytes == 0) return;
+  if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
+  mapping_bytes_ = bytes + kHugePage;
+  mapping_ = mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::bad_alloc();
+  }
+  data_ = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(mapping_) + kHugePage - 1) & ~(kHugePage - 1));
+  size_ = bytes;
+#ifdef MADV_HUGEPAGE
+  // A small object must not hold a whole huge page; a refusal costs speed, never correctness.
+  if (bytes >= kHugePage) (void)madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+}
+
+AlignedMemory::~AlignedMemory() {
+  if (mapping_ != nullptr) munmap(mapping_, mapping_bytes_);
+}
+
+AlignedMemory::AlignedMemory(AlignedMemory&& other) noexcept { *this = std::move(other); }
+
+AlignedMemory& AlignedMemory::operator=(AlignedMemory&& other) noexcept {
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapping_bytes_, other.mapping_bytes_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+void AlignedMemory::reserve(std::size_t bytes) {
+  if (bytes <= size_) return;
+  *this = AlignedMemory();  // give back first: both at once may not fit
+  *this = AlignedMemory(bytes + bytes / 4);
+}
+
+}  // namespace moegraft

@@ -1,0 +1,153 @@
+#include "core/runtime.h"
+
+#include <unistd.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "core/machine.h"
+
+namespace moegraft {
+namespace {
+
+constexpr int kMostThreads = 1024;
+
+int checked_threads(int threads) {
+  if (threads < 0 || threads > kMostThreads)
+    throw std::invalid_argument("threads is " + std::to_string(threads) + "; give 0 (one for each physical core) to " +
+                                std::to_string(kMostThreads));
+  return threads == 0 ? default_threads() : threads;
+}
+
+}  // namespace
+
+Runtime::Runtime(int threads, const std::string& isa, bool share_threads)
+    : selected_(kernels_for(isa)),
+      threads_(checked_threads(threads)),
+      owner_(getpid()),
+      openmp_(share_threads ? OpenMp::find() : nullptr),
+      pool_(std::make_unique<ThreadPool>(threads_)),
+      engine_(std::make_unique<Engine>(selected_.table, *pool_)),
+      queue_(std::make_unique<Queue>()) {}
+
+Runtime::~Runtime() {
+  if (getpid() != owner_) {
+    // In a forked child the threads do not exist: they cannot be joined, and destroying what they wait on would wait for them. What they
+    // owned is left to the process's end.
+    (void)pool_.release();
+    (void)engine_.release();
+    (void)queue_.release();
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->stopping = true;
+  }
+  queue_->changed.notify_all();
+  if (queue_->server.joinable()) queue_->server.join();
+}
+
+void Runtime::check_process() const {
+  if (getpid() != owner_)
+    throw std::runtime_error(
+        "this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
+}
+
+void Runtime::forward(const ForwardArgs& args, const OpenMp* shared) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->forward(args, shared);
+}
+
+void Runtime::linear(const LinearArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->linear(args, openmp_);
+}
+
+void Runtime::attention(const AttentionArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->attention(args, openmp_);
+}
+
+void Runtime::norm(const NormArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->norm(args, openmp_);
+}
+
+void Runtime::route(const RouterArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->route(args, openmp_);
+}
+
+std::uint64_t Runtime::submit(const ForwardArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(queue_->mutex);
+  if (!queue_->server.joinable()) queue_->server = std::thread([this] { serve(); });
+  const std::uint64_t ticket = queue_->next_ticket++;
+  queue_->pending[ticket].args = args;
+  queue_->waiting.push_back(ticket);
+  queue_->changed.notify_all();
+  return ticket;
+}
+
+void Runtime::wait(std::uint64_t ticket) {
+  check_process();
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  const auto found = queue_->pending.find(ticket);
+  if (found == queue_->pending.end() || found->second.awaited)
+    throw std::invalid_argument("ticket " + std::to_string(ticket) + " is unknown or was waited for already");
+  found->second.awaited = true;
+  queue_->changed.wait(lock, [&] { return found->second.done; });
+  const std::exception_ptr error = found->second.error;
+  queue_->pending.erase(found);
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
+}
+
+void Runtime::serve() {
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  while (true) {
+    queue_->changed.wait(lock, [this] { return queue_->stopping || !queue_->waiting.empty(); });
+    if (queue_->stopping) return;
+    Pending& pending = queue_->pending.at(queue_->waiting.front());  // a map's elements stay where they are
+    queue_->waiting.pop_front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      forward_on_own_threads(pending.args);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    pending.error = std::move(error);
+    pending.done = true;
+    queue_->changed.notify_all();
+  }
+}
+
+void HostCall::run(void* host_call) noexcept {
+  auto& call = *static_cast<HostCall*>(host_call);
+  std::exception_ptr error;
+  try {
+    call.runtime_.forward_on_own_threads(call.args_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard<std::mutex> lock(call.mutex_);
+  call.error_ = std::move(error);
+}
+
+void HostCall::check() {
+  std::exception_ptr error;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace moegraft

@@ -1,0 +1,174 @@
+#include "core/thread_pool.h"
+
+#include <chrono>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace moegraft {
+namespace {
+
+constexpr unsigned kClosed = 0x80000000u;
+// Long enough for the router between two layers, short enough that an idle pool costs nothing: tuned on EPYC Zen 5, 2 cores.
+constexpr std::chrono::microseconds kSpin{50};
+constexpr int kPausesPerLook = 32;  // between two looks at the clock
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// True as soon as `ready` is, false when it was not for `limit`.
+template <class Ready>
+bool spin_until(const Ready& ready, std::chrono::microseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  do {
+    for (int i = 0; i < kPausesPerLook; ++i) {
+      if (ready()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+template <class Ready>
+void wait_until(const Ready& ready) {
+  if (spin_until(ready, kSpin)) return;
+  while (!ready()) std::this_thread::yield();  // someone we wait for is not on a core: give ours
+}
+
+// Empty when there are not enough for every thread to have its own, or the system cannot say.
+std::vector<int> usable_cores(int threads) {
+  std::vector<int> cores;
+#if defined(__linux__)
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < threads) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+#endif
+  return cores;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) : gate_(kClosed), cores_(usable_cores(threads)) {
+  try {
+    for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_.store(true);
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) worker.join();
+  workers_.clear();
+}
+
+void ThreadPool::leave_core_to_caller() {
+#if defined(__linux__)
+  const int core = cores_.empty() ? -1 : sched_getcpu();
+  if (core < 0 || core == left_core_) return;
+  left_core_ = core;
+  cpu_set_t others;
+  CPU_ZERO(&others);
+  for (const int other : cores_)
+    if (other != core) CPU_SET(other, &others);
+  // A refusal leaves the workers where they are: slower at worst.
+  for (auto& worker : workers_) (void)pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+#endif
+}
+
+namespace {
+
+struct TeamRun {
+  Job& job;
+  std::atomic<int> next_worker{0};
+};
+
+void run_member(void* argument) {
+  auto& run = *static_cast<TeamRun*>(argument);
+  run.job.run(run.next_worker.fetch_add(1));
+}
+
+}  // namespace
+
+void ThreadPool::run(Job& job, const OpenMp* shared) {
+  if (workers_.empty()) return job.run(0);
+  if (shared && shared->has_team_of(threads())) {
+    TeamRun run{job};
+    return shared->parallel(&run_member, &run, threads());
+  }
+  leave_core_to_caller();
+  job_.store(&job);
+  gate_.fetch_and(~kClosed);
+  epoch_.fetch_add(1);
+  if (sleepers_.load() > 0) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }  // a worker between its last look and its sleep must get the notice
+    wake_.notify_all();
+  }
+  job.run(0);
+  gate_.fetch_or(kClosed);
+  wait_until([this] { return (gate_.load() & ~kClosed) == 0; });
+}
+
+bool ThreadPool::wait_for_job(unsigned seen) {
+  const auto ready = [&] { return epoch_.load() != seen || stopping_.load(); };
+  if (!spin_until(ready, kSpin)) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, ready);
+    sleepers_.fetch_sub(1);
+  }
+  return !stopping_.load();
+}
+
+void ThreadPool::work(int worker) {
+  unsigned seen = 0;
+  while (wait_for_job(seen)) {
+    seen = epoch_.load();
+    if (!(gate_.fetch_add(1) & kClosed)) job_.load()->run(worker);
+    gate_.fetch_sub(1);
+  }
+}
+
+void Phase::reset(int units) {
+  const int workers = static_cast<int>(cursors_.size());
+  units_ = units;
+  done_.store(0);
+  for (int worker = 0; worker < workers; ++worker) {
+    const auto first_unit = [&](int of) { return static_cast<int>(static_cast<long long>(units) * of / workers); };
+    cursors_[worker].next.store(first_unit(worker));
+    cursors_[worker].end = first_unit(worker + 1);
+  }
+}
+
+int Phase::take(int worker) {
+  const int workers = static_cast<int>(cursors_.size());
+  for (int i = 0; i < workers; ++i) {
+    Cursor& cursor = cursors_[(worker + i) % workers];
+    if (cursor.next.load(std::memory_order_relaxed) >= cursor.end) continue;
+    const int unit = cursor.next.fetch_add(1, std::memory_order_relaxed);
+    if (unit < cursor.end) return unit;
+  }
+  return -1;
+}
+
+void Phase::wait() const {
+  wait_until([this] { return done_.load(std::memory_order_acquire) >= units_; });
+}
+
+}  // namespace moegraft

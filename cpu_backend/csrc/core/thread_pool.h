@@ -1,0 +1,81 @@
+// A persistent pool of workers, owned by one Runtime.
+//
+// Who blocks: run() works as worker 0 and returns when the job is complete; workers spin for some tens of microseconds after a job,
+// because the next layer of a model comes soon, and then sleep. A job is open to whoever arrives: run() never waits for a worker that
+// has not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else.
+//
+// Where: a scheduler likes to wake a thread on the core of whoever wakes it, and there it would wait for run() to end. So workers are kept
+// off the core on which run() was called, and are free to use all others that the process may use.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/openmp.h"
+
+namespace moegraft {
+
+class Job {
+ public:
+  // Called at most once by each worker, concurrently; must return when no work is left. Worker 0 is always called.
+  virtual void run(int worker) noexcept = 0;
+
+ protected:
+  ~Job() = default;
+};
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int threads);  // throws std::system_error when threads cannot be started
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  // One caller at a time. With `shared`, on that library's threads, where it has a team of this size; this pool's own then stay asleep.
+  void run(Job& job, const OpenMp* shared);
+
+ private:
+  void work(int worker);
+  void stop();
+  bool wait_for_job(unsigned seen);  // false: the pool stops
+  void leave_core_to_caller();
+
+  std::atomic<Job*> job_{nullptr};
+  std::atomic<unsigned> epoch_{0};
+  std::atomic<unsigned> gate_;  // number of workers inside the job, and a bit that says it is closed
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::thread> workers_;
+  std::vector<int> cores_;  // that the process may use; empty where threads cannot be kept off one
+  int left_core_ = -1;
+};
+
+// Units 0 .. n-1 of one phase of a job: each worker has a contiguous range, so that it reads memory in order, and takes from the
+// others' when its own is done. Completion is counted in units, not in workers.
+class Phase {
+ public:
+  explicit Phase(int workers) : cursors_(static_cast<std::size_t>(workers)) {}
+  void reset(int units);
+  int take(int worker);  // the next unit, or -1
+  void finish(int units) {
+    if (units > 0) done_.fetch_add(units, std::memory_order_acq_rel);
+  }
+  void wait() const;     // until every unit is finished: spins, then yields
+
+ private:
+  struct alignas(64) Cursor {
+    std::atomic<int> next{0};
+    int end = 0;
+  };
+  std::vector<Cursor> cursors_;
+  std::atomic<int> done_{0};
+  int units_ = 0;
+};
+
+}  // namespace moegraft

@@ -1,0 +1,387 @@
+#include "experts/block_layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/float_conversion.h"
+
+namespace moegraft {
+namespace {
+
+// 16 rows by 32 columns on their way into a block.
+struct GroupTile {
+  float values[kLanes][kGroup];
+  std::int8_t codes[kLanes][kGroup];
+  std::uint16_t scales[kLanes];
+};
+
+void load_values(GroupTile& tile, const RowsView& source, int first_row, int first_col) {
+  const int rows = std::min(kLanes, source.rows - first_row);
+  const int cols = std::min(kGroup, source.cols - first_col);
+  if (rows < kLanes || cols < kGroup) std::memset(tile.values, 0, sizeof tile.values);
+  for (int r = 0; r < rows; ++r) {
+    const std::size_t start = static_cast<std::size_t>(first_row + r) * source.cols + first_col;
+    float* values = tile.values[r];
+    if (source.type == WeightType::kFloat32) {
+      std::memcpy(values, static_cast<const float*>(source.data) + start, sizeof(float) * static_cast<std::size_t>(cols));
+      continue;
+    }
+    const auto* halves = static_cast<const std::uint16_t*>(source.data) + start;
+    if (source.type == WeightType::kBFloat16) {
+      for (int k = 0; k < cols; ++k) values[k] = float_from_bf16(halves[k]);
+    } else {
+      for (int k = 0; k < cols; ++k) values[k] = float_from_f16(halves[k]);
+    }
+  }
+}
+
+// The bits of the largest magnitude, which order as the magnitudes do; at least kInfinity when a value is not finite.
+constexpr std::uint32_t kInfinity = 0x7f800000u;
+std::int32_t largest_bits(const float* values) {
+  std::int32_t largest = 0;
+  for (int k = 0; k < kGroup; ++k) {
+    const auto bits = static_cast<std::int32_t>(bits_from_float(values[k]) & 0x7fffffffu);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// GGUF's Q8_0: scale = max|w| / 127, codes rounded half away from zero with the unrounded scale.
+std::uint16_t quantize_q8_0(const float* values, float largest, std::int8_t* codes) {
+  const float scale = largest / 127.0f;
+  const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+  for (int k = 0; k < kGroup; ++k) {
+    // Step by step instead of roundf, which the compiler cannot turn into vectors.
+    const float scaled = std::min(127.0f, std::max(-127.0f, values[k] * inverse));
+    const int whole = static_cast<int>(scaled);
+    const float rest = scaled - static_cast<float>(whole);
+    codes[k] = static_cast<std::int8_t>(whole + (rest >= 0.5f ? 1 : 0) - (rest <= -0.5f ? 1 : 0));
+  }
+  return f16_from_float(scale);
+}
+
+// GGUF's Q4_0: scale = (the value of largest magnitude, with its sign) / -8, so that value gets code -8.
+std::uint16_t quantize_q4_0(const float* values, float largest, std::int8_t* codes) {
+  float extreme = 0.0f;
+  for (int k = kGroup - 1; k >= 0; --k) extreme = std::fabs(values[k]) == largest ? values[k] : extreme;  // the first of equals
+  const float scale = extreme / -8.0f;
+  const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+  for (int k = 0; k < kGroup; ++k) {
+    const float shifted = std::min(15.5f, std::max(0.0f, values[k] * inverse + 8.5f));
+    codes[k] = static_cast<std::int8_t>(static_cast<int>(shifted) - 8);
+  }
+  return f16_from_float(scale);
+}
+
+void quantize(GroupTile& tile, WeightType type) {
+  constexpr std::uint16_t kNan = 0x7e00;
+  for (int r = 0; r < kLanes; ++r) {
+    const auto bits = static_cast<std::uint32_t>(largest_bits(tile.values[r]));
+    const float largest = float_from_bits(bits);
+    if (bits >= kInfinity) {  // no code can say NaN: the scale says it for the whole group
+      std::memset(tile.codes[r], 0, kGroup);
+      tile.scales[r] = kNan;
+    } else if (type == WeightType::kInt8) {
+      tile.scales[r] = quantize_q8_0(tile.values[r], largest, tile.codes[r]);
+    } else {
+      tile.scales[r] = quantize_q4_0(tile.values[r], largest, tile.codes[r]);
+    }
+  }
+}
+
+void load_codes(GroupTile& tile, const QuantizedRowsView& source, int first_row, int first_col) {
+  std::memset(tile.codes, 0, sizeof tile.codes);
+  std::memset(tile.scales, 0, sizeof tile.scales);
+  const int rows = std::min(kLanes, source.rows - first_row);
+  for (int r = 0; r < rows; ++r) {
+    const std::size_t row = static_cast<std::size_t>(first_row + r);
+    std::memcpy(tile.codes[r], source.codes + row * source.cols + first_col, kGroup);
+    tile.scales[r] = source.scales[row * (source.cols / kGroup) + first_col / kGroup];
+  }
+}
+
+// Where the 16 lanes of one group lie: line j at lines + j * stride.
+struct Place {
+  std::byte* scales;
+  std::byte* lines;
+  std::size_t stride;
+};
+
+Place place_in_block(WeightType type, HalfBlock half, int group) {
+  const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
+  std::byte* base = half.block + block_bytes(type, kGroup) * static_cast<std::size_t>(group);
+  return {base + half.half * kLanes * 2, base + (is_quantized(type) ? kScaleBytes : 0) + bytes * static_cast<std::size_t>(half.half),
+          2 * bytes};
+}
+
+Place place_in_row(WeightType type, std::byte* row, int cols, int chunk) {
+  const std::size_t bytes = static_cast<std::size_t>(line_bytes(type));
+  return {row + chunk * kLanes * 2, row + row_scale_bytes(type, cols) + bytes * static_cast<std::size_t>(lines_per_chunk(type) * chunk),
+          bytes};
+}
+
+void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) {
+  auto* words = reinterpret_cast<std::uint32_t*>(line);
+  auto* halves = reinterpret_cast<std::uint16_t*>(line);
+  const auto four = [&](int lane, int first) {
+    std::uint32_t codes;
+    std::memcpy(&codes, tile.codes[lane] + first, 4);
+    return codes;
+  };
+  switch (type) {
+    case WeightType::kFloat32:
+      for (int lane = 0; lane < kLanes; ++lane) words[lane] = bits_from_float(tile.values[lane][k]);
+      break;
+    case WeightType::kFloat16:
+      for (int lane = 0; lane < kLanes; ++lane) halves[lane] = f16_from_float(tile.values[lane][k]);
+      break;
+    case WeightType::kBFloat16:
+      for (int lane = 0; lane < kLanes; ++lane)
+        words[lane] = bf16_from_float(tile.values[lane][k]) | static_cast<std::uint32_t>(bf16_from_float(tile.values[lane][k + 1])) << 16;
+      break;
+    case WeightType::kInt8:  // plus 128 is the sign bit turned over
+      for (int lane = 0; lane < kLanes; ++lane) words[lane] = four(lane, k) ^ 0x80808080u;
+      break;
+    case WeightType::kInt4:  // plus 8 turns over the sign bit of the low four
+      for (int lane = 0; lane < kLanes; ++lane)
+        words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
+      break;
+    default: break;  // super_blocks.cpp
+  }
+}
+
+void store(const GroupTile& tile, WeightType type, Place place) {
+  if (is_quantized(type)) std::memcpy(place.scales, tile.scales, sizeof tile.scales);
+  const int step = kGroup / lines_per_chunk(type);  // columns a line
+  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) store_line(tile, type, k, place.lines);
+}
+
+// The values, dequantised.
+void load(GroupTile& tile, WeightType type, Place place) {
+  const int step = kGroup / lines_per_chunk(type);
+  for (int k = 0; k < kGroup; k += step, place.lines += place.stride) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(place.lines);
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(place.lines);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      float* values = tile.values[lane] + k;
+      const float scale = is_quantized(type) ? float_from_f16(reinterpret_cast<const std::uint16_t*>(place.scales)[lane]) : 1.0f;
+      switch (type) {
+        case WeightType::kFloat32: values[0] = reinterpret_cast<const float*>(place.lines)[lane]; break;
+        case WeightType::kFloat16: values[0] = float_from_f16(halves[lane]); break;
+        case WeightType::kBFloat16:
+          values[0] = float_from_bf16(halves[2 * lane]);
+          values[1] = float_from_bf16(halves[2 * lane + 1]);
+          break;
+        case WeightType::kInt8:
+          for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(bytes[4 * lane + i] - 128) * scale;
+          break;
+        case WeightType::kInt4:
+          for (int i = 0; i < 4; ++i) {
+            values[i] = static_cast<float>((bytes[4 * lane + i] & 15) - 8) * scale;
+            values[i + 4] = static_cast<float>((bytes[4 * lane + i] >> 4) - 8) * scale;
+          }
+          break;
+        default: break;
+      }
+    }
+  }
+}
+
+float element(const RowsView& source, int row, int col) {
+  const std::size_t index = static_cast<std::size_t>(row) * source.cols + col;
+  if (source.type == WeightType::kFloat32) return static_cast<const float*>(source.data)[index];
+  const std::uint16_t half = static_cast<const std::uint16_t*>(source.data)[index];
+  return source.type == WeightType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+}
+
+}  // namespace
+
+void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row) {
+  GroupTile tile;
+  for (int group = 0; group * kGroup < source.cols; ++group) {
+    load_values(tile, source, first_row, group * kGroup);
+    if (is_quantized(type)) quantize(tile, type);
+    store(tile, type, place_in_block(type, target, group));
+  }
+}
+
+void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView& source, int first_row) {
+  GroupTile tile;
+  for (int group = 0; group * kGroup < source.cols; ++group) {
+    load_codes(tile, source, first_row, group * kGroup);
+    store(tile, type, place_in_block(type, target, group));
+  }
+}
+
+void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
+  GroupTile tile;
+  const int present = std::min(kLanes, rows - first_row);
+  for (int group = 0; group * kGroup < cols; ++group) {
+    load(tile, type, place_in_block(type, source, group));
+    const int width = std::min(kGroup, cols - group * kGroup);
+    for (int r = 0; r < present; ++r)
+      std::memcpy(rows_out + static_cast<std::size_t>(first_row + r) * cols + group * kGroup, tile.values[r], sizeof(float) * width);
+  }
+}
+
+void pack_sparse_row(WeightType type, std::byte* target, const RowsView& source, int index, bool transposed) {
+  GroupTile tile;
+  const int cols = transposed ? source.rows : source.cols;
+  for (int chunk = 0; chunk < chunks_of(cols); ++chunk) {
+    for (int i = 0; i < kChunk; ++i) {
+      const int col = chunk * kChunk + i;
+      tile.values[i / kGroup][i % kGroup] = col >= cols ? 0.0f : transposed ? element(source, col, index) : element(source, index, col);
+    }
+    if (is_quantized(type)) quantize(tile, type);
+    store(tile, type, place_in_row(type, target, cols, chunk));
+  }
+}
+
+void pack_sparse_row(WeightType type, std::byte* target, const QuantizedRowsView& source, int row) {
+  GroupTile tile;
+  const int groups = source.cols / kGroup;
+  for (int chunk = 0; chunk < chunks_of(source.cols); ++chunk) {
+    std::memset(tile.codes, 0, sizeof tile.codes);
+    std::memset(tile.scales, 0, sizeof tile.scales);
+    for (int lane = 0; lane < std::min(kLanes, groups - chunk * kLanes); ++lane) {
+      const std::size_t group = static_cast<std::size_t>(row) * groups + chunk * kLanes + lane;
+      std::memcpy(tile.codes[lane], source.codes + group * kGroup, kGroup);
+      tile.scales[lane] = source.scales[group];
+    }
+    store(tile, type, place_in_row(type, target, source.cols, chunk));
+  }
+}
+
+void unpack_sparse_row(WeightType type, const std::byte* source, int cols, float* values, std::size_t stride) {
+  GroupTile tile;
+  for (int chunk = 0; chunk < chunks_of(cols); ++chunk) {
+    load(tile, type, place_in_row(type, const_cast<std::byte*>(source), cols, chunk));
+    for (int i = 0; i < std::min(kChunk, cols - chunk * kChunk); ++i)
+      values[(static_cast<std::size_t>(chunk) * kChunk + i) * stride] = tile.values[i / kGroup][i % kGroup];
+  }
+}
+
+void dequantize(const QuantizedRowsView& source, float* rows_out) {
+  const std::size_t groups = static_cast<std::size_t>(source.rows) * source.cols / kGroup;
+  for (std::size_t group = 0; group < groups; ++group) {
+    const float scale = float_from_f16(source.scales[group]);
+    for (int k = 0; k < kGroup; ++k) rows_out[group * kGroup + k] = static_cast<float>(source.codes[group * kGroup + k]) * scale;
+  }
+}
+
+namespace {
+
+constexpr std::size_t file_block_bytes(WeightType type) { return file_row_bytes(type, kSuperBlock); }
+
+// llama.cpp's order (ggml-common.h): Q4_K is d, dmin, scales [12], nibbles [128]; Q6_K is low nibbles [128], upper bits [64], scales [16], d.
+constexpr int kQ4KNibbles = 16;
+constexpr int kQ6KUpper = 128, kQ6KScales = 192, kQ6KD = 208;
+
+void store_nibbles(const std::uint8_t* codes, std::byte* lines, int row) {
+  for (int line = 0; line < kGroup / 8; ++line)
+    for (int byte = 0; byte < 4; ++byte)
+      lines[line * kWordsBytes + row * 4 + byte] =
+          static_cast<std::byte>((codes[8 * line + byte] & 15) | (codes[8 * line + 4 + byte] & 15) << 4);
+}
+
+void store_upper_bits(const std::uint8_t* codes, std::byte* words, int row) {
+  for (int word = 0; word < 2; ++word) {
+    for (int byte = 0; byte < 4; ++byte) {
+      int bits = 0;
+      for (int j = 0; j < 4; ++j) bits |= codes[16 * word + 4 * j + byte] >> 4 << 2 * j;
+      words[word * kWordsBytes + row * 4 + byte] = static_cast<std::byte>(bits);
+    }
+  }
+}
+
+void store_words(const std::uint8_t* bytes, int count, std::byte* words, int row) {
+  for (int word = 0; word < count; ++word) std::memcpy(words + word * kWordsBytes + row * 4, bytes + 4 * word, 4);
+}
+
+void pack_q4_k(const std::uint8_t* block, std::byte* target, int row) {
+  std::memcpy(target + row * 2, block, 2);
+  std::memcpy(target + kScaleBytes + row * 2, block + 2, 2);
+  store_words(block + 4, kQ4KScaleWords, target + 2 * kScaleBytes, row);
+  std::byte* lines = target + 2 * kScaleBytes + kQ4KScaleWords * kWordsBytes;
+  for (int group = 0; group < kSuperGroups; ++group, lines += kQ4KGroupBytes) {
+    const std::uint8_t* pairs = block + kQ4KNibbles + group / 2 * kGroup;  // two groups share 32 bytes
+    std::uint8_t codes[kGroup];
+    for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(group % 2 ? pairs[k] >> 4 : pairs[k] & 15);
+    store_nibbles(codes, lines, row);
+  }
+}
+
+void pack_q6_k(const std::uint8_t* block, std::byte* target, int row) {
+  std::memcpy(target + row * 2, block + kQ6KD, 2);
+  store_words(block + kQ6KScales, kQ6KScaleWords, target + kScaleBytes, row);
+  std::byte* lines = target + kScaleBytes + kQ6KScaleWords * kWordsBytes;
+  for (int group = 0; group < kSuperGroups; ++group, lines += kQ6KGroupBytes) {
+    const int half = group / 4, quarter = group % 4;  // of 128 columns, whose 64 bytes of nibbles and 32 of upper bits lie together
+    const std::uint8_t* low = block + 64 * half + 32 * (quarter % 2);
+    const std::uint8_t* high = block + kQ6KUpper + 32 * half;
+    std::uint8_t codes[kGroup];
+    for (int k = 0; k < kGroup; ++k)
+      codes[k] = static_cast<std::uint8_t>((low[k] >> (quarter < 2 ? 0 : 4) & 15) | (high[k] >> 2 * quarter & 3) << 4);
+    store_nibbles(codes, lines, row);
+    store_upper_bits(codes, lines + kNibbleBytes, row);
+  }
+}
+
+float half_at(const std::byte* halves, int row) {
+  std::uint16_t half;
+  std::memcpy(&half, halves + row * 2, 2);
+  return float_from_f16(half);
+}
+
+// In the steps of the package `gguf`, so that roundings are the same.
+void unpack_q4_k(const std::byte* block, int row, float* values) {
+  const std::byte* words = block + 2 * kScaleBytes;
+  const std::byte* lines = words + kQ4KScaleWords * kWordsBytes;
+  for (int group = 0; group < kSuperGroups; ++group, lines += kQ4KGroupBytes, values += kGroup) {
+    const ScaleAndMinimum found = scale_of_q4_k(words, row, group);
+    const float scale = half_at(block, row) * static_cast<float>(found.scale);
+    const float minimum = half_at(block + kScaleBytes, row) * static_cast<float>(found.minimum);
+    for (int k = 0; k < kGroup; ++k) values[k] = scale * static_cast<float>(nibble_at(lines, row, k)) - minimum;
+  }
+}
+
+void unpack_q6_k(const std::byte* block, int row, float* values) {
+  const std::byte* words = block + kScaleBytes;
+  const std::byte* lines = words + kQ6KScaleWords * kWordsBytes;
+  for (int group = 0; group < kSuperGroups; ++group, lines += kQ6KGroupBytes, values += kGroup) {
+    for (int k = 0; k < kGroup; ++k) {
+      const float scale = half_at(block, row) * static_cast<float>(scale_of_q6_k(words, row, 2 * group + k / 16));
+      values[k] = scale * static_cast<float>(code_of_q6_k(lines, row, k) - 32);
+    }
+  }
+}
+
+}  // namespace
+
+void pack_super_half_block(WeightType type, HalfBlock target, const SuperBlockRowsView& source, int first_row) {
+  static constexpr std::uint8_t kZeros[kQ6KBytes / kBlockRows] = {};
+  const std::size_t row_bytes = file_row_bytes(type, source.cols);
+  for (int index = 0; index < source.cols / kSuperBlock; ++index) {
+    std::byte* block = target.block + super_block_bytes(type) * static_cast<std::size_t>(index);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int row = first_row + lane;
+      const std::uint8_t* from = row < source.rows ? source.blocks + row_bytes * static_cast<std::size_t>(row) +
+                                                         file_block_bytes(type) * static_cast<std::size_t>(index)
+                                                   : kZeros;
+      (type == WeightType::kQ4K ? pack_q4_k : pack_q6_k)(from, block, kLanes * target.half + lane);
+    }
+  }
+}
+
+void unpack_super_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
+  for (int index = 0; index < cols / kSuperBlock; ++index) {
+    const std::byte* block = source.block + super_block_bytes(type) * static_cast<std::size_t>(index);
+    for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
+      float* values = rows_out + static_cast<std::size_t>(first_row + lane) * cols + index * kSuperBlock;
+      (type == WeightType::kQ4K ? unpack_q4_k : unpack_q6_k)(block, kLanes * source.half + lane, values);
+    }
+  }
+}
+
+}  // namespace moegraft

@@ -1,0 +1,69 @@
+// One pass over a layer's experts, in three phases of independent units:
+//   encode   a token:                     hidden state -> record
+//   neurons  a segment's 32 neurons:      gate and up rows for all its tokens, activation, record of 32 columns for the down projection
+//   rows     some blocks of output rows:  down rows of every segment, summed over experts by one worker, rounded once
+// A unit's result does not depend on who computes it, so neither thread count nor timing changes a bit of the output.
+#pragma once
+
+#include "core/memory.h"
+#include "core/thread_pool.h"
+#include "experts/packed_weights.h"
+#include "experts/routing.h"
+#include "simd/kernels.h"
+
+namespace moegraft {
+
+struct ExpertsPhases {
+  Phase* encode;
+  Phase* neurons;
+  Phase* rows;
+  Phase* sums;  // sparse layouts only
+};
+
+struct ExpertsBatch {
+  const std::byte* hidden_states;
+  std::byte* out;
+  int tokens;
+  const Routing* routing;
+};
+
+struct ExpertsScratch {
+  AlignedMemory* records;
+  AlignedMemory* lanes;    // sparse layouts only
+  AlignedMemory* neurons;
+  AlignedMemory* workers;  // one a worker
+};
+
+class ExpertsJob final : public Job {
+ public:
+  ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const ExpertsPhases& phases);
+
+  int segment_pairs() const;                                  // the longest segment whose activations stay in a core's cache
+  void prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Worker;  // one worker's view of its private scratch
+  void encode_token(int token, Worker& mine);
+  void compute_neurons(int unit, Worker& mine);
+  void compute_rows(int unit, Worker& mine);
+
+  const Kernels& kernels_;
+  const PackedExperts& experts_;
+  const ExpertLayout& layout_;
+  const ActivationType activations_;
+  const Format format_;       // of gate and up
+  const Format down_format_;  // of down, whose records the neurons are
+  const int workers_;
+  const ExpertsPhases phases_;
+  const int max_tokens_;
+  const int hidden_groups_;
+  const int neuron_groups_;
+  const std::size_t hidden_words_;
+  const std::size_t neuron_words_;
+  ExpertsBatch batch_{};
+  ExpertsScratch scratch_{};
+  int unit_blocks_ = 1;  // blocks of output rows in one unit of the last phase
+};
+
+}  // namespace moegraft

@@ -1,0 +1,141 @@
+// AVX2 with FMA and F16C: Haswell, Zen 1 and everything since.
+#include <immintrin.h>
+#include <math.h>
+
+#include "simd/vector_kernels.h"
+
+namespace moegraft {
+namespace {
+
+struct Avx2 {
+  using F = __m256;
+  using I = __m256i;
+  static constexpr int kWidth = 8;
+  static constexpr int kVectors = 4;
+  static constexpr int kFloatTokens = 6;    // in halves: 12 sums, 2 weights and a broadcast in 16 registers
+  static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums come and go once a group
+  static constexpr int kWholeTokens = 1;    // a lone token reads each line once, in order
+  static constexpr int kDotRows = 2;    // times 4 tokens, of half the lanes: 8 sums and 2 rows
+  static constexpr int kDotTokens = 4;
+  static constexpr int kAddTokens = 2;  // times 4 columns, of half the lanes: 8 sums and 4 weights
+  static constexpr bool kHasBf16 = false;
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set(float value) { return _mm256_set1_ps(value); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F abs(F x) { return _mm256_andnot_ps(set(-0.0f), x); }
+  static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // In two steps, because 2^n alone may overflow or be subnormal where the product is neither.
+  static F scale_by_power(F x, F n) {
+    const I exponent = _mm256_cvtps_epi32(n);
+    const I half = _mm256_srai_epi32(exponent, 1);
+    return mul(mul(x, power_of_two(half)), power_of_two(_mm256_sub_epi32(exponent, half)));
+  }
+  static F power_of_two(I n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+  static bool all_finite(F magnitude) { return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, set(__FLT_MAX__), _CMP_LE_OQ)) == 0xff; }
+  static float reduce_max(F x) {
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_shuffle_ps(most, most, 1)));
+  }
+
+  static void store_four_sums(float* p, F a, F b, F c, F d) {
+    const F lanes = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1)));
+  }
+
+  static I zero_int() { return _mm256_setzero_si256(); }
+  static I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+  static int reduce_add(I x) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+  }
+  static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+  static I round_to_int(F x) { return _mm256_cvtps_epi32(x); }
+  static void store_int8(std::int8_t* p, I x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+  }
+  static float reduce_add_float(F x) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+  }
+  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
+  template <int Index>
+  static I top_byte(I x) {
+    constexpr char kFrom = Index;
+    const __m128i order =
+        _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order));
+  }
+  static I minus_bytes(I x, int value) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(value))); }
+  static I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+  static I high_nibbles(I x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+
+  static I low_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(255)); }
+  static I signed_low_bytes(I x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24), 24); }
+  static I next_bytes(I x) { return _mm256_srli_epi32(x, 8); }
+  static I six_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
+  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  template <int Index>
+  static I with_bits(I nibbles, I upper) {
+    const I moved = Index == 0   ? _mm256_slli_epi32(upper, 4)
+                    : Index == 1 ? _mm256_slli_epi32(upper, 2)
+                    : Index == 2 ? upper
+                                 : _mm256_srli_epi32(upper, 2);
+    return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
+  }
+
+  static F broadcast_float(const std::uint32_t* p) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*p))); }
+  static I broadcast_int(const std::uint32_t* p) { return _mm256_set1_epi32(static_cast<int>(*p)); }
+
+  static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static void store_f16(std::uint16_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static F load_bf16(const std::uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+  }
+  static F low_bf16(I x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+  static F high_bf16(I x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))); }
+  static void store_bf16(std::uint16_t* p, F x) {
+    const I bits = _mm256_castps_si256(x);
+    const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const I rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const F quiet = _mm256_castsi256_ps(_mm256_or_si256(bits, _mm256_set1_epi32(0x00400000)));
+    const F kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const I high = _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+  }
+
+  // vpmaddubsw would saturate: 2 * 255 * 127 does not fit 16 bits. So even and odd bytes are widened and multiplied apart.
+  static I dot_int8(I sum, I weights, I codes) {
+    const I even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8));
+    const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+  }
+  // 2 * 63 * 127, the most that codes of 4 and 6 bits can give, does fit.
+  static I dot_int4(I sum, I weights, I codes) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
+  }
+};
+
+}  // namespace
+
+const Kernels& avx2_kernels() {
+  static const Kernels kernels = vector_kernels<Avx2>("avx2");
+  return kernels;
+}
+
+}  // namespace moegraft

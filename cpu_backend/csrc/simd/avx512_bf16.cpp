@@ -1,0 +1,26 @@
+// AVX-512 with VNNI and BF16: Zen 4 and 5, Cooper Lake, Sapphire Rapids.
+#include <math.h>
+
+#include "simd/avx512_traits.h"
+#include "simd/vector_kernels.h"
+
+namespace moegraft {
+namespace {
+
+struct Avx512Bf16 : Avx512Base {
+  static constexpr bool kHasBf16 = true;
+  static I dot_int8(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
+  static I dot_int4(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
+  static F dot_bf16(F sum, I weights, I values) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
+  }
+};
+
+}  // namespace
+
+const Kernels& avx512_bf16_kernels() {
+  static const Kernels kernels = vector_kernels<Avx512Bf16>("avx512_bf16");
+  return kernels;
+}
+
+}  // namespace moegraft

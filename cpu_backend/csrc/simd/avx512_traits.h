@@ -1,0 +1,116 @@
+// Traits of 512-bit vectors; the files that include this add the dot products of their instruction set.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moegraft {
+namespace {
+
+struct Avx512Base {
+  using F = __m512;
+  using I = __m512i;
+  static constexpr int kWidth = 16;
+  static constexpr int kVectors = 2;
+  static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
+  static constexpr int kIntegerTokens = 8;   // 16 integer sums; the float sums come and go once a group (tuned on EPYC Zen 5)
+  static constexpr int kWholeTokens = 12;
+  static constexpr int kDotRows = 4;    // times 4 tokens: 16 sums and 4 rows
+  static constexpr int kDotTokens = 4;
+  static constexpr int kAddTokens = 6;  // times 4 columns: 24 sums and 4 weights
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set(float value) { return _mm512_set1_ps(value); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F abs(F x) { return _mm512_abs_ps(x); }
+  static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static F scale_by_power(F x, F n) { return _mm512_scalef_ps(x, n); }
+  static bool all_finite(F magnitude) { return _mm512_cmp_ps_mask(magnitude, set(__FLT_MAX__), _CMP_LE_OQ) == 0xffff; }
+  static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+  static I zero_int() { return _mm512_setzero_si512(); }
+  static I load_int(const void* p) { return _mm512_loadu_si512(p); }
+  static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+  static int reduce_add(I x) { return _mm512_reduce_add_epi32(x); }
+  static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+  static I round_to_int(F x) { return _mm512_cvtps_epi32(x); }
+  static void store_int8(std::int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+  static float reduce_add_float(F x) { return _mm512_reduce_add_ps(x); }
+  // The sums of four vectors, side by side: one transposed addition instead of four reductions.
+  static void store_four_sums(float* p, F a, F b, F c, F d) {
+    const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const F low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+    const F high = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+    const F lanes = _mm512_add_ps(low, high);
+    const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+  }
+  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
+  template <int Index>
+  static I top_byte(I x) {
+    constexpr char kFrom = Index;
+    const __m128i order =
+        _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(order));
+  }
+  static I minus_bytes(I x, int value) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(value))); }
+  static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+  static I high_nibbles(I x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+
+  static I low_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
+  static I signed_low_bytes(I x) { return _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24); }
+  static I next_bytes(I x) { return _mm512_srli_epi32(x, 8); }
+  static I six_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
+  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  template <int Index>
+  static I with_bits(I nibbles, I upper) {
+    const I moved = Index == 0   ? _mm512_slli_epi32(upper, 4)
+                    : Index == 1 ? _mm512_slli_epi32(upper, 2)
+                    : Index == 2 ? upper
+                                 : _mm512_srli_epi32(upper, 2);
+    return _mm512_or_si512(nibbles, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
+  }
+
+  static F broadcast_float(const std::uint32_t* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p))); }
+  static I broadcast_int(const std::uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
+
+  static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static void store_f16(std::uint16_t* p, F x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static F load_bf16(const std::uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+  }
+  static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+  static F high_bf16(I x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))); }
+  // Each word: `low` in its lower half, `high` in its upper one, finite and rounded half up.
+  static void store_pairs(std::uint32_t* p, F low, F high) {
+    const I half = _mm512_set1_epi32(0x8000);
+    const I lower = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
+    const I upper = _mm512_add_epi32(_mm512_castps_si512(high), half);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, lower, upper));
+  }
+  // In integers, because the instruction for it flushes subnormals.
+  static void store_bf16(std::uint16_t* p, F x) {
+    const I bits = _mm512_castps_si512(x);
+    const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const I rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const I quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
+    const I kept = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+  }
+};
+
+}  // namespace
+}  // namespace moegraft

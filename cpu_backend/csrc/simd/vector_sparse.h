@@ -1,0 +1,376 @@
+// The kernels of the sparse layout's rows, as templates over the traits of vector_kernels.h (whose first comment holds here too).
+// Lanes are groups of columns, 16 to a chunk: where vectors are shorter, a part of the lanes is computed after the other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "simd/kernels.h"
+
+namespace moegraft {
+namespace {
+
+constexpr int row_line_bytes(Format kind) { return kind == Format::kFloat16 ? 32 : 64; }
+constexpr int row_lines(Format kind) {  // of a chunk
+  return kind == Format::kInt8 ? 8 : kind == Format::kInt4 ? 4 : kind == Format::kBFloat16 || kind == Format::kBFloat16Dot ? 16 : 32;
+}
+
+// One chunk of R rows times N tokens, for the lanes from `first` on.
+template <class T, Format Kind, int R, int N>
+inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const (&scales)[R], const std::uint32_t* const (&words)[N],
+                      int first, typename T::F (&sums)[R][N]) {
+  using F = typename T::F;
+  using I = typename T::I;
+  if constexpr (Kind == Format::kInt8 || Kind == Format::kInt4) {
+    I dots[R][N];
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) dots[r][n] = T::load_int(words[n] + kLanes + first);
+    for (int j = 0; j < row_lines(Kind); ++j) {
+      I weights[R], high[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        weights[r] = T::load_int(rows[r] + j * 64 + first * 4);
+        if constexpr (Kind == Format::kInt4) high[r] = T::high_nibbles(weights[r]);
+        if constexpr (Kind == Format::kInt4) weights[r] = T::low_nibbles(weights[r]);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        if constexpr (Kind == Format::kInt8) {
+          const I codes = T::load_int(words[n] + (2 + j) * kLanes + first);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) dots[r][n] = T::dot_int8(dots[r][n], weights[r], codes);
+        } else {
+          const I low = T::load_int(words[n] + (2 + 2 * j) * kLanes + first), upper = T::load_int(words[n] + (3 + 2 * j) * kLanes + first);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) dots[r][n] = T::dot_int4(T::dot_int4(dots[r][n], weights[r], low), high[r], upper);
+        }
+      }
+    }
+    F factors[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) factors[r] = T::load_f16(reinterpret_cast<const std::uint16_t*>(scales[r]) + first);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const F scale = T::load(reinterpret_cast<const float*>(words[n] + first));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sums[r][n] = T::fma(T::to_float(dots[r][n]), T::mul(factors[r], scale), sums[r][n]);
+    }
+  } else if constexpr (Kind == Format::kBFloat16 || Kind == Format::kBFloat16Dot) {
+    for (int j = 0; j < kGroup / 2; ++j) {
+      I weights[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) weights[r] = T::load_int(rows[r] + j * 64 + first * 4);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
+          const I values = T::load_int(words[n] + j * kLanes + first);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sums[r][n] = T::dot_bf16(sums[r][n], weights[r], values);
+        } else {
+          F low, high;
+          if constexpr (Kind == Format::kBFloat16Dot) {
+            const I values = T::load_int(words[n] + j * kLanes + first);
+            low = T::low_bf16(values);
+            high = T::high_bf16(values);
+          } else {
+            low = T::load(reinterpret_cast<const float*>(words[n] + 2 * j * kLanes + first));
+            high = T::load(reinterpret_cast<const float*>(words[n] + (2 * j + 1) * kLanes + first));
+          }
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sums[r][n] = T::fma(T::high_bf16(weights[r]), high, T::fma(T::low_bf16(weights[r]), low, sums[r][n]));
+        }
+      }
+    }
+  } else {
+    for (int j = 0; j < kGroup; ++j) {
+      F weights[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const std::byte* line = rows[r] + j * row_line_bytes(Kind);
+        if constexpr (Kind == Format::kFloat32) weights[r] = T::load(reinterpret_cast<const float*>(line) + first);
+        else weights[r] = T::load_f16(reinterpret_cast<const std::uint16_t*>(line) + first);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        const F values = T::load(reinterpret_cast<const float*>(words[n] + j * kLanes + first));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][n] = T::fma(weights[r], values, sums[r][n]);
+      }
+    }
+  }
+}
+
+// Some lines of each of the next rows: all of them, by the end of these.
+template <Format Kind, int R>
+inline void prefetch_rows(const RowDotsArgs& args, int first_row, int chunk) {
+  constexpr std::size_t kBytes = static_cast<std::size_t>(row_lines(Kind)) * row_line_bytes(Kind);
+  for (std::size_t at = 0; at < kBytes; at += 64)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      __builtin_prefetch(args.ahead[first_row + r] + args.line_offset + static_cast<std::size_t>(chunk) * kBytes + at, 0, 3);
+}
+
+template <class T, Format Kind, int R, int N>
+void dot_tile(const RowDotsArgs& args, int first_row, int first_token) {
+  typename T::F sums[R][N] = {};
+  for (int first = 0; first < kLanes; first += T::kWidth) {
+    const std::byte *rows[R], *scales[R];
+    const std::uint32_t* words[N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) scales[r] = args.rows[first_row + r];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = scales[r] + args.line_offset;
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) words[n] = args.lanes[first_token + n];
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      if (first_token == 0 && first == 0 && args.ahead) prefetch_rows<Kind, R>(args, first_row, chunk);
+      dot_chunk<T, Kind, R, N>(rows, scales, words, first, sums);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) rows[r] += row_lines(Kind) * row_line_bytes(Kind);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) scales[r] += kLanes * 2;
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) words[n] += words_per_group(Kind) * kLanes;
+    }
+  }
+  // Always four sums at once, so that a product is the same in whichever tile it is computed.
+  float products[R * N + 3];
+  const auto sum = [&](int at) { return at < R * N ? sums[at / N][at % N] : T::zero(); };
+#pragma GCC unroll 8
+  for (int at = 0; at < R * N; at += 4) T::store_four_sums(products + at, sum(at), sum(at + 1), sum(at + 2), sum(at + 3));
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) args.out[first_token + n][args.places[first_row + r]] = products[r * N + n];
+}
+
+template <class T, Format Kind, int R, int N = T::kDotTokens>
+inline void dot_tokens(const RowDotsArgs& args, int first_row) {
+  int token = 0;
+  for (; token + N <= args.tokens; token += N) dot_tile<T, Kind, R, N>(args, first_row, token);
+  const int left = args.tokens - token;
+  if constexpr (N > 3)
+    if (left == 3) return dot_tile<T, Kind, R, 3>(args, first_row, token);
+  if constexpr (N > 2)
+    if (left == 2) return dot_tile<T, Kind, R, 2>(args, first_row, token);
+  if (left == 1) dot_tile<T, Kind, R, 1>(args, first_row, token);
+}
+
+template <class T, Format Kind>
+void dot_rows(const RowDotsArgs& args) {
+  int row = 0;
+  for (; row + T::kDotRows <= args.row_count; row += T::kDotRows) dot_tokens<T, Kind, T::kDotRows>(args, row);
+  for (; row < args.row_count; ++row) dot_tokens<T, Kind, 1>(args, row);
+}
+
+constexpr bool has_codes(Format kind) { return kind == Format::kInt8 || kind == Format::kInt4; }
+constexpr int columns_per_line(Format kind) { return kGroup / row_lines(kind); }
+
+// What a quantised row's numbers are to be multiplied with: codes are converted from the upper byte of a word.
+template <class T>
+inline typename T::F code_scale(const std::byte* scales, int first) {
+  return T::mul(T::load_f16(reinterpret_cast<const std::uint16_t*>(scales) + first), T::set(1.0f / 16777216.0f));
+}
+
+// A line as vectors of one column of each group: weights, or, quantised, codes times 2^24.
+template <class T, Format Kind>
+inline void unpack_line(const std::byte* line, int first, typename T::F (&columns)[columns_per_line(Kind)]) {
+  using I = typename T::I;
+  const auto bytes = [&](I codes, int at) {
+    columns[at] = T::to_float(T::template top_byte<0>(codes));
+    columns[at + 1] = T::to_float(T::template top_byte<1>(codes));
+    columns[at + 2] = T::to_float(T::template top_byte<2>(codes));
+    columns[at + 3] = T::to_float(T::template top_byte<3>(codes));
+  };
+  if constexpr (Kind == Format::kFloat32) {
+    columns[0] = T::load(reinterpret_cast<const float*>(line) + first);
+  } else if constexpr (Kind == Format::kFloat16) {
+    columns[0] = T::load_f16(reinterpret_cast<const std::uint16_t*>(line) + first);
+  } else {
+    const I words = T::load_int(line + first * 4);
+    if constexpr (Kind == Format::kInt8) {
+      bytes(T::minus_bytes(words, 128), 0);
+    } else if constexpr (Kind == Format::kInt4) {
+      bytes(T::minus_bytes(T::low_nibbles(words), 8), 0);
+      bytes(T::minus_bytes(T::high_nibbles(words), 8), 4);
+    } else {
+      columns[0] = T::low_bf16(words);
+      columns[1] = T::high_bf16(words);
+    }
+  }
+}
+
+template <class T, Format Kind>
+void add_rows(const RowAddArgs& args) {
+  using F = typename T::F;
+  constexpr int kColumns = columns_per_line(Kind);
+  for (int first = 0; first < kLanes; first += T::kWidth) {
+    F factors[kMostRows];
+#pragma GCC unroll 4
+    for (int row = 0; row < kMostRows; ++row) {
+      factors[row] = T::set(args.coefficients[row]);
+      if constexpr (has_codes(Kind)) factors[row] = T::mul(factors[row], code_scale<T>(args.scales[row], first));
+    }
+    float* target = args.sums + first;
+    for (int j = 0; j < row_lines(Kind); ++j, target += kColumns * kLanes) {
+      if (first == 0)
+        for (const std::byte* ahead : args.ahead)
+          if (ahead) __builtin_prefetch(ahead + j * row_line_bytes(Kind), 0, 3);
+      F sums[kColumns];
+#pragma GCC unroll 8
+      for (int k = 0; k < kColumns; ++k) sums[k] = T::load(target + k * kLanes);
+#pragma GCC unroll 4
+      for (int row = 0; row < kMostRows; ++row) {
+        F columns[kColumns];
+        unpack_line<T, Kind>(args.lines[row] + j * row_line_bytes(Kind), first, columns);
+#pragma GCC unroll 8
+        for (int k = 0; k < kColumns; ++k) sums[k] = T::fma(factors[row], columns[k], sums[k]);
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < kColumns; ++k) T::store(target + k * kLanes, sums[k]);
+    }
+  }
+}
+
+}  // namespace
+
+// Rows of down that several tokens share: widened into items once (kernels.h has their layout), then added up in tiles of tokens and
+// columns, whose sums stay in registers. Templates over the traits of vector_kernels.h, whose first comment holds here too.
+
+namespace {
+
+template <class T, Format Kind>
+constexpr bool in_pairs() {
+  return T::kHasBf16 && (Kind == Format::kBFloat16Dot || has_codes(Kind));
+}
+
+template <class T, Format Kind>
+void widen_rows(const RowWidenArgs& args) {
+  using F = typename T::F;
+  constexpr int kColumns = columns_per_line(Kind);
+  for (int first = 0; first < kLanes; first += T::kWidth) {
+    F factors[2] = {T::zero(), T::zero()};
+    if constexpr (has_codes(Kind))
+      for (int row = 0; row < 2; ++row) factors[row] = code_scale<T>(args.scales[row], first);
+    for (int j = 0; j < row_lines(Kind); ++j) {
+      const std::size_t offset = static_cast<std::size_t>(j) * row_line_bytes(Kind);
+      F columns[2][kColumns];
+      for (int row = 0; row < 2; ++row) unpack_line<T, Kind>(args.lines[row] + offset, first, columns[row]);
+#pragma GCC unroll 8
+      for (int k = 0; k < kColumns; ++k) {
+        const int column = j * kColumns + k;
+        std::uint32_t* tile = args.items + static_cast<std::size_t>(column / kTileColumns) * args.tile_stride;
+        std::uint32_t* target = tile + column % kTileColumns * kLanes + first;
+        F low = columns[0][k], high = columns[1][k];
+        if constexpr (has_codes(Kind)) low = T::mul(low, factors[0]);
+        if constexpr (has_codes(Kind)) high = T::mul(high, factors[1]);
+        if constexpr (in_pairs<T, Kind>()) {
+          T::store_pairs(target, low, high);
+        } else {
+          T::store(reinterpret_cast<float*>(target), low);
+          T::store(reinterpret_cast<float*>(target + kTileWords), high);
+        }
+      }
+    }
+  }
+}
+
+template <class T, bool Pairs>
+inline typename T::F add_product(typename T::F sum, const std::uint32_t* weights, const std::uint32_t* coefficient) {
+  if constexpr (Pairs) return T::dot_bf16(sum, T::load_int(weights), T::broadcast_int(coefficient));
+  else return T::fma(T::load(reinterpret_cast<const float*>(weights)), T::broadcast_float(coefficient), sum);
+}
+
+template <class T, bool Pairs, int N>
+inline void add_tile(const ItemsAddArgs& args, int token) {
+  using F = typename T::F;
+  for (int first = 0; first < kLanes; first += T::kWidth) {
+    F sums[N][kTileColumns];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int k = 0; k < kTileColumns; ++k) sums[n][k] = T::load(args.sums[token + n] + args.sums_offset + k * kLanes + first);
+    const std::uint32_t* coefficients[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) coefficients[n] = args.coefficients[token + n];
+    const std::uint32_t* item = args.items + first;
+    for (int i = 0; i < args.item_count; ++i, item += kTileWords) {
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+        for (int k = 0; k < kTileColumns; ++k) sums[n][k] = add_product<T, Pairs>(sums[n][k], item + k * kLanes, coefficients[n] + i);
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int k = 0; k < kTileColumns; ++k) T::store(args.sums[token + n] + args.sums_offset + k * kLanes + first, sums[n][k]);
+  }
+}
+
+template <class T, bool Pairs, int N = T::kAddTokens>
+inline void add_last_tokens(const ItemsAddArgs& args, int token) {
+  if constexpr (N > 0) {
+    if (args.tokens - token == N) return add_tile<T, Pairs, N>(args, token);
+    add_last_tokens<T, Pairs, N - 1>(args, token);
+  }
+}
+
+template <class T, bool Pairs>
+void add_items(const ItemsAddArgs& args) {
+  int token = 0;
+  for (; args.tokens - token > T::kAddTokens; token += T::kAddTokens) add_tile<T, Pairs, T::kAddTokens>(args, token);
+  add_last_tokens<T, Pairs>(args, token);
+}
+
+template <class T, bool Pairs>
+void add_picked(const ItemsPickArgs& args) {
+  using F = typename T::F;
+  constexpr int kWide = 2 * kTileColumns;  // two tiles: enough chains to hide what a product takes
+  for (int tile = 0; tile < kTiles; tile += 2) {
+    for (int first = 0; first < kLanes; first += T::kWidth) {
+      float* target = args.sums + static_cast<std::size_t>(tile) * kTileWords + first;
+      const std::uint32_t* items = args.items + static_cast<std::size_t>(tile) * args.tile_stride + first;
+      F sums[kWide];
+#pragma GCC unroll 8
+      for (int k = 0; k < kWide; ++k) sums[k] = T::load(target + k * kLanes);
+      for (int i = 0; i < args.picked_count; ++i) {
+        const std::uint32_t* item = items + static_cast<std::size_t>(args.picked[i]) * kTileWords;
+        const std::uint32_t* coefficient = args.coefficients + args.picked[i];
+#pragma GCC unroll 4
+        for (int k = 0; k < kTileColumns; ++k) sums[k] = add_product<T, Pairs>(sums[k], item + k * kLanes, coefficient);
+        item += args.tile_stride;
+#pragma GCC unroll 4
+        for (int k = 0; k < kTileColumns; ++k)
+          sums[kTileColumns + k] = add_product<T, Pairs>(sums[kTileColumns + k], item + k * kLanes, coefficient);
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < kWide; ++k) T::store(target + k * kLanes, sums[k]);
+    }
+  }
+}
+
+template <class T>
+SparseKernels sparse_kernels() {
+  using K = Format;
+  constexpr bool kPairs8 = in_pairs<T, K::kInt8>(), kPairs4 = in_pairs<T, K::kInt4>(), kPairs16 = in_pairs<T, K::kBFloat16Dot>();
+  return {
+      T::kDotRows,
+      {false, false, false, kPairs16, kPairs8, kPairs4, false, false},
+      {dot_rows<T, K::kFloat32>, dot_rows<T, K::kFloat16>, dot_rows<T, K::kBFloat16>, dot_rows<T, K::kBFloat16Dot>, dot_rows<T, K::kInt8>,
+       dot_rows<T, K::kInt4>, nullptr, nullptr},
+      {add_rows<T, K::kFloat32>, add_rows<T, K::kFloat16>, add_rows<T, K::kBFloat16>, add_rows<T, K::kBFloat16Dot>, add_rows<T, K::kInt8>,
+       add_rows<T, K::kInt4>, nullptr, nullptr},
+      {widen_rows<T, K::kFloat32>, widen_rows<T, K::kFloat16>, widen_rows<T, K::kBFloat16>, widen_rows<T, K::kBFloat16Dot>,
+       widen_rows<T, K::kInt8>, widen_rows<T, K::kInt4>, nullptr, nullptr},
+      {add_items<T, false>, add_items<T, false>, add_items<T, false>, add_items<T, kPairs16>, add_items<T, kPairs8>, add_items<T, kPairs4>,
+       nullptr, nullptr},
+      {add_picked<T, false>, add_picked<T, false>, add_picked<T, false>, add_picked<T, kPairs16>, add_picked<T, kPairs8>,
+       add_picked<T, kPairs4>, nullptr, nullptr},
+      reached_bits,
+      finish_neurons,
+  };
+}
+
+}  // namespace
+
+}  // namespace moegraft

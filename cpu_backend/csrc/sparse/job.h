@@ -1,0 +1,104 @@
+// One pass over experts in the sparse layout. Phases as in experts_job.h, but of a neuron whose |act(gate)| is below the threshold for
+// every token, the rows of up and down are never read:
+//   encode   a token:                 its record, once for the gate's blocks and once in lanes for the rows of up
+//   neurons  a segment's 32 neurons:  gate for all tokens, then up for the active ones
+//   rows     a segment, whole or a range of its columns: the active neurons' rows of down, for each token
+//   sums     a token's 512 columns:   its experts, added up
+// A few tokens of an expert are bound by memory: rows are read once, and multiplied with those tokens that need them. Of many tokens nearly
+// every neuron is needed by some: there rows meet all tokens in tiles, unless few of the products would be wanted.
+// `Intra-expert activation sparsity`; a threshold of zero computes every neuron.
+// The neurons phase may count active neurons, one atomic addition a worker, and show what act(gate) was.
+#pragma once
+
+#include <cstdint>
+
+#include "experts/job.h"
+#include "experts/routing.h"
+
+namespace moegraft {
+
+struct SparseArgs {
+  float threshold;  // of |act(gate)|
+  std::int64_t* counts;  // (2): neurons that reached the threshold, and all of them, are added to it; or null
+  float* acted;  // (tokens, top_k, intermediate) takes act(gate), padded slots stay as they are; or null
+  int top_k;
+};
+
+struct SparseSizes;  // of a worker's memory
+
+class SparseJob final : public Job {
+ public:
+  SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, const SparseArgs& args, int workers,
+            const ExpertsPhases& phases);
+
+  int segment_pairs() const;
+  void prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Worker;
+  struct Columns;
+  struct Run;
+  class Ahead;
+  std::size_t lay_out(std::byte* memory);
+  SparseSizes sizes() const;
+  void encode_token(int token, Worker& mine);
+  void add_counts(std::int64_t active, bool all) const;
+
+  // sparse_neurons.cpp
+  void compute_neurons(int unit, Worker& mine);
+  void compute_gate(const Segment& segment, int group, Worker& mine);
+  void compute_pending(Worker& mine);
+  void compute_up(const Segment& segment, int group, std::uint32_t active, Worker& mine);
+  void dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const;
+  void dot_active_tokens(const Segment& segment, const std::byte* rows, int group, std::uint32_t active, Worker& mine) const;
+
+  // sparse_rows.cpp
+  Columns columns_of(int part) const;
+  Ahead ahead_of(const Run& run, const Columns& columns) const;
+  int active_neurons(int segment_index, int* neurons) const;
+  void compute_rows(int unit, Worker& mine);
+  void add_few(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
+  void add_many(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
+  void take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const;
+  std::size_t tile_stride() const;
+  void widen_chunk(const Run& run, const Columns& columns, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const;
+  void add_chunk(const Segment& segment, int neurons, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const;
+  void add_bias(const Segment& segment, const Columns& columns) const;
+  void write_chunk(int unit, Worker& mine);
+
+  float* neurons_of(int pair) const { return neurons_ + static_cast<std::size_t>(pair) * static_cast<std::size_t>(layout_.neurons); }
+  float* sums_of(int pair) const { return sums_ + static_cast<std::size_t>(pair) * static_cast<std::size_t>(chunks_ * kChunk); }
+  std::uint32_t* lanes_of(int token) const {
+    return reinterpret_cast<std::uint32_t*>(scratch_.lanes->data()) + static_cast<std::size_t>(token) * lane_words_;
+  }
+
+  const Kernels& kernels_;
+  const PackedExperts& experts_;
+  const ExpertLayout& layout_;
+  const ActivationType activations_;
+  const WeightType type_;
+  const Format format_;
+  const SparseArgs args_;
+  const int workers_;
+  const ExpertsPhases phases_;
+  const int max_tokens_;
+  const int hidden_groups_;
+  const int neuron_groups_;
+  const int chunks_;
+  const std::size_t hidden_words_;
+  const std::size_t lane_words_;
+  const std::size_t scale_bytes_;  // in front of a row's lines
+  const std::size_t chunk_bytes_;
+  ExpertsBatch batch_{};
+  ExpertsScratch scratch_{};
+  std::size_t first_token_ = 0;  // of this pass, in the caller's batch
+  int unit_chunks_ = 1;  // chunks in one unit of the rows phase
+  int parts_ = 1;  // units of a segment
+  float* neurons_ = nullptr;  // (pairs, neurons)
+  float* sums_ = nullptr;  // (pairs, chunks, 32, 16): what an expert adds to a token
+  std::uint32_t* masks_ = nullptr;  // (segments, neuron groups): which of 32 neurons are active for some token
+  int* pairs_of_slots_ = nullptr;  // (tokens, top_k): -1 where padded
+};
+
+}  // namespace moegraft

@@ -1,0 +1,142 @@
+"""The tensors of GGUF files: what their types mean, and one matrix of them at a time as values or as codes.
+
+The block formats are llama.cpp's (ggml-common.h); the package `gguf` turns them into float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as BlockType
+from gguf import dequantize
+from numpy.typing import NDArray
+
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.weights import Codes, SuperBlocks
+
+Index = int | slice | tuple[int | slice, ...]
+WHOLE: Index = ()
+
+FLOATS = {
+    BlockType.F64: torch.float64,
+    BlockType.F32: torch.float32,
+    BlockType.F16: torch.float16,
+    BlockType.BF16: torch.bfloat16,
+}
+# What the kernel computes with as it is, and its name for it.
+WEIGHT_TYPES = {
+    BlockType.F64: "float32",
+    BlockType.F32: "float32",
+    BlockType.F16: "float16",
+    BlockType.BF16: "bfloat16",
+    BlockType.Q8_0: "int8",
+    BlockType.Q4_0: "int4",
+}
+# What the kernel computes with as it is, on the CPU, and its name for it; anywhere else it is converted.
+SUPER_BLOCKS = {BlockType.Q4_K: "q4_k", BlockType.Q6_K: "q6_k"}
+# What goes through float32; of these, int8 loses nothing that shows beside what the file has lost already.
+CONVERTED = frozenset(
+    BlockType[name]
+    for name in (
+        *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
+    )
+)
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTensor:
+    """One tensor of a mapped GGUF file.
+
+    Attributes:
+        shape: outermost dimension first, as PyTorch has it and GGUF has not.
+        data: mapped: values, or, for blocks and bfloat16, bytes along the last dimension.
+    """
+
+    name: str
+    file: Path
+    block_type: BlockType
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `read`: float32 for blocks."""
+        return FLOATS.get(self.block_type, torch.float32)
+
+    @property
+    def weight_type(self) -> str:
+        """The kernel's type that holds these weights: exactly, or, for blocks that it does not know, int8."""
+        return WEIGHT_TYPES.get(self.block_type, "int8")
+
+    @property
+    def kept_type(self) -> str:
+        """As `weight_type`, of all types that the CPU's kernel has: super-blocks are kept."""
+        return SUPER_BLOCKS.get(self.block_type, self.weight_type)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, index: Index = WHOLE) -> torch.Tensor:
+        """The values at `index`, which leaves the last dimension whole; a view of the file where it has them as they are.
+
+        Raises:
+            CheckpointError: a type that has no values to compute with.
+        """
+        data = self.data[index]
+        if self.block_type is BlockType.BF16:
+            return torch.from_numpy(np.ascontiguousarray(data).view(np.uint16)).view(torch.bfloat16)
+        if self.block_type in FLOATS:
+            return torch.from_numpy(data)
+        self.check_type()
+        return torch.from_numpy(dequantize(data, self.block_type))
+
+    def check_type(self) -> None:
+        """
+        Raises:
+            CheckpointError: a type that has no values to compute with.
+        """
+        if self.block_type not in WEIGHT_TYPES and self.block_type not in CONVERTED:
+            known = ", ".join(sorted({kind.name for kind in (*WEIGHT_TYPES, *CONVERTED)}))
+            raise CheckpointError(f"{self.origin}: type {self.block_type.name} cannot be read; supported are {known}")
+
+    def codes(self, index: Index = WHOLE) -> Codes | SuperBlocks | None:
+        """The matrix at `index` as the file codes it, where those are codes that the kernel has, else None."""
+        if self.block_type in SUPER_BLOCKS:
+            return SuperBlocks(np.ascontiguousarray(self.data[index]), SUPER_BLOCKS[self.block_type])
+        if self.block_type is BlockType.Q8_0:
+            blocks = _blocks(self.data[index], 2 + GROUP)
+            return Codes(_matrix(blocks[..., 2:].view(np.int8)), _scales(blocks), bits=8)
+        if self.block_type is BlockType.Q4_0:
+            blocks = _blocks(self.data[index], 2 + GROUP // 2)
+            pairs = blocks[..., 2:]
+            # The low halves of the 16 bytes come first, then the high ones; 8 stands for zero.
+            both = np.concatenate([pairs & 15, pairs >> 4], axis=-1).view(np.int8)
+            both -= 8
+            return Codes(_matrix(both), _scales(blocks), bits=4)
+        return None
+
+
+def _blocks(rows: NDArray[Any], block_bytes: int) -> NDArray[Any]:
+    """(rows, bytes) as (rows, groups, block_bytes)."""
+    return rows.reshape(rows.shape[0], -1, block_bytes)
+
+
+def _matrix(codes: NDArray[Any]) -> NDArray[np.int8]:
+    return np.ascontiguousarray(codes.reshape(codes.shape[0], -1))
+
+
+def _scales(blocks: NDArray[Any]) -> NDArray[np.float16]:
+    """The float16 that each block begins with, (rows, groups)."""
+    return np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]

@@ -1,0 +1,113 @@
+"""The state that the operators of one model share: the machine, the CPU runtime, drafting, sparsity and GPUs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from moegraft.cpu_backend import Runtime
+from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.machine import Machine
+
+# Members that only some models need are imported when they are first asked for: a model on the CPU must not wait for the GPU engine,
+# nor fail where Triton is not installed.
+if TYPE_CHECKING:
+    from moegraft.operators.kernels.workspace import Workspace
+    from moegraft.operators.kv_cache import CacheForm
+    from moegraft.operators.offload.decode_steps import DecodeSteps
+    from moegraft.operators.offload.model_experts import GpuGroups
+    from moegraft.operators.sparse.choice import PathChoices
+    from moegraft.operators.sparsity import SparseLayers
+
+
+@dataclass(eq=False)
+class InjectionContext:
+    """The shared state of one model; two models never share one. Members are created when an operator first asks for them.
+
+    It is hashable and can be weakly referenced, so that an operator of another package can keep shared state of its own by context.
+
+    Attributes:
+        dtype: that of activations and of what is not replaced.
+        threads: CPU threads of the operators; 0: one for each physical core.
+        draft_switch: how many experts run while a draft is drawn.
+    """
+
+    machine: Machine
+    dtype: torch.dtype
+    threads: int = 0
+    draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
+    _workspaces: dict[torch.device, Workspace] = field(default_factory=dict, init=False, repr=False)
+    _warnings: set[str] = field(default_factory=set, init=False, repr=False)
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The thread pool and kernels of the CPU."""
+        return Runtime(threads=self.threads)
+
+    @cached_property
+    def cache_form(self) -> CacheForm:
+        """The form of the key-value cache that the rules ask for."""
+        from moegraft.operators.kv_cache import CacheForm
+
+        return CacheForm()
+
+    @cached_property
+    def sparse_layers(self) -> SparseLayers:
+        """The layers that leave neurons out, grouped by target."""
+        from moegraft.operators.sparsity import SparseLayers
+
+        return SparseLayers()
+
+    @cached_property
+    def gpu_groups(self) -> GpuGroups:
+        """The layers whose experts run on the CPU and on GPUs, grouped by their options."""
+        from moegraft.operators.offload.model_experts import GpuGroups
+
+        return GpuGroups()
+
+    @cached_property
+    def path_choices(self) -> PathChoices:
+        """The measured choice among the kernels for sparse experts."""
+        from moegraft.operators.sparse.choice import PathChoices, choices_path
+
+        return PathChoices(choices_path())
+
+    def workspace(self, device: torch.device) -> Workspace:
+        """Return the scratch memory that the layers on `device` share."""
+        from moegraft.operators.kernels.workspace import Workspace
+
+        return self._workspaces.setdefault(device, Workspace(device))
+
+    def warn_once(self, logger: logging.Logger, message: str) -> None:
+        """Log a warning that holds for many layers of this model once."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            logger.warning(message)
+
+    @property
+    def decode_steps(self) -> DecodeSteps | None:
+        """What captures the model's decode steps; None where no rule asks for it."""
+        groups = self._gpu_groups_in_use
+        return groups.decode_steps if groups is not None and groups.captures else None
+
+    def statistics(self) -> dict[str, object]:
+        """Return what operators did together: `sparsity` for each target that rules give, and `devices` for each GPU that experts share."""
+        sparsity = self.sparse_layers.statistics() if "sparse_layers" in vars(self) else []
+        groups = self._gpu_groups_in_use
+        devices: Mapping[str, object] = {} if groups is None else groups.statistics()
+        return {"sparsity": sparsity, "devices": dict(devices)}
+
+    def close(self) -> None:
+        """End captured steps and transfers and free the GPUs' slots; the model computes no more."""
+        groups = self._gpu_groups_in_use
+        if groups is not None:
+            groups.close()
+
+    @property
+    def _gpu_groups_in_use(self) -> GpuGroups | None:
+        return self.gpu_groups if "gpu_groups" in vars(self) else None
