@@ -27,7 +27,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
 from moegraft.operators.machine import cpu_info, probe_machine
 from moegraft.operators.registry import load_registry
-from moegraft.operators.self_test import kernel_isa, kernel_threads
+from moegraft.operators.self_test import kernel_in_use
 
 # Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
@@ -252,5 +252,6 @@ def load() -> Measurements | None:
 def _made_with() -> dict[str, Any]:
     """Return what rates depend on."""
     gpus = [gpu.name for gpu in probe_machine().gpus]
+    kernel = kernel_in_use()
     versions = {name: version(name) for name in ("moegraft", "torch", "transformers")}
-    return {"cpu": cpu_info("model name"), "threads": kernel_threads(), "isa": kernel_isa(), "gpus": gpus, **versions}
+    return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}
