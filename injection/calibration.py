@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.loader import CheckpointLoader, open_weights
-from moegraft.injection.checks import ExpertsLayer, experts_layer
+from moegraft.injection.graft import injection_of
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.injection.rules import RuleFile
-from moegraft.injection.verify import compare_logits, injection_of, logits_of
+from moegraft.injection.verify import compare_logits, logits_of
 from moegraft.operators.activations import Calibration, calibrating, quantiles
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.routing_trace import Trace, record_trace
 from moegraft.operators.sparsity import LayerSparsity, whole
@@ -110,7 +111,8 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
     Raises:
         UnsupportedModelError: no layer of the model can leave neurons out.
     """
-    operators = {path: operator for path, operator in injection_of(model).operators.items() if operator.sparsity is not None}
+    injection = injection_of(model)
+    operators = {} if injection is None else {path: each for path, each in injection.operators.items() if each.sparsity is not None}
     if not operators:
         raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
     skeleton = meta_skeleton(source, torch.float32)
@@ -201,7 +203,9 @@ def window_of(model: PreTrainedModel, wanted: int) -> int:
 
 def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
     """Return the layers of an injected model that can leave neurons out, by path."""
-    return {path: operator.sparsity for path, operator in injection_of(model).operators.items() if operator.sparsity is not None}
+    injection = injection_of(model)
+    operators = {} if injection is None else injection.operators
+    return {path: operator.sparsity for path, operator in operators.items() if operator.sparsity is not None}
 
 
 def collect(

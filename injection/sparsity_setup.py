@@ -12,13 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.calibration import CalibrationOptions, collect, sparse_layers, window_of
-from moegraft.injection.checks import ExpertsLayer, experts_layer
 from moegraft.injection.plan import Plan
 from moegraft.injection.texts import read_text
 from moegraft.injection.tokenizer import read_tokenizer
 from moegraft.operators.activations import quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError
-from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
 from moegraft.operators.thresholds import FILE_NAME, SparsityOptions, Thresholds, read_thresholds, weights_hash
 from moegraft.operators.weights import WeightSource
 
@@ -103,9 +102,7 @@ class SparsitySetup:
         return found
 
 
-def prepare_sparsity(
-    plan: Plan, registry: OperatorRegistry, model: PreTrainedModel, folder: Path | None, *, trust_remote_code: bool = False
-) -> SparsitySetup:
+def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *, trust_remote_code: bool = False) -> SparsitySetup:
     """Read every thresholds file that a plan needs.
 
     Args:
@@ -116,11 +113,11 @@ def prepare_sparsity(
         ThresholdsError: a file is not for this model, or there is none and nothing to calibrate with.
     """
     own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
-    drafts = (registry[swap.operator].draft_sparsity(swap.options) for swap in plan.swaps)
+    drafts = (swap.operator_type.draft_sparsity(swap.options) for swap in plan.swaps)
     draft = next((share for share in drafts if share is not None), None)
     layers = []
     for swap in plan.swaps:
-        options = registry[swap.operator].sparsity_options(swap.options)
+        options = swap.operator_type.sparsity_options(swap.options)
         if options is not None and (options.target or draft is not None):
             layer = experts_layer(swap.module, model)
             drafted = () if draft is None else (layer.draft_target(options, draft),)

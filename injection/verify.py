@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.loader import open_weights
 from moegraft.injection.checkpoint.sources import convert
-from moegraft.injection.graft import Injection
+from moegraft.injection.graft import Injection, injection_of
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError
@@ -154,9 +154,10 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         CheckpointError, NotEnoughMemoryError: a stock module cannot be made.
     """
     injection = injection_of(model)
+    assert injection is not None, "optimize_and_load marks every model that it returns"
     sparse = [operator.sparsity for operator in injection.operators.values() if operator.sparsity is not None]
     layers: dict[str, LayerError] = {}
-    with _stock_outputs(model, StockModules(source), layers):
+    with _stock_outputs(model, injection, StockModules(source), layers):
         stock_logits = logits_of(model, ids)
     before = total_counts(sparse)
     injected_logits = logits_of(model, ids)
@@ -168,13 +169,6 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         logits=compare_logits(stock_logits, injected_logits, ids),
         left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
     )
-
-
-def injection_of(model: PreTrainedModel) -> Injection:
-    """Return what `optimize_and_load` did to a model."""
-    injection = model.moegraft
-    assert isinstance(injection, Injection), "optimize_and_load marks every model that it returns"
-    return injection
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -206,7 +200,7 @@ def compare_logits(stock: torch.Tensor, injected: torch.Tensor, ids: torch.Tenso
 
 
 @contextmanager
-def _stock_outputs(model: PreTrainedModel, stock: StockModules, found: dict[str, LayerError]) -> Iterator[None]:
+def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockModules, found: dict[str, LayerError]) -> Iterator[None]:
     """Have every injected module return the stock module's output, after its own was compared with that.
 
     The model computes what the stock model does with one stock module in memory at a time, and each comparison is on the activations
@@ -214,7 +208,7 @@ def _stock_outputs(model: PreTrainedModel, stock: StockModules, found: dict[str,
     what they change shows in the logits alone.
     """
     with ExitStack() as stack:
-        for path, operator in injection_of(model).operators.items():
+        for path, operator in injection.operators.items():
             stack.enter_context(operator.set_aside(model.get_submodule(path)))
             if not isinstance(operator, InPlaceOperator):
                 hook = operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)

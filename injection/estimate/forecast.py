@@ -157,7 +157,7 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
     saved: dict[str, int] = {}  # by advice
     for swap in planned.plan.swaps:
         module = planned.meta_model.skeleton.get_submodule(swap.module)
-        for saving in planned.operator(swap).savings(module, swap.options, planned.meta_model.stored):
+        for saving in swap.operator_type.savings(module, swap.options, planned.meta_model.stored):
             less = swap.footprint.by_device.get("cpu", 0) - saving.footprint.by_device.get("cpu", 0)
             saved[saving.advice] = saved.get(saving.advice, 0) + less
     for advice, less in saved.items():

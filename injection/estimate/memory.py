@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.plan import Swap
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes, token_bytes
 from moegraft.operators.estimates import ExpertSlots, gpu_margin_bytes
-from moegraft.operators.kv_cache_size import QuantisedForm, kv_cache_bytes, token_bytes
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import kinds
 
@@ -49,7 +49,7 @@ class KvCache:
     def nbytes(self, context: int, batch: int = 1) -> int:
         """Return the bytes of `batch` sequences of `context` tokens."""
         if self.form is not None:
-            return batch * self.form.nbytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
+            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
         kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
         return batch * sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
 

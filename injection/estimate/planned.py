@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moegraft.injection.checks import experts_layer
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.plan import Plan, Swap
-from moegraft.operators.base import Operator
+from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.estimates import ExpertSlots, GpuRates
-from moegraft.operators.kv_cache_size import QuantisedForm
+from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import OperatorRegistry
 
@@ -67,29 +66,26 @@ class PlannedModel:
     plan: Plan
     registry: OperatorRegistry
 
-    def operator(self, swap: Swap) -> type[Operator]:
-        return self.registry[swap.operator]
-
     def wants_gpu(self, swap: Swap) -> bool:
-        return bool(self.operator(swap).devices_wanted(swap.options))
+        return bool(swap.operator_type.devices_wanted(swap.options))
 
     def gpus_used(self, budget: GpuBudget) -> int:
         """Return how many GPUs hold what is not replaced; 0 where no rule asks for a GPU, and it stays on the CPU."""
-        wanted = {device for swap in self.plan.swaps for device in self.operator(swap).devices_wanted(swap.options)}
+        wanted = {device for swap in self.plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
         if not wanted:
             return 0
         return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count
 
     def slots(self, swap: Swap) -> ExpertSlots | None:
         """Return how experts in host memory share the GPU; None for any other swap."""
-        return self.operator(swap).expert_slots(swap.options)
+        return swap.operator_type.expert_slots(swap.options)
 
     def on_gpu_alone(self, swap: Swap) -> bool:
         """Whether everything that the operator holds is on a GPU."""
         return self.wants_gpu(swap) and self.slots(swap) is None
 
     def weight_type(self, swap: Swap) -> str:
-        return self.operator(swap).weight_type_for(swap.options, self.meta_model.stored) or "unknown"
+        return swap.operator_type.weight_type_for(swap.options, self.meta_model.stored) or "unknown"
 
     def left_out(self, swap: Swap) -> float:
         """Return the share of the routed experts' neurons that a token does not need.
@@ -97,13 +93,13 @@ class PlannedModel:
         Raises:
             UnsupportedModelError: the config does not give the number of experts per token.
         """
-        sparsity = self.operator(swap).sparsity_options(swap.options)
+        sparsity = swap.operator_type.sparsity_options(swap.options)
         return 0.0 if sparsity is None else experts_layer(swap.module, self.meta_model.skeleton).routed_target(sparsity)
 
     def cache_form(self) -> QuantisedForm | None:
         """Return how the plan's rules store the key-value cache; None: in the model's dtype."""
         config = self.meta_model.source.config
-        forms = (self.operator(swap).cache_form(swap.options, config) for swap in self.plan.swaps)
+        forms = (swap.operator_type.cache_form(swap.options, config) for swap in self.plan.swaps)
         return next((form for form in forms if form is not None), None)
 
     def host_bytes(self) -> int:

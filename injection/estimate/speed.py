@@ -13,8 +13,8 @@ from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import GpuMemory, SlotGroup
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.plan import Swap
-from moegraft.injection.routing import experts_per_token
 from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
+from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 from torch import nn
 
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.kernels.availability import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
@@ -120,6 +121,22 @@ class SparseExperts(Operator):
         return why_unsupported(module)
 
     @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: SparseExpertsOptions) -> str:
+        return f"{options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: SparseExpertsOptions) -> frozenset[str]:
+        return frozenset({options.gpu})
+
+    @classmethod
+    def sparsity_options(cls, options: SparseExpertsOptions) -> SparsityOptions:
+        return options.sparsity
+
+    @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
         each = layout.intermediate * layout.hidden * (3 if layout.gated else 2) * DTYPES[dtype].itemsize
@@ -138,14 +155,6 @@ class SparseExperts(Operator):
         workspace = context.workspace(device)
         choices = context.path_choices
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)
-
-    @classmethod
-    def devices_wanted(cls, options: SparseExpertsOptions) -> frozenset[str]:
-        return frozenset({options.gpu})
-
-    @classmethod
-    def sparsity_options(cls, options: SparseExpertsOptions) -> SparsityOptions:
-        return options.sparsity
 
     @classmethod
     def with_sparsity(cls, options: SparseExpertsOptions, sparsity: SparsityOptions) -> SparseExpertsOptions:

@@ -149,8 +149,11 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
     with pytest.raises(RuleErrors) as raised:
         load(f"target: 0.5, counts: routed, thresholds: '{file}'", folder)
     (finding,) = raised.value.diagnostics
-    assert finding.message == f"{file}: made for 'tiny' (qwen2_moe): {message}; calibrate this one with moegraft calibrate".replace(
-        ": has", ": model.layers.1.mlp.experts has"
+    assert (
+        finding.message
+        == f"rule 'rule-1': {file}: made for 'tiny' (qwen2_moe): {message}; calibrate this one with moegraft calibrate".replace(
+            ": has", ": model.layers.1.mlp.experts has"
+        )
     )
     assert text_at(tmp_path / "rules.yaml", finding.position).startswith(f"'{file}'")
 

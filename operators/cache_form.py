@@ -1,4 +1,4 @@
-"""The bytes that a key-value cache takes, in the model's dtype or quantised."""
+"""How a key-value cache is stored and the bytes that it takes: what the operator that quantises it and the plans of memory share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-WORKING_COPIES = 2  # of a layer's keys and values in the model's dtype while it is computed: as they were, and with the new token
-
 
 @dataclass(frozen=True, slots=True)
 class QuantisedForm:
-    """How a quantised cache stores keys and values.
+    """The storage of a quantised cache.
 
     Attributes:
         value_bits: of a stored key or value.
-        group: values that share a scale and a zero point; None: they are not counted, being one for a whole layer.
+        group: values that share a scale and a zero point; None: one for a whole layer, which is not counted.
         residual: the latest tokens, which may still be in the model's dtype.
     """
 
@@ -28,21 +26,30 @@ class QuantisedForm:
     residual: int
 
     def layer_bytes(self, bytes_per_token: int, itemsize: int, tokens: int) -> int:
-        """Return what a layer holds of `tokens` tokens at most.
+        """Return the most bytes that a layer holds of `tokens`.
 
         Args:
-            bytes_per_token: what it would hold of each in the model's dtype.
+            bytes_per_token: those of one token in the model's dtype.
             itemsize: of that dtype, which scales and zero points have as well.
         """
         values = bytes_per_token // itemsize
-        small = values * self.value_bits / 8 + (2 * itemsize * values / self.group if self.group else 0)
-        late = min(tokens, self.residual)
-        return round(small * (tokens - late)) + bytes_per_token * late
+        quantised = values * self.value_bits / 8 + (2 * itemsize * values / self.group if self.group else 0)
+        recent = min(tokens, self.residual)
+        return round(quantised * (tokens - recent)) + bytes_per_token * recent
 
-    def nbytes(self, bytes_per_token: Sequence[int], itemsize: int, tokens: int) -> int:
-        """Return what the cache of one sequence takes at most, by layer as `layer_bytes`, with one layer's working copies."""
-        held = sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token)
-        return held + WORKING_COPIES * max(bytes_per_token) * tokens
+    def cache_bytes(self, bytes_per_token: Sequence[int], itemsize: int, tokens: int) -> int:
+        """Return the most bytes of all layers' `tokens`, given those of one token by layer.
+
+        The layer that is computed is also there twice in the model's dtype: as it was, and with the new token.
+        """
+        return sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token) + 2 * max(bytes_per_token) * tokens
+
+
+class CacheForm:
+    """What the rules of one model make of its cache; an operator that is built later may still set it."""
+
+    def __init__(self) -> None:
+        self.quantised: QuantisedForm | None = None
 
 
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
@@ -59,4 +66,4 @@ def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
 def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, form: QuantisedForm | None = None) -> int:
     """Return the bytes of `context` tokens by `token_bytes`; a windowed cache is smaller."""
     layers = token_bytes(config, dtype)
-    return context * sum(layers) if form is None else form.nbytes(layers, dtype.itemsize, context)
+    return context * sum(layers) if form is None else form.cache_bytes(layers, dtype.itemsize, context)
