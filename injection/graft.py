@@ -24,7 +24,7 @@ from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelErro
 from moegraft.operators.machine import Machine, probe_machine
 
 if TYPE_CHECKING:
-    from moegraft.injection.calibration import SparsitySetup
+    from moegraft.injection.sparsity_setup import SparsitySetup
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -122,7 +122,7 @@ def graft(
         ThresholdsError: there are no thresholds for layers that leave neurons out, or they are another model's.
         UnsupportedModelError: operators cannot work together, or a module's weights are not in memory.
     """
-    from moegraft.injection.calibration import prepare_sparsity  # which reads `Injection`
+    from moegraft.injection.sparsity_setup import prepare_sparsity  # which reads `Injection`
 
     machine = probe_machine()
     if isinstance(model, MetaModel):

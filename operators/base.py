@@ -14,9 +14,12 @@ from torch import nn
 from moegraft.operators.weights import WeightSource
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+    from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.context import InjectionContext
+    from moegraft.operators.estimates import ExpertSlots, Saving
+    from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
 
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
@@ -54,6 +57,7 @@ class Operator(nn.Module, ABC):
     kind: ClassVar[Kind]
     options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
     summary: ClassVar[str]  # one line for listings
+    sparsity: LayerSparsity | None = None  # the threshold and counts of the neurons that it leaves out
     # What the option `weights` may be, of an operator that packs weights and has that option.
     weight_types: ClassVar[tuple[str, ...]] = ()
     # Why decode steps with this operator cannot be captured in a CUDA graph; None where they can.
@@ -142,6 +146,57 @@ class Operator(nn.Module, ABC):
         """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices."""
         return frozenset()
 
+    @classmethod
+    def weight_type_for(cls, options: Any, dtype: torch.dtype) -> str | None:
+        """Return the type that weights stored as `dtype` are packed to; None where the operator has no such choice."""
+        return None
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: Any | None, dtype: torch.dtype) -> Sequence[Saving]:
+        """Return the ways to hold `module` in fewer bytes than with `options`, those that lose least first.
+
+        Args:
+            options: None where no rule replaces the module, which is then the stock one.
+        """
+        return ()
+
+    @classmethod
+    def expert_slots(cls, options: Any) -> ExpertSlots | None:
+        """Return how experts in host memory share GPUs; None where they do not."""
+        return None
+
+    @classmethod
+    def cache_form(cls, options: Any, config: PretrainedConfig) -> QuantisedForm | None:
+        """Return how `generate` stores keys and values; None: in the model's dtype."""
+        return None
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, Any]:
+        """Return the options to measure this operator's speed with, by weight type."""
+        return {}
+
+    # ---- what verification and calibration ask ----
+
+    @classmethod
+    def with_sparsity(cls, options: Any, sparsity: SparsityOptions) -> Any | None:
+        """Return `options` with another sparsity; None where the operator cannot leave neurons out."""
+        return None
+
+    @property
+    def weight_type(self) -> str | None:
+        """The type of the weights that it computes with; None where it is not known."""
+        return None
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While it lasts, compute as exactly as the weights allow: leave no neuron out.
+
+        An operator that works within a stock module computes what that module does.
+
+        Args:
+            module: the one at the operator's path: itself, or the stock module.
+        """
+        return nullcontext()
+
 
 class InPlaceOperator(Operator):
     """An operator that replaces no module and holds no weights: its module stays, and other rules may replace the module's parts."""
@@ -156,10 +211,6 @@ class InPlaceOperator(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
-
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, `module`, in which this operator works, computes as the stock model's does."""
-        return nullcontext()
 
 
 class ModelOperator(InPlaceOperator):

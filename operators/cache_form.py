@@ -1,9 +1,14 @@
-"""How a key-value cache is stored: what the operator that quantises it and the plans of memory share."""
+"""How a key-value cache is stored and the bytes that it takes: what the operator that quantises it and the plans of memory share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +50,20 @@ class CacheForm:
 
     def __init__(self) -> None:
         self.quantised: QuantisedForm | None = None
+
+
+def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of one token's keys and values in each layer, by the config's numbers of heads; a latent cache is smaller."""
+    text = config.get_text_config()
+    found = []
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        found.append(int(2 * heads * size * dtype.itemsize))
+    return found
+
+
+def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, form: QuantisedForm | None = None) -> int:
+    """Return the bytes of `context` tokens by `token_bytes`; a windowed cache is smaller."""
+    layers = token_bytes(config, dtype)
+    return context * sum(layers) if form is None else form.cache_bytes(layers, dtype.itemsize, context)

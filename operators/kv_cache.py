@@ -20,6 +20,7 @@ from moegraft.operators.generation import GenerateOperator, call_arguments, laye
 if TYPE_CHECKING:
     from transformers import Cache
 
+
 Backend = Literal["hqq", "quanto", "fp8"]
 # The last is the default. hqq also has 1 bit, too few for readable text, and 3, of which it restores ten values at a time, across tokens.
 BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "quanto": (2, 4), "fp8": (8,)}
@@ -125,6 +126,10 @@ class QuantizedKvCache(GenerateOperator):
         group = group_of(module.config, options)
         context.cache_form.quantised = options.form(group)
         return cls(options, group)
+
+    @classmethod
+    def cache_form(cls, options: QuantizedKvCacheOptions, config: PreTrainedConfig) -> QuantisedForm:
+        return options.form(group_of(config, options))
 
     def check(self) -> None:
         if self.options.backend != "quanto":

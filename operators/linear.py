@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
@@ -16,6 +16,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register_linear
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.availability import why_unavailable
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
@@ -110,6 +111,26 @@ class QuantizedLinear(Operator):
             context.warn_once(logger, f"quantized_linear stays on the CPU: {reason}")
             device = torch.device("cpu")
         return cls(module, options, context.runtime, device)
+
+    @classmethod
+    def weight_type_for(cls, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
+        return options.weights
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: QuantizedLinearOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+        packed = QuantizedLinearOptions(weights="int8")
+        if options is not None or cls.unsupported_reason(module, packed) is not None:
+            return ()
+        advice = f"'{cls.name}' with 'weights: int8' and 'gpu: auto' for the linear layers"
+        return (Saving(advice, cls.footprint(module, packed, dtype)),)
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, QuantizedLinearOptions]:
+        return {"int8": QuantizedLinearOptions(weights="int8"), "int4": QuantizedLinearOptions(weights="int4")}
+
+    @property
+    def weight_type(self) -> str:
+        return self.options.weights
 
     def placement(self) -> str:
         where = f"the CPU ({describe(self._runtime)})" if self._device.type == "cpu" else str(self._device)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -52,6 +51,7 @@ class LayerSparsity:
 
     Attributes:
         threshold: of `|act(gate)|`; 0 computes every neuron.
+        routed_target: the share of routed neurons that is to be left out; 0 before the threshold is set.
         counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it, and reading it
             adds what a GPU counted.
         observer: while it is set, the operator shows it every activation.
@@ -69,11 +69,7 @@ class LayerSparsity:
         self.observer: Observer | None = None
         self._group = group
         self._unseen_tokens = 0  # since the group looked last
-
-    @property
-    def routed_target(self) -> float:
-        """The share of routed neurons that is to be left out; 0 before the threshold is set."""
-        return self._group.routed_target
+        self.routed_target = 0.0
 
     @property
     def target_in_force(self) -> float:
@@ -121,7 +117,7 @@ class LayerSparsity:
         """Takes the threshold for a target; what was counted before gives way to `counts`."""
         self.threshold = threshold
         self.counts[:] = counts
-        self._group.routed_target = routed_target
+        self.routed_target = self._group.routed_target = routed_target
         if self._on_device is not None:
             self._on_device.set_threshold(threshold, routed_target)
         self._group.restart()
@@ -225,12 +221,6 @@ def achieved(counts: NDArray[np.int64]) -> float | None:
     """The share of neurons that were left out, of (active, all)."""
     active, neurons = counts.tolist()
     return 1 - active / neurons if neurons else None
-
-
-def sparsity_of(operator: Operator) -> LayerSparsity | None:
-    """What an operator leaves out; None where it leaves nothing out, or cannot."""
-    found = getattr(operator, "sparsity", None)
-    return found if isinstance(found, LayerSparsity) else None
 
 
 @contextmanager

@@ -24,18 +24,18 @@ MAY_IMPORT = {
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
-    "injection": {
+    # The timeline of a chat and the figures of a server are those of the engine and of drafting.
+    "injection/cli": {
         "injection",
+        "injection/cli",
         "operators",
         "operators/context",
-        "operators/experts",
-        "operators/kv_cache",
-        "operators/linear",
         "operators/offload",
-        "operators/sparse",
         "operators/speculative",
         "rules",
     },
+    # What is particular to an operator is asked of the `Operator` interface.
+    "injection": {"injection", "operators", "operators/context", "rules"},
 }
 
 

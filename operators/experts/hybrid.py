@@ -9,7 +9,8 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
@@ -23,6 +24,8 @@ from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.estimates import Saving
+from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
@@ -33,7 +36,7 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
-from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
@@ -49,6 +52,7 @@ STORED_TYPES: dict[torch.dtype, StoredType] = {
     torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
 }
 WEIGHT_TYPES = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+SMALLER_TYPES: tuple[WEIGHT_TYPES, ...] = ("bfloat16", "int8", "int4")  # those to save memory with, the most exact first
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,41 @@ class HybridExperts(Operator):
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
         return cls(read_layout(module), options, runtime, draft, sparsity, engines)
+
+    @classmethod
+    def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
+        return _weight_type(options, dtype)
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+        if options is None:
+            return ()
+        held = cls.footprint(module, options, dtype)
+        smaller = [
+            Saving(f"'weights: {weights}' for the experts", cls.footprint(module, replace(options, weights=weights), dtype))
+            for weights in SMALLER_TYPES
+        ]
+        found = [saving for saving in smaller if saving.footprint.total_bytes < held.total_bytes]
+        if options.cache_dir is None:
+            mapped = Footprint({"disk" if device == "cpu" else device: size for device, size in held.by_device.items()})
+            found.append(Saving("'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)", mapped))
+        return found
+
+    @classmethod
+    def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
+        gpu = options.on_gpu
+        return None if gpu is None or gpu.emulated else SharedSlots(gpu)
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, HybridExpertsOptions]:
+        return {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
+
+    @classmethod
+    def with_sparsity(cls, options: HybridExpertsOptions, sparsity: SparsityOptions) -> HybridExpertsOptions:
+        return replace(options, sparsity=sparsity)
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext() if self.sparsity is None else whole([self.sparsity])
 
     @property
     def weight_type(self) -> str | None:

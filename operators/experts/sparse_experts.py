@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -23,7 +24,7 @@ from moegraft.operators.kernels.workspace import Workspace
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.sparse.choice import PathChoices
-from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
 from moegraft.operators.weights import Part, WeightSource
 
@@ -83,6 +84,7 @@ class SparseExperts(Operator):
     No GPU has run it yet.
     """
 
+    sparsity: LayerSparsity
     name = "sparse_experts"
     kind = "experts"
     options_type = SparseExpertsOptions
@@ -153,6 +155,13 @@ class SparseExperts(Operator):
         workspace = context.workspace(device)
         choices = context.path_choices
         return cls(read_layout(module), options, draft, sparsity, workspace, choices)
+
+    @classmethod
+    def with_sparsity(cls, options: SparseExpertsOptions, sparsity: SparsityOptions) -> SparseExpertsOptions:
+        return replace(options, sparsity=sparsity)
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return whole([self.sparsity])
 
     def placement(self) -> str:
         dtype = "stored" if self._weights is None else str(self._weights.gate_up.dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.cache_form import CacheForm
+from moegraft.operators.cache_form import CacheForm, kv_cache_bytes
 from moegraft.operators.cpu import as_array
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
@@ -25,7 +25,7 @@ from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.options import GpuOptions, free_for_slots, kv_cache_bytes
+from moegraft.operators.offload.options import GpuOptions, free_for_slots
 from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from moegraft.operators.cache_form import QuantisedForm
+from moegraft.operators.estimates import gpu_margin_bytes
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.store import SlotPlan, even_plan
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 DecodeName = Literal["auto", "eager", "graph"]
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -152,30 +148,6 @@ def check_gpu(gpu: str) -> None:
         raise ValueError(f"gpu is auto, none, cuda:N or several of them with commas between, not '{gpu}'")
 
 
-MARGIN_SHARE = 0.06  # of the GPU: activations of a prompt, PyTorch's own blocks, the display
-MARGIN_BYTES = 768 << 20
-
-
-def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, form: QuantisedForm | None = None) -> int:
-    """Keys and values of `context` tokens by the config's numbers of heads; a latent or windowed cache is smaller.
-
-    Args:
-        form: of a quantised cache, of which one layer at a time is in `dtype` as well.
-    """
-    text = config.get_text_config()
-    per_token = [token_bytes(layer, dtype) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers]
-    if form is None:
-        return context * sum(per_token)
-    return form.cache_bytes(per_token, dtype.itemsize, context)
-
-
-def token_bytes(layer: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in one layer."""
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return int(2 * heads * size * dtype.itemsize)
-
-
 def free_for_slots(device: torch.device, kv_bytes: int) -> int:
     """What is left on a CUDA device for slots, when the rest of the model is there already.
 
@@ -184,4 +156,4 @@ def free_for_slots(device: torch.device, kv_bytes: int) -> int:
     """
     free, total = torch.cuda.mem_get_info(device)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, free + reusable - kv_bytes - max(MARGIN_BYTES, int(MARGIN_SHARE * total)))
+    return max(0, free + reusable - kv_bytes - gpu_margin_bytes(total))

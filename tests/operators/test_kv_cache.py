@@ -18,15 +18,15 @@ from transformers.cache_utils import QuantizedCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import PromptCache, SavedChat, read_chat, write_chat
-from moegraft.injection.estimate.memory import form_of, kv_cache
+from moegraft.injection.estimate.memory import kv_cache
 from moegraft.injection.graft import new_cache
 from moegraft.injection.plan import plan
 from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kv_cache import QuantizedKvCache, QuantizedKvCacheOptions
-from moegraft.operators.offload.options import kv_cache_bytes
 from moegraft.operators.registry import load_registry
 
 RULE = "- match: {{kind: model}}\n  replace: {{class: quantized_kv_cache, kwargs: {{{options}}}}}\n"
@@ -50,6 +50,11 @@ def load(tmp_path: Path) -> Callable[..., PreTrainedModel]:
         return found
 
     return load
+
+
+def form_of(model: Any) -> QuantisedForm:
+    (options,) = [swap.options for swap in model.moegraft.plan.swaps if swap.operator == QuantizedKvCache.name]
+    return QuantizedKvCache.cache_form(options, model.config)
 
 
 def stock(model_type: str = "qwen3_moe") -> PreTrainedModel:
@@ -94,8 +99,8 @@ def test_logits_stay_close_and_the_cache_is_smaller(backend: str, load) -> None:
         expected, found = followed(model, plain, ids), followed(model, quantised, ids)
         error = float((found - expected).norm() / expected.norm())
         assert 0 < error < TOLERANCE[backend, bits], f"{bits} bits: {error:.4f}"
-        form, bytes_per_token = form_of(model.moegraft.plan, model), 4 * 2 * 2 * 16  # float32, keys and values, heads, width
-        assert form is not None
+        form = form_of(model)
+        bytes_per_token = 4 * 2 * 2 * 16  # float32, keys and values, heads, width
         waiting = replace(form, residual=min(form.residual, NEW))  # what came after the prompt is not quantised yet
         counted, most = (each.layer_bytes(bytes_per_token, 4, PROMPT + NEW) * len(plain.layers) for each in (waiting, form))
         assert cache_bytes(quantised) == pytest.approx(counted, rel=0.01)
@@ -259,8 +264,8 @@ def test_captured_steps_are_left_with_a_reason(load, caplog: pytest.LogCaptureFi
 def test_a_plan_counts_it(load) -> None:  # type: ignore[no-untyped-def]
     model = load(options="bits: 4")
     plain = kv_cache(stock().to("meta"))
-    form = form_of(model.moegraft.plan, model)
-    assert form is not None and (form.value_bits, form.group, form.residual) == (4, 16, 128)
+    form = form_of(model)
+    assert (form.value_bits, form.group, form.residual) == (4, 16, 128)
     per_token = plain.layers[0].bytes_per_token
     small = per_token // 4 // 2 + per_token // 4 // 16 * 2 * 4
     layers = len(plain.layers)

@@ -35,7 +35,7 @@ from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
-    from moegraft.injection.estimate.forecast import Machinery
+    from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.initial import Candidate
     from moegraft.injection.ktransformers import Outcome, Paths
     from moegraft.injection.meta_model import MetaModel
@@ -208,14 +208,14 @@ class Wanted:
 def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
     from moegraft.injection.cli.loading import machinery_of, open_meta_model
     from moegraft.injection.estimate import measure as store
-    from moegraft.injection.estimate.work import Load
+    from moegraft.injection.estimate.planned import Workload
     from moegraft.injection.initial import candidates, choose, written
     from moegraft.operators.registry import load_registry
 
     machinery_of(None, stated)  # what is wrong with it shows before anything is measured, which takes a minute
     meta_model = open_meta_model(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
     machinery = machinery_of(store.load() or measure_and_save(terminal), stated)
-    load = Load(wanted.context, 1, min(512, wanted.context))
+    load = Workload(wanted.context, 1, min(512, wanted.context))
     tried = candidates(meta_model, load, machinery, load_registry())
     chosen = choose(tried, wanted.goal)
     text = written(chosen, tried, meta_model, _about(wanted, meta_model, machinery), wanted.goal) if chosen else None
@@ -241,7 +241,7 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
 
 
-def _about(wanted: Wanted, meta_model: MetaModel, machinery: Machinery) -> list[str]:
+def _about(wanted: Wanted, meta_model: MetaModel, machinery: TargetMachine) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = machinery.gpu

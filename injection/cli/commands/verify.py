@@ -43,8 +43,7 @@ def verify(
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.cli.loading import load_model, model_of
     from moegraft.injection.model_source import find_model
-    from moegraft.injection.verify import plot as draw
-    from moegraft.injection.verify import require_matplotlib
+    from moegraft.injection.plots import plot_errors, require_matplotlib
     from moegraft.injection.verify import verify as compare
 
     if plot is not None:
@@ -55,7 +54,7 @@ def verify(
     with terminal.waiting(f"comparing on {len(ids)} tokens"):
         found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
     if plot is not None:
-        draw(found, plot)
+        plot_errors(found, plot)
     if json:
         write_json(terminal, _as_json(found))
     else:
@@ -71,10 +70,10 @@ def _ids(loaded: LoadedModel, content: bytes | None, name: str, tokens: int) -> 
     """
     import torch
 
-    from moegraft.injection.verify import SAMPLE_TEXT
+    from moegraft.injection.texts import read_text
 
     try:
-        text = SAMPLE_TEXT if content is None else content.decode()
+        text = read_text("gettysburg") if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise OptionsError(f"{name}: not UTF-8 text (offset {error.start})") from error
     ids = loaded.tokenizer(text).input_ids[: min(tokens, loaded.context_tokens or tokens)]
