@@ -29,7 +29,7 @@ def texts(*lengths: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def decoded(model: PreTrainedModel, ids: torch.Tensor) -> list[RoutedCall]:
-    """Every call of experts when the tokens go through one at a time."""
+    """Return every call of experts when the tokens are decoded one at a time."""
     calls: list[RoutedCall] = []
     past = None
     with watch_routing(model, calls.append):
@@ -53,7 +53,7 @@ def test_a_text_in_one_pass_routes_as_in_decoding(model_type: str) -> None:
         np.testing.assert_allclose(trace.weights[token, layer][order[0]], call.top_k_weights[0].numpy()[order[1]], rtol=1e-3, atol=1e-5)
 
 
-def test_predictions_are_later_routers_on_earlier_hidden_states() -> None:
+def test_predictions_apply_later_routers_to_earlier_hidden_states() -> None:
     model, (ids,) = model_of("mixtral"), texts(9)
     calls: list[RoutedCall] = []
     with torch.no_grad(), watch_routing(model, calls.append):
@@ -121,7 +121,7 @@ class Nothing(nn.Module):
         return hidden_states
 
 
-def test_padded_slots_are_marked_alike() -> None:
+def test_both_forms_of_padded_slots_become_minus_one() -> None:
     trace = record_trace(Blocks(6), texts(5), "blocks", depths=0)
     assert trace.chosen[0, 0, 0] == trace.chosen[1, 0, 0] == -1
     assert (trace.chosen[2:] >= 0).all()
@@ -139,7 +139,7 @@ def test_models_that_cannot_be_recorded() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Trace:
-    """The bundled model on a few hundred tokens: of ids alone, which are no text, so only what holds for any is tested on it."""
+    """The bundled model on a few hundred random ids, which are no text: only what holds for any input is tested on it."""
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32).eval()
     ids = torch.randint(3, 1000, (400,), generator=torch.Generator().manual_seed(0))
     return record_trace(model, [ids], "demo")

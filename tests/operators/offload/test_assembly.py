@@ -1,4 +1,4 @@
-"""Memory that the device or the host does not give: fewer slots, other ways to copy, and in the end the CPU alone, each said once."""
+"""Missing device or host memory: fewer slots, slower copies, and finally the CPU alone, each logged once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_the_cache_shrinks_with_every_refused_allocation(refused: int, caplog: p
     assert (plan.total, plan.staging) == ((totals[refused], 2) if refused < 11 else (0, 1))
     assert arena is not None
     assert arena.nbytes == device.allocated_bytes == 1000 * plan.slots
-    assert len(caplog.records) == (1 if refused else 0), "said once"
+    assert len(caplog.records) == (1 if refused else 0), "logged once"
 
 
 @pytest.mark.parametrize("capacity", [(2, 2), 4])
-def test_without_any_memory_the_cpu_does_it_all(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_any_memory_all_experts_run_on_the_cpu(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
     device = VirtualDevice(LINK, faults=Faults(allocations=EVERY))
     store = sentinel_store(2, 5, 256)
     assert open_loading(device, store, SlotPlan(capacity, 2), lambda layer: np.zeros(5)) is None
@@ -57,7 +57,7 @@ def test_a_plan_without_slots_needs_no_memory(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("kind", EMULATED)
-def test_slots_shrink_to_the_memory_there_is(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_shrink_to_the_free_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(make_device(kind, memory_bytes=5 * 256), (4, 2), staging=1)
     assert harness.slots.plan == SlotPlan((3, 1), 1)
     assert "5 expert slots instead of 7: emulated:0: 1792 bytes requested, 1280 of 1280 free" in caplog.text
@@ -77,7 +77,7 @@ def test_shrinking_takes_from_every_layer() -> None:
 
 @pytest.mark.parametrize("kind", EMULATED)
 @pytest.mark.parametrize(
-    ("refused", "form", "said"),
+    ("refused", "form", "message"),
     [
         ((), "pinned", ""),
         (
@@ -91,18 +91,18 @@ def test_shrinking_takes_from_every_layer() -> None:
     ],
 )
 def test_host_memory_that_cannot_be_page_locked(
-    kind: str, refused: list[int], form: str, said: str, caplog: pytest.LogCaptureFixture
+    kind: str, refused: list[int], form: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = Harness(make_device(kind, faults=Faults(pins=refused)), (3, 3))
     assert harness.queue.source.form == form
-    assert said in caplog.text
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == (1 if said else 0)
+    assert message in caplog.text
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == (1 if message else 0)
     load_everything(harness)
 
 
 @pytest.mark.parametrize("kind", EMULATED)
 def test_a_ring_is_not_filled_before_its_copy_is_done(kind: str) -> None:
-    """A whole expert handed over at once has more chunks than the ring."""
+    """A whole expert submitted at once has more chunks than the ring."""
     harness = Harness(make_device(kind, faults=Faults(pins=[0])), (3, 3), expert_bytes=1024)
     for expert in range(4):
         harness.queue.request(0, expert, Urgency.NEXT)
@@ -117,7 +117,7 @@ def test_a_device_that_cannot_be_copied_to(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-def test_everything_is_given_back(kind: str) -> None:
+def test_all_memory_is_released(kind: str) -> None:
     device = make_device(kind)
     for _ in range(3):
         loading = open_loading(device, sentinel_store(2, 5, 4096), SlotPlan((2, 2), 1), lambda layer: np.zeros(5))
@@ -130,7 +130,7 @@ def test_everything_is_given_back(kind: str) -> None:
     device.close()
 
 
-def test_the_store_is_what_the_cpu_kernel_reads() -> None:
+def test_the_store_shares_the_bytes_of_the_cpu_kernel() -> None:
     layers = [PackedExperts(ExpertsShape(3, 32, 32), GateSpec("silu"), "int8") for _ in range(2)]
     values = np.ones((32, 32), np.float32)
     for packed in layers:
@@ -149,7 +149,7 @@ def test_the_store_is_what_the_cpu_kernel_reads() -> None:
         ExpertStore.of_packed([layers[0], other])
 
 
-def test_a_phantom_store_moves_nothing_in_due_time() -> None:
+def test_a_phantom_store_takes_time_and_moves_nothing() -> None:
     device = VirtualDevice(LINK)
     store = ExpertStore.phantom(60, 512, 100_000_000)
     assert HostSource(store, device, 64).form == "pinned"

@@ -1,4 +1,4 @@
-"""Copies, launches and callbacks that fail: each surfaces where its result is waited for, and everything works afterwards."""
+"""Failing copies, launches and jobs surface where their results are waited for, and everything works afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def use(harness: Harness, demand: Transfer) -> None:
 
 
 def works_again(harness: Harness) -> None:
-    """Every expert can be had, in every slot."""
+    """Every expert can be loaded, into every slot."""
     harness.settle_all()
     for layer in range(2):
         for expert in range(5):
@@ -40,7 +40,7 @@ def works_again(harness: Harness) -> None:
 @pytest.mark.parametrize("fault", ["copies", "refused_copies"])
 @pytest.mark.parametrize("number", range(8))
 def test_a_copy_fails(kind: str, fault: str, number: int) -> None:
-    """A demand's and a prefetch's four chunks each: whichever fails, only its own transfer does."""
+    """Four chunks each of a demand and a prefetch: a failing chunk fails only its own transfer."""
     harness = Harness(make_device(kind, faults=Faults(**{fault: [number]})), (3, 3))
     demand = demanded(harness, 0, 1)
     prefetch = harness.queue.request(1, 2, NEXT)
@@ -63,7 +63,7 @@ def test_a_copy_fails(kind: str, fault: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_readers_of_a_failed_copy_are_skipped_and_the_host_is_told(kind: str, number: int) -> None:
+def test_readers_of_a_failed_copy_are_skipped_and_the_host_sees_the_error(kind: str, number: int) -> None:
     harness = Harness(make_device(kind, faults=Faults(copies=[number])), (3, 3))
     demand = demanded(harness, 0, 1)
     harness.compute.wait(demand.ready())
@@ -95,7 +95,7 @@ def test_every_copy_fails(kind: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_launch_fails(kind: str) -> None:
-    """What a kernel raises surfaces at the next wait of its stream; the slots it would have read are as they were."""
+    """A kernel's error surfaces at the next wait of its stream; the slots it would have read are unchanged."""
     harness = Harness(make_device(kind, faults=Faults(launches=[0])), (3, 3))
     demand = demanded(harness, 0, 1)
     harness.compute.wait(demand.ready())
@@ -109,7 +109,7 @@ def test_a_launch_fails(kind: str) -> None:
     works_again(harness)
 
 
-def test_what_a_launch_raises_surfaces_at_the_next_wait(kind: str) -> None:
+def test_an_exception_in_a_launch_surfaces_at_the_next_wait(kind: str) -> None:
     harness = Harness(make_device(kind), (3, 3))
 
     def kernel() -> None:

@@ -1,6 +1,6 @@
-"""Demands, prefetches, cancellations, pins and releases in every order that seeds bring: no reader ever reads a stale or torn expert.
+"""Demands, prefetches, cancellations, pins and releases in many seeded random orders: no reader ever reads a stale or torn expert.
 
-A world is a virtual clock, slots and a queue with experts that say who they are. A round is a few random calls with jittered durations;
+A world is a virtual clock, slots and a queue with experts whose bytes identify them. A round is a few random calls with jittered durations;
 then everything lands and is checked. 1000 worlds of 100 rounds are the 10^5 interleavings of the plan.
 """
 
@@ -34,7 +34,7 @@ class World:
             device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"])
         )
         self.harness.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
-        self.asked: list[Transfer] = []
+        self.requested: list[Transfer] = []
         self.waits = True  # before reading what was demanded
 
     def round(self) -> None:
@@ -43,12 +43,12 @@ class World:
                 [self.step, self.stream, self.prefetch, self.cancel, self.replan, self.keep, self.work], [5, 1, 6, 2, 1, 1, 2]
             )[0]
             call()
-        self.asked.clear()
+        self.requested.clear()
         self.harness.settle()
         self.harness.check()
 
     def step(self) -> None:
-        """What an engine does with a layer: pin what is there, demand some of the rest, read all, let go."""
+        """As an engine's layer: pin the residents, demand some of the rest, read all, release."""
         harness, draw = self.harness, self.random.random
         layer, chosen = self.random.randrange(2), self.random.sample(range(5), 3)
         pin = harness.slots.pin(layer, chosen)
@@ -72,11 +72,11 @@ class World:
             harness.slots.release(pin, harness.after())
 
     def stream(self) -> None:
-        """As in a prefill: more demands than slots, each read and let go before the next is asked for."""
+        """As in a prefill: more demands than slots, each read and released before the next request."""
         harness, layer = self.harness, self.random.randrange(2)
         for expert in self.random.sample(range(5), 3):
             demand = harness.queue.request(layer, expert, Urgency.DEMAND)
-            assert demand is not None, "the slot of the one before can be had"
+            assert demand is not None, "the slot of the one before is available"
             if self.waits:
                 harness.compute.wait(demand.ready())
             harness.read(layer, expert, demand.slot)
@@ -86,11 +86,11 @@ class World:
         urgency = self.random.choice([Urgency.NEXT, Urgency.DEEPER, Urgency.PROMOTION])
         transfer = self.harness.queue.request(self.random.randrange(2), self.random.randrange(5), urgency)
         if transfer is not None:
-            self.asked.append(transfer)
+            self.requested.append(transfer)
 
     def cancel(self) -> None:
-        if self.asked:
-            transfer = self.random.choice(self.asked)
+        if self.requested:
+            transfer = self.random.choice(self.requested)
             if not transfer.pins:
                 self.harness.queue.cancel(transfer)
 
@@ -106,7 +106,7 @@ class World:
 
 
 def play(seed: int, rounds: int, *, waits: bool = True) -> int:
-    """How many reads were checked."""
+    """Return the number of reads that were checked."""
     world = World(seed, VirtualDevice(LINK, seed=seed, jitter=1.5, notify_ms=0.02))
     world.waits = waits
     for number in range(rounds):
@@ -125,7 +125,7 @@ def test_no_reader_reads_a_stale_or_torn_expert(part: int) -> None:
     assert reads > WORLDS * ROUNDS / SPLIT, "these rounds read something"
 
 
-def test_the_same_seed_plays_the_same_game() -> None:
+def test_the_same_seed_gives_the_same_sequence() -> None:
     def trace(seed: int) -> list[tuple[str, float, float]]:
         world = World(seed, VirtualDevice(LINK, seed=seed, jitter=1.5, notify_ms=0.02))
         for _ in range(10):
@@ -185,14 +185,14 @@ def break_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("break_it", [break_last_use, break_pins, break_commit])
-def test_the_game_finds_what_is_broken(break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_slot_tables_are_found(break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(100):
             play(seed, 20)
 
 
-def test_the_game_finds_readers_that_do_not_wait() -> None:
+def test_readers_that_do_not_wait_are_found() -> None:
     with pytest.raises(AssertionError, match="bytes read"):
         for seed in range(100):
             play(seed, 20, waits=False)
@@ -213,11 +213,11 @@ def test_on_real_threads(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", REAL)
 def test_with_several_callers(kind: str) -> None:
-    """One serves the layers; others ask for what they think will be needed, and change their minds."""
+    """One thread serves the layers; others request prefetches and cancel them."""
     worlds = [World(0, make_device(kind))]
     for seed in range(1, 4):
         world = copy.copy(worlds[0])
-        world.random, world.asked = random.Random(seed), []
+        world.random, world.requested = random.Random(seed), []
         worlds.append(world)
 
     def calls(world: World) -> None:

@@ -22,7 +22,7 @@ from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
 TESTS = ROOT / "tests"
-STEPS = 100_000  # a million take ten times as long and were seen to need no more memory
+STEPS = 100_000  # a million take ten times as long, and needed no more memory
 SLOW = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)  # 1 byte a millisecond: a chunk of 64 bytes takes 64 ms
 
 INTERRUPTED = """
@@ -65,7 +65,7 @@ def layer(number):
 
 def interrupt():
     while True:
-        handled.wait()  # a second one would come at once
+        handled.wait()  # a second one would be raised at once
         handled.clear()
         time.sleep(random.random() * 0.004)
         os.kill(os.getpid(), signal.SIGINT)
@@ -99,7 +99,7 @@ def start(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_ctrl_c_in_a_transfer_is_drained_within_a_second() -> None:
+def test_ctrl_c_in_a_transfer_closes_within_a_second() -> None:
     import signal
 
     with start(INTERRUPTED) as process:
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_transfer_is_drained_within_a_second() -> None:
     assert float(seconds) < 1.0
 
 
-def test_ctrl_c_between_any_two_steps_tears_nothing() -> None:
+def test_ctrl_c_at_any_moment_leaves_a_consistent_table() -> None:
     with start(TORN) as process:
         out, error = process.communicate(timeout=30)
     assert process.returncode == 0, error
@@ -159,7 +159,7 @@ def test_spawned_processes_have_devices_of_their_own(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["virtual", "threaded"])
 def test_closing_takes_less_than_a_second(kind: str) -> None:
-    """The chunk that was handed over ends, 64 ms; the flood behind them is dropped."""
+    """The chunk that was submitted ends, after 64 ms; the requests behind it are dropped."""
     harness = Harness(make_device(kind, SLOW), (5, 5))
     for layer in range(2):
         for expert in range(5):
@@ -171,7 +171,7 @@ def test_closing_takes_less_than_a_second(kind: str) -> None:
     assert harness.queue.statistics.cancelled == 10
 
 
-def test_a_device_that_hangs_is_said_and_its_memory_left_alone() -> None:
+def test_a_hanging_device_is_reported_and_its_memory_left_alone() -> None:
     from moegraft.operators.offload.devices.base import DeviceTimeoutError
 
     hanging = MachineProfile("hanging link", 1, 1, 1, 1, link_gb_s=1e-9)  # 64 s a chunk
@@ -191,7 +191,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_stays_constant_over_many_steps() -> None:
-    """Steps of a decode: pins, demands, prefetches, cancellations, readers, evictions."""
+    """Decode steps: pins, demands, prefetches, cancellations, readers, evictions."""
     steps = int(os.environ.get("MOEGRAFT_TEST_STEPS", STEPS))
     layers, experts = 4, 16
     device = VirtualDevice(notify_ms=0.001)

@@ -1,4 +1,4 @@
-"""What the queue promises: who goes first, who joins whom, what can be dropped, and how long it will take."""
+"""The transfer queue: the order of transfers, joins, cancellations and estimates."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def harness(kind: str) -> Iterator[Harness]:
-    """Two layers of five experts, three of which may stay, and two slots to load into."""
+    """Two layers of five experts, three of which may be resident, and two staging slots."""
     harness = Harness(make_device(kind), (3, 3))
     yield harness
     harness.close()
 
 
-def asked(transfer: Transfer | None) -> Transfer:
+def requested(transfer: Transfer | None) -> Transfer:
     assert transfer is not None
     return transfer
 
@@ -42,14 +42,14 @@ def load(harness: Harness, layer: int, *experts: int) -> None:
 
 
 def use(harness: Harness, demand: Transfer) -> None:
-    """Reads what was demanded and lets go."""
+    """Read the demanded expert and release it."""
     harness.compute.wait(demand.ready())
     harness.read(demand.layer, demand.expert, demand.slot)
     harness.queue.release(demand, harness.after())
 
 
 def test_a_demand_lands_and_is_read(harness: Harness) -> None:
-    demand = asked(harness.queue.request(1, 4, DEMAND))
+    demand = requested(harness.queue.request(1, 4, DEMAND))
     assert demand.slot >= 0
     assert not harness.slots.holds(1, 4), "not before it has landed"
     use(harness, demand)
@@ -61,16 +61,16 @@ def test_a_demand_lands_and_is_read(harness: Harness) -> None:
 
 
 def test_the_host_can_wait_for_a_transfer(harness: Harness) -> None:
-    transfer = asked(harness.queue.request(0, 2, NEXT))
+    transfer = requested(harness.queue.request(0, 2, NEXT))
     transfer.wait()
     assert harness.bytes_in(transfer.slot) == bytes([3]) * EXPERT
 
 
 def test_a_demand_joins_a_running_prefetch(harness: Harness) -> None:
     with harness.link_held():
-        prefetch = asked(harness.queue.request(0, 1, DEEPER))
+        prefetch = requested(harness.queue.request(0, 1, DEEPER))
         assert prefetch.state is RUNNING
-        demand = asked(harness.queue.request(0, 1, DEMAND))
+        demand = requested(harness.queue.request(0, 1, DEMAND))
     assert demand is prefetch
     assert demand.urgency is DEMAND
     use(harness, demand)
@@ -82,9 +82,9 @@ def test_a_demand_joins_a_running_prefetch(harness: Harness) -> None:
     assert harness.slots.prefetches_used == 1
 
 
-def test_a_demand_of_who_is_there_has_landed(harness: Harness) -> None:
+def test_a_demand_of_a_resident_expert_has_landed(harness: Harness) -> None:
     load(harness, 0, 3)
-    demand = asked(harness.queue.request(0, 3, DEMAND))
+    demand = requested(harness.queue.request(0, 3, DEMAND))
     assert demand.state is LANDED
     assert demand.arrival_ms == 0.0
     use(harness, demand)
@@ -94,9 +94,9 @@ def test_a_demand_of_who_is_there_has_landed(harness: Harness) -> None:
     assert harness.queue.request(0, 3, NEXT) is None, "and a prefetch has nothing to do"
 
 
-def test_two_demands_of_one_expert_hold_it_twice(harness: Harness) -> None:
+def test_two_demands_of_one_expert_pin_it_twice(harness: Harness) -> None:
     with harness.link_held():
-        first, second = asked(harness.queue.request(0, 3, DEMAND)), asked(harness.queue.request(0, 3, DEMAND))
+        first, second = requested(harness.queue.request(0, 3, DEMAND)), requested(harness.queue.request(0, 3, DEMAND))
     assert first is second
     use(harness, first)
     assert len(second.pins) == 1
@@ -110,7 +110,7 @@ def test_the_most_urgent_goes_first(harness: Harness) -> None:
         harness.queue.request(0, 0, PROMOTION)  # its first chunk has the link already
         for expert, urgency in [(1, PROMOTION), (2, DEEPER), (3, NEXT)]:
             harness.queue.request(0, expert, urgency)
-        demand = asked(harness.queue.request(1, 4, DEMAND))
+        demand = requested(harness.queue.request(1, 4, DEMAND))
     use(harness, demand)
     harness.settle_all()
     order = [(0, 0)] + [(1, 4)] * 4 + [(0, 3)] * 4 + [(0, 2)] * 4 + [(0, 0)] * 3 + [(0, 1)] * 4
@@ -118,7 +118,7 @@ def test_the_most_urgent_goes_first(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(("urgency", "depth"), [(NEXT, PREFETCH_DEPTH), (PROMOTION, PREFETCH_DEPTH), (DEMAND, DEMAND_DEPTH)])
-def test_one_chunk_at_most_is_handed_over_and_of_demands_two(harness: Harness, urgency: Urgency, depth: int) -> None:
+def test_at_most_one_chunk_is_in_flight_and_two_of_demands(harness: Harness, urgency: Urgency, depth: int) -> None:
     link = harness.queue.link
     with harness.link_held():
         transfers = [harness.queue.request(0, expert, urgency) for expert in range(3)]
@@ -128,7 +128,7 @@ def test_one_chunk_at_most_is_handed_over_and_of_demands_two(harness: Harness, u
             assert link.sent_bytes - link.landed_bytes <= depth * CHUNK
         advance(harness.device, 0.01)
     for transfer in transfers if urgency is DEMAND else ():
-        harness.queue.release(asked(transfer), None)
+        harness.queue.release(requested(transfer), None)
 
 
 @pytest.mark.parametrize("chunks", range(8))
@@ -138,7 +138,7 @@ def test_a_flood_delays_a_demand_by_one_chunk_at_most(harness: Harness, chunks: 
     wait_for_chunks(harness, chunks)
     with harness.slots.lock:  # so that nothing lands between the count and the request
         landed = len(harness.spans)
-        demand = asked(harness.queue.request(1, 2, DEMAND))
+        demand = requested(harness.queue.request(1, 2, DEMAND))
     use(harness, demand)
     harness.settle_all()
     harness.check()
@@ -149,17 +149,17 @@ def test_a_flood_delays_a_demand_by_one_chunk_at_most(harness: Harness, chunks: 
 
 
 def wait_for_chunks(harness: Harness, count: int) -> None:
-    """Until so many have landed."""
+    """Wait until so many have landed."""
     while len(harness.spans) < count:
         advance(harness.device, 0.01)
 
 
 @pytest.mark.parametrize("chunks", range(6))
-def test_a_suspended_prefetch_goes_on_where_it_stopped(harness: Harness, chunks: int) -> None:
-    prefetch = asked(harness.queue.request(0, 1, NEXT))
+def test_a_suspended_prefetch_resumes_where_it_stopped(harness: Harness, chunks: int) -> None:
+    prefetch = requested(harness.queue.request(0, 1, NEXT))
     wait_for_chunks(harness, min(chunks, 4))
-    use(harness, asked(harness.queue.request(1, 0, DEMAND)))
-    use(harness, asked(harness.queue.request(0, 1, DEMAND)))
+    use(harness, requested(harness.queue.request(1, 0, DEMAND)))
+    use(harness, requested(harness.queue.request(0, 1, DEMAND)))
     harness.settle()
     harness.check()
     assert sorted(chunk_order(harness.spans)) == [(0, 1)] * 4 + [(1, 0)] * 4, "no byte twice"
@@ -168,7 +168,7 @@ def test_a_suspended_prefetch_goes_on_where_it_stopped(harness: Harness, chunks:
 
 @pytest.mark.parametrize("chunks", range(5))
 def test_cancelled_after_every_chunk(harness: Harness, chunks: int) -> None:
-    prefetch = asked(harness.queue.request(0, 1, NEXT))
+    prefetch = requested(harness.queue.request(0, 1, NEXT))
     wait_for_chunks(harness, chunks)
     sent = prefetch.sent_bytes
     cancelled = harness.queue.cancel(prefetch)
@@ -181,10 +181,10 @@ def test_cancelled_after_every_chunk(harness: Harness, chunks: int) -> None:
         with pytest.raises(ValueError, match="the transfer of expert 1 of layer 0 was cancelled"):
             prefetch.ready()
     else:
-        assert harness.slots.holds(0, 1), "what is on the way whole arrives"
+        assert harness.slots.holds(0, 1), "what was sent whole lands"
     harness.check()
-    use(harness, asked(harness.queue.request(0, 1, DEMAND)))
-    use(harness, asked(harness.queue.request(0, 2, DEMAND)))
+    use(harness, requested(harness.queue.request(0, 1, DEMAND)))
+    use(harness, requested(harness.queue.request(0, 2, DEMAND)))
     harness.settle()
     harness.check()
     assert harness.reads == 2
@@ -193,11 +193,11 @@ def test_cancelled_after_every_chunk(harness: Harness, chunks: int) -> None:
 def test_cancelling_twice_and_after_landing_does_nothing(harness: Harness) -> None:
     with harness.link_held():
         harness.queue.request(1, 0, NEXT)
-        waiting = asked(harness.queue.request(0, 1, NEXT))
+        waiting = requested(harness.queue.request(0, 1, NEXT))
         assert waiting.state is WAITING
         assert harness.queue.cancel(waiting)
         assert not harness.queue.cancel(waiting)
-    landed = asked(harness.queue.request(0, 2, NEXT))
+    landed = requested(harness.queue.request(0, 2, NEXT))
     harness.settle_all()
     assert not harness.queue.cancel(landed)
     assert harness.queue.statistics.cancelled == 1
@@ -205,7 +205,7 @@ def test_cancelling_twice_and_after_landing_does_nothing(harness: Harness) -> No
 
 def test_replanning_drops_what_has_not_started(harness: Harness) -> None:
     with harness.link_held():
-        transfers = [asked(harness.queue.request(0, expert, NEXT)) for expert in range(5)]
+        transfers = [requested(harness.queue.request(0, expert, NEXT)) for expert in range(5)]
         assert harness.queue.replan({(0, 3)}) == 3
         assert [each.state for each in transfers] == [RUNNING, CANCELLED, CANCELLED, WAITING, CANCELLED]
         assert harness.queue.replan(started=True) == 2, "the one that runs, and the one that waits"
@@ -217,11 +217,11 @@ def test_replanning_drops_what_has_not_started(harness: Harness) -> None:
 @pytest.mark.parametrize(
     ("capacity", "staging"),
     [
-        (0, 1),  # nothing stays: experts stream through one slot
+        (0, 1),  # nothing is resident: experts stream through one slot
         (1, 1),
         (2, 2),  # fewer than are chosen
         (3, 3),  # as many
-        (5, 0),  # all: nobody ever leaves, so nothing is staged
+        (5, 0),  # all: nothing is ever evicted, so nothing is staged
     ],
 )
 def test_capacities(kind: str, capacity: int, staging: int) -> None:
@@ -256,18 +256,18 @@ def test_without_capacity_nothing_is_prefetched(kind: str) -> None:
     harness.close()
 
 
-def test_a_demand_without_a_slot_is_refused_until_one_is_let_go(harness: Harness) -> None:
+def test_a_demand_without_a_slot_is_refused_until_one_is_released(harness: Harness) -> None:
     load(harness, 0, 0, 1, 2)
     load(harness, 1, 0, 1, 2)
     held = harness.slots.pin(0, [0, 1, 2]), harness.slots.pin(1, [0, 1, 2])
-    demands = [asked(harness.queue.request(0, expert, DEMAND)) for expert in (3, 4)]
+    demands = [requested(harness.queue.request(0, expert, DEMAND)) for expert in (3, 4)]
     assert harness.queue.available == 0
     assert harness.queue.request(1, 4, DEMAND) is None
     assert harness.queue.statistics.refused == 1
     use(harness, demands[0])
     harness.slots.release(held[0], harness.after())
     harness.settle()
-    use(harness, asked(harness.queue.request(1, 4, DEMAND)))
+    use(harness, requested(harness.queue.request(1, 4, DEMAND)))
     use(harness, demands[1])
     harness.slots.release(held[1], None)
     harness.settle()
@@ -279,10 +279,10 @@ def test_a_demand_takes_the_slot_of_a_prefetch(harness: Harness) -> None:
     load(harness, 0, 0, 1, 2)
     load(harness, 1, 0, 1, 2)
     with harness.link_held():
-        started, waiting = asked(harness.queue.request(0, 3, DEEPER)), asked(harness.queue.request(0, 4, NEXT))
-        demands = [asked(harness.queue.request(1, 3, DEMAND))]
+        started, waiting = requested(harness.queue.request(0, 3, DEEPER)), requested(harness.queue.request(0, 4, NEXT))
+        demands = [requested(harness.queue.request(1, 3, DEMAND))]
         assert harness.queue.available == 1
-        demands.append(asked(harness.queue.request(1, 4, DEMAND)))
+        demands.append(requested(harness.queue.request(1, 4, DEMAND)))
         assert (started.state, waiting.state) == (CANCELLED, WAITING)
         assert demands[1].slot == started.slot
     for demand in demands:
@@ -292,32 +292,32 @@ def test_a_demand_takes_the_slot_of_a_prefetch(harness: Harness) -> None:
     assert harness.reads == 2
 
 
-def test_the_victim_stays_until_the_newcomer_has_landed(harness: Harness) -> None:
+def test_the_victim_stays_until_the_new_expert_has_landed(harness: Harness) -> None:
     load(harness, 0, 2, 3, 4)
     with harness.link_held():
-        newcomer = asked(harness.queue.request(0, 1, NEXT))
-        assert newcomer.slot not in harness.slots.slot_of(0)
+        new = requested(harness.queue.request(0, 1, NEXT))
+        assert new.slot not in harness.slots.slot_of(0)
         pin = harness.slots.pin(0, [2])
         harness.read(0, 2, pin.slots[0])
         harness.slots.release(pin, harness.after())
     harness.settle()
     harness.check()
-    assert sorted(harness.slots.residents(0)) == [1, 3, 4], "the lowest priority but for the newcomer's left"
+    assert sorted(harness.slots.residents(0)) == [1, 3, 4], "the lowest priority but for the new's left"
 
 
 def test_estimates_on_a_known_link() -> None:
-    """The virtual link takes 0.064 ms a chunk."""
+    """The virtual link takes 0.064 ms per chunk."""
     harness = Harness(make_device("virtual"), (3, 3))
     load(harness, 0, 0)
     assert harness.queue.link.ms(EXPERT) == pytest.approx(0.256)
     assert harness.queue.busy_ms() == 0.0
-    prefetch, waiting = asked(harness.queue.request(0, 1, NEXT)), asked(harness.queue.request(0, 2, NEXT))
-    assert harness.queue.in_flight(0) == {1: pytest.approx(0.256)}, "what waits can be had no sooner than a new demand"
+    prefetch, waiting = requested(harness.queue.request(0, 1, NEXT)), requested(harness.queue.request(0, 2, NEXT))
+    assert harness.queue.in_flight(0) == {1: pytest.approx(0.256)}, "a waiting transfer lands no sooner than a new demand"
     assert waiting.arrival_ms == pytest.approx(0.064 + 0.256), "if it were demanded now"
     advance(harness.device, 0.1)
     assert prefetch.arrival_ms == pytest.approx(0.156)
     assert harness.queue.busy_ms() == pytest.approx(0.028)
-    demand = asked(harness.queue.request(1, 0, DEMAND))
+    demand = requested(harness.queue.request(1, 0, DEMAND))
     assert demand.arrival_ms == pytest.approx(0.028 + 0.256)
     assert harness.queue.busy_ms() == pytest.approx(0.028 + 0.256)
     start_ms = harness.device.now_ms()
@@ -332,7 +332,7 @@ def test_estimates_on_a_known_link() -> None:
     harness.close()
 
 
-def test_what_waits_for_a_reader_does_not_count_as_a_slow_link() -> None:
+def test_waiting_for_a_reader_does_not_count_as_a_slow_link() -> None:
     harness = Harness(make_device("virtual"), (1, 1), staging=1)
     load(harness, 0, 0)
     pin = harness.slots.pin(0, [0])
@@ -341,7 +341,7 @@ def test_what_waits_for_a_reader_does_not_count_as_a_slow_link() -> None:
     harness.slots.release(pin, harness.after())
     demands = []
     for expert in (3, 4):
-        demands.append(asked(harness.queue.request(0, expert, DEMAND)))
+        demands.append(requested(harness.queue.request(0, expert, DEMAND)))
         use(harness, demands[-1])
     harness.settle()
     harness.check()
@@ -358,9 +358,9 @@ def test_spans_follow_each_other() -> None:
     harness.close()
 
 
-def test_closed_it_refuses(kind: str) -> None:
+def test_a_closed_queue_refuses_requests(kind: str) -> None:
     harness = Harness(make_device(kind), (3, 3))
-    flood = [asked(harness.queue.request(0, expert, NEXT)) for expert in range(5)]
+    flood = [requested(harness.queue.request(0, expert, NEXT)) for expert in range(5)]
     harness.close()
     assert {each.state for each in flood} <= {LANDED, CANCELLED, RUNNING}
     with pytest.raises(DeviceError, match="closed"):

@@ -1,6 +1,6 @@
-"""The CUDA device where there is none: its logic over a runtime library and streams that stand for the real ones.
+"""The CUDA device without a GPU: its logic over a fake runtime library and fake streams.
 
-Nothing here is asynchronous, so this shows that calls fit together and that failures are told, not that streams are in order: the tests
+Nothing here is asynchronous, so this checks calls and error reports, not the order of streams: the tests
 of devices, queues and interleavings run on a real GPU where there is one.
 """
 
@@ -20,7 +20,6 @@ import torch
 from support.transfer_harness import WORK, Harness
 
 from moegraft.operators.offload.devices import cuda
-from moegraft.operators.offload.devices import cuda as cuda_runtime
 from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError, aligned_bytes
 from moegraft.operators.offload.devices.cuda import CudaDevice, RuntimeLibrary, load_runtime, loaded_paths, why_no_cuda
 from moegraft.operators.offload.transfers import Urgency
@@ -64,7 +63,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Done as soon as it is recorded, unless told otherwise."""
+    """Done as soon as it is recorded, unless `pending` or `broken`."""
 
     broken = False
     pending = False
@@ -121,7 +120,7 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
     device.close()
 
 
-def test_a_step_is_captured_by_pytorch_and_failures_are_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class FakeGraph:
@@ -175,7 +174,7 @@ def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:
     assert seen == [5]
 
 
-def test_every_failure_is_told_and_forgotten(runtime: RuntimeLibrary, library: ctypes.CDLL, prefix: str) -> None:
+def test_every_failure_is_reported_and_cleared(runtime: RuntimeLibrary, library: ctypes.CDLL, prefix: str) -> None:
     data = np.zeros(64, np.uint8)
     calls: list[tuple[str, Any]] = [
         ("MemcpyAsync", lambda: runtime.copy(data.ctypes.data, data.ctypes.data, 64, 0)),
@@ -210,8 +209,8 @@ def test_the_loaded_runtime_is_found() -> None:
     assert loaded_paths("", "cuda") == []
 
 
-def test_a_runtime_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
+def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
     with pytest.raises(DeviceError, match=r"the cuda runtime that PyTorch uses was not found: .*MemcpyAsync.*; /nowhere"):
         load_runtime("cuda")
 
@@ -248,30 +247,30 @@ def test_copies_launches_and_events(device: CudaDevice) -> None:
             device.copy(copy, target, offset, source, nbytes)
 
 
-def test_memory_that_cannot_be_had(device: CudaDevice, library: ctypes.CDLL) -> None:
+def test_memory_that_cannot_be_allocated_or_page_locked(device: CudaDevice, library: ctypes.CDLL) -> None:
     with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: 2147483648 bytes: Tried to allocate"):
         device.allocate(1 << 31)
     data = np.zeros(4096, np.uint8)
     device.pin(data)
-    assert library.fake_flags() == cuda_runtime.PORTABLE
+    assert library.fake_flags() == cuda.PORTABLE
     with pytest.raises(DeviceError, match="HostRegister failed with code 712: already registered"):
         device.pin(data)
     device.unpin(data)
     data.flags.writeable = False
     device.pin(data)
     device.unpin(data)
-    assert library.fake_flags() == cuda_runtime.PORTABLE | cuda_runtime.READ_ONLY
+    assert library.fake_flags() == cuda.PORTABLE | cuda.READ_ONLY
 
 
-def test_failures_of_the_device_are_its_errors(device: CudaDevice) -> None:
-    event, told = device.stream("copy").record(), list[DeviceError | None]()
+def test_failures_of_the_device_become_device_errors(device: CudaDevice) -> None:
+    event, reported = device.stream("copy").record(), list[DeviceError | None]()
     FakeEvent.broken = True
-    assert event.done(), "the failure is for wait to tell"
+    assert event.done(), "`wait` raises the failure"
     with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
         event.wait()
-    device.notify(event, told.append)
+    device.notify(event, reported.append)
     device.synchronize()
-    assert "illegal memory access" in str(told[0])
+    assert "illegal memory access" in str(reported[0])
 
 
 def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
@@ -290,7 +289,7 @@ def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
         device.launch(compute, raising(ZeroDivisionError()), WORK)
 
 
-def test_waits_end_in_time(device: CudaDevice) -> None:
+def test_waits_end_at_their_timeout(device: CudaDevice) -> None:
     event = device.stream("copy").record()
     event.wait(1.0)
     FakeEvent.pending = True
@@ -299,7 +298,7 @@ def test_waits_end_in_time(device: CudaDevice) -> None:
     assert not event.done()
 
 
-def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
+def test_an_exception_in_a_callback_is_not_lost(device: CudaDevice) -> None:
     device.notify(device.stream("copy").record(), lambda error: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         device.synchronize()
@@ -307,7 +306,7 @@ def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
 
 
 def test_a_queue_loads_experts(device: CudaDevice) -> None:
-    """The readers' code for GPUs, too."""
+    """Includes the harness's readers for GPUs."""
     harness = Harness(device, (2, 2))
     assert harness.queue.source.form == "pinned"
     for step in range(40):
@@ -327,7 +326,7 @@ def test_a_queue_loads_experts(device: CudaDevice) -> None:
     harness.close()
 
 
-def test_copies_that_are_refused_fail_their_transfer_alone(device: CudaDevice, library: ctypes.CDLL) -> None:
+def test_a_refused_copy_fails_only_its_transfer(device: CudaDevice, library: ctypes.CDLL) -> None:
     harness = Harness(device, (2, 2))
     library.fake_fail(OUT_OF_MEMORY)
     demand = harness.queue.request(0, 1, Urgency.DEMAND)
