@@ -20,7 +20,7 @@ from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
-from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
+from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
@@ -134,7 +134,7 @@ class HybridExperts(Operator):
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
-        self._number = register_experts(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
