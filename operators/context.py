@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.machine import Machine
 
@@ -18,7 +19,6 @@ from moegraft.operators.machine import Machine
 # nor fail where Triton is not installed.
 if TYPE_CHECKING:
     from moegraft.operators.kernels.workspace import Workspace
-    from moegraft.operators.kv_cache import CacheForm
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
@@ -35,12 +35,14 @@ class InjectionContext:
         dtype: that of activations and of what is not replaced.
         threads: CPU threads of the operators; 0: one for each physical core.
         draft_switch: how many experts run while a draft is drawn.
+        cache_form: the form of the key-value cache that the rules ask for.
     """
 
     machine: Machine
     dtype: torch.dtype
     threads: int = 0
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
+    cache_form: CacheForm = field(default_factory=CacheForm, init=False)
     _workspaces: dict[torch.device, Workspace] = field(default_factory=dict, init=False, repr=False)
     _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
@@ -49,13 +51,6 @@ class InjectionContext:
     def runtime(self) -> Runtime:
         """The thread pool and kernels of the CPU."""
         return Runtime(threads=self.threads)
-
-    @cached_property
-    def cache_form(self) -> CacheForm:
-        """The form of the key-value cache that the rules ask for."""
-        from moegraft.operators.kv_cache import CacheForm
-
-        return CacheForm()
 
     @cached_property
     def sparse_layers(self) -> SparseLayers:

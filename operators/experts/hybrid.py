@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
@@ -109,6 +110,7 @@ class HybridExperts(Operator):
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
@@ -141,6 +143,23 @@ class HybridExperts(Operator):
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
         # The GPU's kernels and the sparse layout have none. Whether this machine has a GPU does not matter: a plan may be for another.
         return options.gpu == "none" and options.sparsity is None
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: HybridExpertsOptions) -> str:
+        return f"{options.weights} {options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
+        gpu = options.on_gpu
+        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+
+    @classmethod
+    def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
+        return options.sparsity
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:

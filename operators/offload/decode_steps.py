@@ -209,12 +209,12 @@ class DecodeSteps:
         if len(engines) > 1 or len(self._engines.options) > 1:
             return "the layers are on several GPUs, or their experts differ in size or options"
         own: Any = model  # torch types every attribute of a module as a tensor
-        operator = own.moegraft.model_operator
-        if operator is not None:
-            return str(operator.uncaptured)
+        others = own.moegraft.operators  # in-place operators among them
+        reason = next((operator.uncaptured for operator in others.values() if operator.uncaptured is not None), None)
+        if reason is not None:
+            return str(reason)
         if any(layer.sparse for layer in layers):
             return "neurons are left out of experts"
-        others = own.moegraft.operators  # in-place operators among them
         if engines[0].device.torch_device.type != "cuda" and len(others) > len(layers):
             return "other operators compute on the CPU, unseen by an emulated device"
         return None

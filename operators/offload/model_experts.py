@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import as_array
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import Device, DeviceError, Neurons
@@ -26,7 +26,7 @@ from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.options import GpuOptions, free_for_slots, kv_cache_bytes
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -177,8 +177,9 @@ def open_engine(
     loading = open_loading(
         device,
         store,
+        _slot_plan(options, store, free_bytes),
         policy.priority,
-        LoadingOptions(_slot_plan(options, store, free_bytes), "bypass" if options.cache.bypasses else "always"),
+        "bypass" if options.cache.bypasses else "always",
         on_span=timings.on_span,
         on_transfer=timings.on_transfer,
     )
