@@ -14,7 +14,7 @@ from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
-from moegraft.operators.custom_ops import linear, needs_gradient, register_linear
+from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.availability import why_unavailable
@@ -76,7 +76,7 @@ class QuantizedLinear(Operator):
         self._device = device
         self._packed: PackedLinear | None = None
         self._on_gpu: PackedLinearOnGpu | None = None
-        self._number = register_linear(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:

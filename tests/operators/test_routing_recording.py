@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.routing import RoutedCall, selection_of, watch_routing
+from moegraft.operators.routing import RoutedCall, watch_routing
 from moegraft.operators.routing_trace import Trace, TraceError, record_trace
 
 recall_share = import_benchmark("traces").recall_share
@@ -66,7 +66,7 @@ def test_predictions_apply_later_routers_to_earlier_hidden_states() -> None:
             if layer <= depth:
                 assert (found == -1).all()
             else:
-                expected = selection_of(calls[layer].router, calls[layer - 1 - depth].router_input)
+                expected = calls[layer].router.route(calls[layer - 1 - depth].router_input).top_k_index
                 np.testing.assert_array_equal(found, expected)
     used = trace.used()
     right = sum(

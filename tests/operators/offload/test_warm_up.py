@@ -81,6 +81,23 @@ def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring()
     assert costs.transfer_ms(expert_bytes) == pytest.approx(profile.transfer_ms(expert_bytes), rel=0.01)
 
 
+def test_preparing_a_call_is_not_measured() -> None:
+    """Synthetic tokens take the host longer than a GPU takes for an expert."""
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    loading = opened(device, "deepseek-v2-lite", 4)
+
+    def slowly(experts: Sequence[int], load: int) -> NoArithmetic:
+        device.advance(5.0)
+        return NoArithmetic()
+
+    found = warm_up(device, loading, slowly)
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    expected = warm_up(device, opened(device, "deepseek-v2-lite", 4), no_arithmetic)
+    assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
+    np.testing.assert_allclose(found.cpu_ms, expected.cpu_ms)
+    np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
+
+
 def test_long_jobs_end_the_warm_up() -> None:
     """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
     device = VirtualDevice(PROFILES["a6000_10core"])
