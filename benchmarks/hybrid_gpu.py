@@ -80,7 +80,7 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
 
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
-    return [engine for group in model.moegraft.context.gpu_groups for engine in group.engines]
+    return list(model.moegraft.context.gpu_engines)
 
 
 def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argparse.Namespace) -> list[Row]:

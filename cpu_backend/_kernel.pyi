@@ -420,11 +420,3 @@ class Planner:
         """
     def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
         """What having each missing expert on the GPU would save (A,) ms, one after another in descending load."""
-
-def optimum(problem: LayerProblem) -> float:
-    """The shortest makespan of all splits, in ms, exact to rounding; for tests and benchmarks, as it takes up to seconds.
-
-    Raises:
-        ValueError: more than 16 experts in flight.
-        RuntimeError: the search grew beyond bounds.
-    """

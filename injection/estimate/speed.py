@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.injection.checks import experts_layer, sparsity_options
 from moegraft.injection.estimate.measure import Measurements, Rate
 from moegraft.injection.estimate.memory import GpuMemory, Shared
 from moegraft.injection.estimate.work import GpuRates, Load, Work, weight_type
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.routing import experts_per_token
+from moegraft.operators.experts_layer import experts_layer, experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.profiles import MachineProfile
@@ -209,7 +208,7 @@ def _layers(memory: GpuMemory, measured: Measurements, rates: GpuRates, meta_mod
         module = meta_model.skeleton.get_submodule(group.swaps[0].module)
         count = sum(parameter.numel() for parameter in module.parameters()) / group.num_experts
         options: Any = group.swaps[0].options
-        sparsity = sparsity_options(options)
+        sparsity = group.swaps[0].operator_type.sparsity_options(options)
         left_out = 0.0 if sparsity is None else experts_layer(group.swaps[0].module, meta_model.skeleton).routed_target(sparsity)
         neurons = None if sparsity is None else Neurons.without(left_out, gated=read_layout(module).gated)
         machine = MachineProfile(

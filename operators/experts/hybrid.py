@@ -8,25 +8,26 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.model_experts import LoadedLayer, ModelExperts
+from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
@@ -112,6 +113,7 @@ class HybridExperts(Operator):
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
@@ -121,7 +123,7 @@ class HybridExperts(Operator):
         runtime: Runtime,
         draft: DraftSwitch,
         sparsity: LayerSparsity | None = None,
-        group: ModelExperts | None = None,
+        engines: ModelEngines | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -131,8 +133,8 @@ class HybridExperts(Operator):
         self._runtime = runtime
         self._draft = draft
         self._packed: PackedExperts | None = None
-        self._group = group
-        self._number_in_group = -1 if group is None else group.join()
+        self._engines = engines
+        self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
         self._number = register_experts(self)
 
@@ -144,6 +146,23 @@ class HybridExperts(Operator):
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
         # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
         return options.gpu == "none" and options.sparsity is None
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: HybridExpertsOptions) -> str:
+        return f"{options.weights} {options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
+        gpu = options.on_gpu
+        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+
+    @classmethod
+    def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
+        return options.sparsity
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -162,10 +181,8 @@ class HybridExperts(Operator):
         draft = context.draft_switch
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        group = None
-        if options.on_gpu is not None:
-            group = context.gpu_groups.group(options.on_gpu, runtime, context.cache_form)
-        return cls(read_layout(module), options, runtime, draft, sparsity, group)
+        engines = None if options.on_gpu is None else context.gpu_engines
+        return cls(read_layout(module), options, runtime, draft, sparsity, engines)
 
     @property
     def weight_type(self) -> str | None:
@@ -199,11 +216,11 @@ class HybridExperts(Operator):
         self._packed = packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._group is None:
+        if self._engines is None:
             return
         assert self._packed is not None, "weights are loaded before the model is"
         shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
-        weak_self = weakref.ref(self)  # neither the group nor the block's other modules keep the operator alive
+        weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
 
         def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
             operator = weak_self()
@@ -218,7 +235,7 @@ class HybridExperts(Operator):
                 layer.overlap(shared, compute)
 
         loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
-        self._group.ready(self._number_in_group, loaded, model.config, model.dtype)
+        self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):

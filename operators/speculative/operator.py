@@ -58,6 +58,10 @@ class SpeculativeDraft(GenerateOperator):
         return unsupported_model_reason(module.config)
 
     @classmethod
+    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
+        return options.draft_sparsity
+
+    @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
         return cls(options, context.draft_switch)
 

@@ -11,11 +11,14 @@
 
 #include "core/float_conversion.h"
 #include "core/runtime.h"
-#include "scheduler/optimum.h"
 #include "scheduler/scheduler.h"
 #include "simd/isa.h"
 
 using namespace moegraft;
+
+namespace moegraft {
+double optimum(const LayerProblem& given);  // tests/support/optimum.cpp
+}
 
 namespace {
 

@@ -15,6 +15,7 @@ from moegraft.cpu_backend import Runtime
 
 CSRC = ROOT / "cpu_backend" / "csrc"
 MAIN = Path(__file__).with_name("sanitized.cpp")
+OPTIMUM = ROOT / "tests" / "support" / "optimum.cpp"
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 ISA_FLAGS = {
@@ -36,13 +37,13 @@ def build(folder: Path, flags: list[str], vector: bool) -> Path:
         common.append("-DMOEGRAFT_SCALAR_ONLY")
 
     def compile_one(source: Path) -> Path:
-        name = source.relative_to(CSRC).as_posix() if source != MAIN else source.name
+        name = source.relative_to(CSRC).as_posix() if source.is_relative_to(CSRC) else source.name
         target = folder / f"{name.replace('/', '-')}.o"
         subprocess.run([*common, *ISA_FLAGS.get(name, []), "-c", str(source), "-o", str(target)], check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, [MAIN, *sources]))
+        objects = list(pool.map(compile_one, [MAIN, OPTIMUM, *sources]))
     program = folder / "sanitized"
     subprocess.run([*common, *map(str, objects), "-o", str(program)], check=True)
     return program

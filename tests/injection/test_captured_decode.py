@@ -55,8 +55,8 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.gpu_groups
-    return group.engines[0]
+    (engine,) = model.moegraft.context.gpu_engines
+    return engine
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -203,7 +203,7 @@ def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-
             model.generate(prompt(5), max_new_tokens=NEW, do_sample=False)
     said = [record.message for record in caplog.records if record.message.startswith("decode steps run layer by layer: ")]
     assert len([each for each in said if says in each]) == 1, caplog.text
-    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.gpu_groups for engine in group.engines)
+    assert all(engine.statistics.replayed == 0 for engine in model.moegraft.context.gpu_engines)
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]

@@ -28,8 +28,7 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
         return
     injection = loaded.model.moegraft
     assert isinstance(injection, Injection), "a model that was loaded by rules"
-    groups = injection.context.gpu_groups
-    engines = [engine for group in groups for engine in group.engines]
+    engines = list(injection.context.gpu_engines)
     drafts = injection.model_operator if isinstance(injection.model_operator, SpeculativeDraft) else None
     if not engines and drafts is None:
         terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")

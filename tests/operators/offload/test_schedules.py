@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
+from support.optimum import optimum
 from support.schedule_cases import (
     INF,
     fixed_by_definition,
@@ -23,7 +24,7 @@ from support.schedule_cases import (
     wild_problem,
 )
 
-from moegraft.cpu_backend import Planner, optimum
+from moegraft.cpu_backend import Planner
 from moegraft.operators.offload.scheduler import (
     SCHEDULES,
     LayerPlan,

@@ -1,8 +1,8 @@
-#include "scheduler/optimum.h"
-
+// The shortest makespan of a layer, found by exhaustive search. It takes milliseconds to seconds, and memory.
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -162,6 +162,8 @@ struct Finite {
 
 }  // namespace
 
+// Exact to rounding. Throws std::invalid_argument for more than 16 experts in flight, std::runtime_error where the search grows beyond
+// the memory it may take.
 double optimum(const LayerProblem& given) {
   const Finite finite(given);
   const LayerProblem& problem = finite.problem;
@@ -191,3 +193,19 @@ double optimum(const LayerProblem& given) {
 }
 
 }  // namespace moegraft
+
+extern "C" std::size_t problem_bytes() { return sizeof(moegraft::LayerProblem); }
+
+// Returns 0 and the makespan; or 1 (invalid argument) or 2 (search too large) and a message of at most `size` characters.
+extern "C" int optimum_of(const moegraft::LayerProblem* problem, double* makespan_ms, char* message, std::size_t size) {
+  try {
+    *makespan_ms = moegraft::optimum(*problem);
+    return 0;
+  } catch (const std::invalid_argument& error) {
+    std::snprintf(message, size, "%s", error.what());
+    return 1;
+  } catch (const std::exception& error) {
+    std::snprintf(message, size, "%s", error.what());
+    return 2;
+  }
+}
