@@ -12,8 +12,8 @@ from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.graft import Injection
 from moegraft.operators.offload.statistics import Timeline, round_spans, write_trace
+from moegraft.operators.speculative.decoding import no_trace
 from moegraft.operators.speculative.operator import SpeculativeDraft
-from moegraft.operators.speculative.options import unseen
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
         timelines = [Timeline("CPU")]
         clocks = [(timelines[0], lambda: 1e3 * time.perf_counter())]
     if drafts is not None:
-        drafts.spans = partial(round_spans, clocks)
+        drafts.trace = partial(round_spans, clocks)
     try:
         yield
     finally:
         if drafts is not None:
-            drafts.spans = unseen
+            drafts.trace = no_trace
         for engine in engines:
             engine.device.synchronize()
             engine.timings.collect()
