@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import INTERRUPTED, library_log, user_errors
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options
-from moegraft.injection.cli.output import Terminal, open_terminal
+from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:
