@@ -17,11 +17,11 @@ from typing import Literal
 
 import numpy as np
 from _hybrid_simulation import Simulation, _Counted, rest_layer_ms
+from _model_shapes import ModelShape
 from _synthetic_routing import PREDICTION_NOISE, SPREAD
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Work
-from moegraft.operators.offload.devices.profiles import ModelShape
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 from moegraft.operators.speculative.schedule import Round, Schedule, Statistics

@@ -40,12 +40,13 @@ import numpy as np
 from _draft_bounds import Costs, DraftBound, Verification
 from _draft_simulation import DraftSimulation, DraftWay, Played, Text
 from _hybrid_simulation import Simulation, System, rest_layer_ms
+from _model_shapes import MODELS, ModelShape
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from record import RESULTS, write_rows
 
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile, ModelShape
+from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
 

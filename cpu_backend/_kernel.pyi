@@ -368,13 +368,6 @@ def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, st
 def cores_of_cpu_max(text: str) -> int:
     """Whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
 
-def partition_blocks(blocks: int, threads_of_nodes: list[int]) -> list[tuple[int, int]]:
-    """The range of row blocks that each NUMA node is to own, in proportion to its threads.
-
-    Raises:
-        ValueError: a negative count, or no thread at all.
-    """
-
 class LayerProblem(Protocol):
     """The fields of `operators.experts.scheduling.problem.LayerProblem`, which says what they mean."""
 
@@ -427,11 +420,3 @@ class Planner:
         """
     def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
         """What having each missing expert on the GPU would save (A,) ms, one after another in descending load."""
-
-def optimum(problem: LayerProblem) -> float:
-    """The shortest makespan of all splits, in ms, exact to rounding; for tests and benchmarks, as it takes up to seconds.
-
-    Raises:
-        ValueError: more than 16 experts in flight.
-        RuntimeError: the search grew beyond bounds.
-    """

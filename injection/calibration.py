@@ -24,7 +24,6 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.loader import CheckpointLoader, open_weights
-from moegraft.injection.checks import ExpertsLayer, draft_sparsity, experts_layer, sparsity_options
 from moegraft.injection.graft import Injection
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.injection.plan import Plan
@@ -33,6 +32,7 @@ from moegraft.injection.tokenizer import read_tokenizer
 from moegraft.injection.verify import compare_logits, injection_of
 from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, Calibration, calibrating, quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
+from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.sparsity import LayerSparsity, sparsity_of, whole
 from moegraft.operators.thresholds import (
@@ -519,9 +519,10 @@ def prepare_sparsity(the_plan: Plan, model: PreTrainedModel, folder: Path | None
 
 def _sparse_swaps(the_plan: Plan, model: PreTrainedModel, folder: Path | None) -> Iterable[_SparseSwap]:
     own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
-    draft = draft_sparsity(swap.options for swap in the_plan.swaps)
+    drafts = (swap.operator_type.draft_sparsity(swap.options) for swap in the_plan.swaps)
+    draft = next((share for share in drafts if share is not None), None)
     for swap in the_plan.swaps:
-        options = sparsity_options(swap.options)
+        options = swap.operator_type.sparsity_options(swap.options)
         if options is not None and (options.target or draft is not None):
             yield _SparseSwap(experts_layer(swap.module, model), options, options.thresholds or own, draft)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
     from moegraft.operators.context import InjectionContext
+    from moegraft.operators.thresholds import SparsityOptions
 
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 
@@ -32,6 +33,15 @@ class Footprint:
         return sum(self.by_device.values())
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedUse:
+    """What one rule replaces: the modules at `paths` by `operator` with `options`."""
+
+    operator: type[Operator]
+    options: Any
+    paths: Sequence[str]
+
+
 class Operator(nn.Module, ABC):
     """A module that replaces one of the model's own.
 
@@ -44,6 +54,10 @@ class Operator(nn.Module, ABC):
     kind: ClassVar[Kind]
     options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
     summary: ClassVar[str]  # one line for listings
+    # What the option `weights` may be, of an operator that packs weights and has that option.
+    weight_types: ClassVar[tuple[str, ...]] = ()
+    # Why decode steps with this operator cannot be captured in a CUDA graph; None where they can.
+    uncaptured: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod
@@ -81,12 +95,52 @@ class Operator(nn.Module, ABC):
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
 
+    def check(self) -> None:
+        """Check what depends on the other operators; called when all of the model are built, before weights are read.
+
+        Raises:
+            UnsupportedModelError: it cannot work with what the rules put into the model.
+        """
+
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         """Called once, when the whole model is loaded and in its place; this operator stands at `path`. Must not keep `model`."""
 
     def statistics(self) -> Mapping[str, object]:
         """What it did so far, by name, for programs that show it."""
         return {}
+
+    # ---- what planning and predictions ask; an operator that none of it applies to overrides nothing ----
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield options that the model or other rules contradict, such as `sparsity.target`, each with the reason.
+
+        Args:
+            use: what one rule gives to this operator.
+            uses: what all rules of the plan give to operators.
+            model: with its own modules, which may be on meta; some may have been refused by `unsupported_reason`.
+        """
+        return iter(())
+
+    @classmethod
+    def identity(cls, options: Any) -> str:
+        """Return the options that change what the model computes; keys and values are not reused by a model with others."""
+        return repr(options)
+
+    @classmethod
+    def sparsity_options(cls, options: Any) -> SparsityOptions | None:
+        """Return which neurons of experts `options` leave out; None where all are computed."""
+        return None
+
+    @classmethod
+    def draft_sparsity(cls, options: Any) -> float | None:
+        """Return the share of neurons that drafts leave out; None where they leave out no more than other steps."""
+        return None
+
+    @classmethod
+    def devices_wanted(cls, options: Any) -> frozenset[str]:
+        """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices."""
+        return frozenset()
 
 
 class InPlaceOperator(Operator):
@@ -95,6 +149,10 @@ class InPlaceOperator(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
         return Footprint({})
+
+    @classmethod
+    def identity(cls, options: Any) -> str:
+        return ""  # it computes what its module does, up to rounding
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
@@ -111,15 +169,7 @@ class ModelOperator(InPlaceOperator):
     """
 
     kind = "model"
-    uncaptured: ClassVar[str] = "an operator of the model's own decodes"  # why its decode steps cannot be captured
-
-    @abstractmethod
-    def check(self) -> None:
-        """Called when all operators of the model are built and no weight is read yet.
-
-        Raises:
-            UnsupportedModelError: it cannot work with what the rules put into the model.
-        """
+    uncaptured = "an operator of the model's own decodes"
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """The key-value cache that its `generate` would make, for who feeds one before; None: transformers' own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+WEIGHT_TYPES = Literal["bfloat16", "float16", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class QuantizedLinearOptions:
             and Triton it is the CPU, and the log says so. The GPU kernels have not run on a GPU yet.
     """
 
-    weights: Literal["bfloat16", "float16", "int8", "int4"] = "int8"
+    weights: WEIGHT_TYPES = "int8"
     gpu: str = "none"
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class QuantizedLinear(Operator):
     name = "quantized_linear"
     kind = "linear"
     options_type = QuantizedLinearOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "a linear layer with int8, int4 or 16-bit weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
 
     def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime, device: torch.device) -> None:
@@ -84,6 +86,14 @@ class QuantizedLinear(Operator):
     @classmethod
     def supports_weight_type(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
         return options.gpu == "none"
+
+    @classmethod
+    def identity(cls, options: QuantizedLinearOptions) -> str:
+        return options.weights
+
+    @classmethod
+    def devices_wanted(cls, options: QuantizedLinearOptions) -> frozenset[str]:
+        return frozenset() if options.gpu == "none" else frozenset({options.gpu})
 
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:

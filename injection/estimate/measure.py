@@ -19,9 +19,9 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.estimate.work import GpuRates
-from moegraft.injection.load import optimize_and_load
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from moegraft.injection.estimate.work import GpuBudget, Load, gpus_used, held_on_gpu, shares_experts
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.plan import Plan, Swap
-from moegraft.operators.kv_cache import WORKED_ON, QuantisedForm, QuantizedKvCache, QuantizedKvCacheOptions, group_of
+from moegraft.operators.cache_form import QuantisedForm
+from moegraft.operators.kv_cache import QuantizedKvCache, QuantizedKvCacheOptions, group_of
 from moegraft.operators.layout import read_layout
 from moegraft.operators.offload.options import MARGIN_BYTES, MARGIN_SHARE, kv_cache_bytes, token_bytes
 from moegraft.operators.structure import kinds
@@ -54,8 +55,7 @@ class KvCache:
     def nbytes(self, context: int, batch: int = 1) -> int:
         """For `batch` sequences of `context` tokens."""
         if self.form is not None:
-            held = sum(self.form.layer_bytes(layer.bytes_per_token, self.itemsize, context) for layer in self.layers)
-            return batch * (held + WORKED_ON * context * max(layer.bytes_per_token for layer in self.layers))
+            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
         kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
         per_sequence = sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
         return batch * per_sequence

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.injection.checks import experts_layer, sparsity_options
 from moegraft.injection.estimate.measure import Measurements, Rate
 from moegraft.injection.estimate.memory import GpuMemory, Shared
 from moegraft.injection.estimate.work import GpuRates, Load, Work, weight_type
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.routing import experts_per_token
+from moegraft.operators.experts_layer import experts_layer, experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, make_scheduler
+from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler
 
 # What has no rate of its own, and what is read as fast by kernels of about the same arithmetic.
 MEASURED_AS = {"float16": "bfloat16", "q4_k": "int4", "q6_k": "int8"}
@@ -122,7 +121,7 @@ class ExpertsLayer:
         return self._mean(tokens, self.schedule, self.resident, beside_ms)
 
     def _mean(self, tokens: int, schedule: Any, resident: float, beside_ms: float) -> float:
-        scheduler = make_scheduler(schedule)
+        scheduler = Scheduler(schedule)
         rng = np.random.default_rng(0)
         slots = round(resident * self.num_experts)
         times = []
@@ -209,7 +208,7 @@ def _layers(memory: GpuMemory, measured: Measurements, rates: GpuRates, meta_mod
         module = meta_model.skeleton.get_submodule(group.swaps[0].module)
         count = sum(parameter.numel() for parameter in module.parameters()) / group.num_experts
         options: Any = group.swaps[0].options
-        sparsity = sparsity_options(options)
+        sparsity = group.swaps[0].operator_type.sparsity_options(options)
         left_out = 0.0 if sparsity is None else experts_layer(group.swaps[0].module, meta_model.skeleton).routed_target(sparsity)
         neurons = None if sparsity is None else Neurons.without(left_out, gated=read_layout(module).gated)
         machine = MachineProfile(

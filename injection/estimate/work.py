@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moegraft.injection.checks import experts_layer, sparsity_options
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.plan import Plan, Swap
-from moegraft.injection.routing import experts_per_token
+from moegraft.operators.experts_layer import experts_layer, experts_per_token
 from moegraft.operators.machine import Machine
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.shared_overlap import SHARED_NAMES
@@ -200,7 +199,7 @@ def _replaced(swap: Swap, module: nn.Module, meta_model: MetaModel, on_gpu: bool
     device = "cpu" if not on_gpu else "shared" if shares_experts(swap) else "gpu" if held_on_gpu(swap) else "cpu"
     if not is_experts:
         return Work("linear", weights, size, count, 1.0, device=device)
-    sparsity = sparsity_options(swap.options)
+    sparsity = swap.operator_type.sparsity_options(swap.options)
     left_out = experts_layer(swap.module, meta_model.skeleton).routed_target(sparsity) if sparsity is not None else 0.0
     return Work("experts", weights, size, count, _share(module, meta_model), left_out, device)
 

@@ -8,26 +8,26 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.offload.executors import DraftRouting, GpuLayer
-from moegraft.operators.offload.model_experts import Member, ModelExperts
+from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
@@ -39,28 +39,6 @@ from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_fo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def forward_packed(
-    runtime: Runtime,
-    packed: PackedExperts,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    out: torch.Tensor,
-    sparsity: LayerSparsity | None,
-) -> None:
-    """Fills `out (T, H)`; all tensors are on the CPU and contiguous, ids int64 and weights float32."""
-    arrays = (as_array(hidden_states), top_k_index.numpy(), as_array(top_k_weights), as_array(out))
-    if sparsity is None:
-        runtime.forward(packed, *arrays)
-        return
-    sparsity.begin(len(hidden_states))
-    acted = None if sparsity.observer is None else np.empty((*top_k_index.shape, packed.shape.intermediate), np.float32)
-    now = sparsity.in_force()
-    runtime.forward(packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
-    if sparsity.observer is not None and acted is not None:
-        sparsity.observer(top_k_index, torch.from_numpy(acted))
 
 
 StoredType = Literal["float32", "float16", "bfloat16"]
@@ -124,13 +102,6 @@ def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
     return STORED_TYPES[dtype] if options.weights == "stored" else options.weights
 
 
-def _computed(
-    operator: weakref.ref[HybridExperts], hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor | None:
-    alive = operator()
-    return None if alive is None else alive.compute(hidden_states, top_k_index, top_k_weights)
-
-
 class HybridExperts(Operator):
     """The experts of one layer: `forward(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`.
 
@@ -142,6 +113,7 @@ class HybridExperts(Operator):
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
@@ -151,7 +123,7 @@ class HybridExperts(Operator):
         runtime: Runtime,
         draft: DraftSwitch,
         sparsity: LayerSparsity | None = None,
-        group: ModelExperts | None = None,
+        engines: ModelEngines | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -161,9 +133,9 @@ class HybridExperts(Operator):
         self._runtime = runtime
         self._draft = draft
         self._packed: PackedExperts | None = None
-        self._group = group
-        self._number_in_group = -1 if group is None else group.join()
-        self._on_gpu: GpuLayer | None = None
+        self._engines = engines
+        self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
+        self.gpu_layer: GpuLayer | None = None
         self._number = register_experts(self)
 
     @classmethod
@@ -174,6 +146,23 @@ class HybridExperts(Operator):
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
         # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
         return options.gpu == "none" and options.sparsity is None
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: HybridExpertsOptions) -> str:
+        return f"{options.weights} {options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
+        gpu = options.on_gpu
+        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+
+    @classmethod
+    def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
+        return options.sparsity
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -192,10 +181,8 @@ class HybridExperts(Operator):
         draft = context.draft_switch
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        group = None
-        if options.on_gpu is not None:
-            group = context.gpu_groups.group(options.on_gpu, runtime, context.cache_form)
-        return cls(read_layout(module), options, runtime, draft, sparsity, group)
+        engines = None if options.on_gpu is None else context.gpu_engines
+        return cls(read_layout(module), options, runtime, draft, sparsity, engines)
 
     @property
     def weight_type(self) -> str | None:
@@ -205,7 +192,7 @@ class HybridExperts(Operator):
     def placement(self) -> str:
         runtime = self._runtime
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
-        where = "" if self._on_gpu is None else f" and {self._on_gpu.describe()}"
+        where = "" if self.gpu_layer is None else f" and {self.gpu_layer.describe()}"
         return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}"
 
     def statistics(self) -> Mapping[str, object]:
@@ -229,22 +216,26 @@ class HybridExperts(Operator):
         self._packed = packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._group is None:
+        if self._engines is None:
             return
-        assert self._packed is not None, "ready after load"
+        assert self._packed is not None, "weights are loaded before the model is"
         shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
-        operator = weakref.ref(self)  # the group outlives no model, but must not keep its layers either
+        weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
+
+        def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
+            operator = weak_self()
+            return None if operator is None else operator.compute(hidden_states, top_k_index, top_k_weights)
 
         def attach(layer: GpuLayer) -> None:
-            alive = operator()
-            if alive is None:
+            operator = weak_self()
+            if operator is None:
                 return
-            alive._on_gpu = layer
+            operator.gpu_layer = layer
             if shared is not None:
-                layer.share(shared, partial(_computed, operator))
+                layer.overlap(shared, compute)
 
-        member = Member(self._packed, self.sparsity, router_of(model, path), attach)
-        self._group.ready(self._number_in_group, member, model.config, model.dtype)
+        loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
+        self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):
@@ -287,31 +278,33 @@ class HybridExperts(Operator):
         return self.compute(hidden_states, top_k_index, top_k_weights)
 
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """What `forward` does, outside of any graph."""
+        """What `forward` does outside of a traced graph."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        beside = None if self._on_gpu is None else self._on_gpu.beside
-        done = None if beside is None else beside.ready(hidden_states, top_k_index, top_k_weights)
-        if done is not None:
-            return done
-        settings, whole = self._draft.settings, top_k_index
-        top_k_index, top_k_weights = self._narrowed(top_k_index, top_k_weights)
-        observed = self.sparsity is not None and self.sparsity.observer is not None  # only the CPU's kernel shows activations
-        if self._on_gpu is not None and len(hidden_states) and not observed:
-            draft = None if settings is None else DraftRouting(settings, whole)
-            return self._on_gpu.forward(hidden_states, top_k_index, top_k_weights, draft)
+        gpu = self.gpu_layer
+        if gpu is not None and gpu.shared_overlap is not None:
+            routed = gpu.shared_overlap.take_routed(hidden_states, top_k_index, top_k_weights)
+            if routed is not None:
+                return routed
+        sparsity = self.sparsity
+        observer = None if sparsity is None else sparsity.observer  # only the CPU's kernel has the activations
+        if gpu is not None and len(hidden_states) and observer is None:
+            return gpu.forward(hidden_states, top_k_index, top_k_weights)
+        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
-        routed = torch.empty_like(tokens)
+        out = torch.empty_like(tokens)
         index = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
-        forward_packed(self._runtime, self._packed, tokens, index, weights, routed, self.sparsity)
-        return routed.to(hidden_states.device, hidden_states.dtype)
-
-    def _narrowed(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routing as a draft has it, while one is drawn."""
-        settings = self._draft.settings
-        if settings is not None and settings.resident and self._on_gpu is not None:
-            return self._on_gpu.narrow(top_k_index, top_k_weights, settings, self._draft.say_once)
-        return self._draft.narrow(top_k_index, top_k_weights)
+        arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
+        if sparsity is None:
+            self._runtime.forward(self._packed, *arrays)
+        else:
+            sparsity.begin(len(tokens))
+            acted = None if observer is None else np.empty((*index.shape, self._packed.shape.intermediate), np.float32)
+            now = sparsity.in_force()
+            self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
+            if observer is not None and acted is not None:
+                observer(index, torch.from_numpy(acted))
+        return out.to(hidden_states.device, hidden_states.dtype)
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import nn
 
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.kernels.availability import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
@@ -116,6 +117,22 @@ class SparseExperts(Operator):
         if reason is not None:
             return f"sparse_experts computes on a CUDA GPU, and {reason}; hybrid_experts takes 'sparsity' on the CPU, too"
         return why_unsupported(module)
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: SparseExpertsOptions) -> str:
+        return f"{options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: SparseExpertsOptions) -> frozenset[str]:
+        return frozenset({options.gpu})
+
+    @classmethod
+    def sparsity_options(cls, options: SparseExpertsOptions) -> SparsityOptions:
+        return options.sparsity
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from moegraft.operators.kv_cache import WORKED_ON, QuantisedForm
+from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
@@ -113,7 +113,7 @@ class GpuOptions:
         return self.decode == "graph" or (self.decode == "auto" and self.schedule not in ("all_cpu", "on_demand"))
 
     @property
-    def loading_ahead(self) -> PrefetchOptions:
+    def effective_prefetch(self) -> PrefetchOptions:
         """`prefetch`, which is none for the schedules that bring nothing: theirs is a map made once."""
         if self.schedule in ("fixed", "layer_map", "all_cpu"):
             return PrefetchOptions(policy="none", promote=False)
@@ -166,7 +166,7 @@ def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, f
     per_token = [token_bytes(layer, dtype) for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers]
     if form is None:
         return context * sum(per_token)
-    return sum(form.layer_bytes(size, dtype.itemsize, context) for size in per_token) + WORKED_ON * max(per_token) * context
+    return form.cache_bytes(per_token, dtype.itemsize, context)
 
 
 def token_bytes(layer: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -135,6 +135,10 @@ class SpeculativeDraft(ModelOperator):
         return why_model_not_rewindable(module.config)
 
     @classmethod
+    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
+        return options.draft_sparsity
+
+    @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
         return cls(options, context.draft_switch)
 

@@ -18,7 +18,7 @@ import torch
 from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
-from moegraft.cpu_backend._kernel import cores_of_cpu_max, partition_blocks, select_isas
+from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isas
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -123,23 +123,6 @@ def test_work_runs_on_the_threads_that_pytorch_computes_with() -> None:
 )
 def test_container_quota(text: str, cores: int) -> None:
     assert cores_of_cpu_max(text) == cores
-
-
-@pytest.mark.parametrize(
-    ("blocks", "threads"),
-    [(64, [8]), (64, [8, 8]), (65, [8, 4, 4]), (3, [4, 4]), (0, [1, 1]), (24, [2, 0, 2])],
-)
-def test_each_row_block_has_one_node(blocks: int, threads: list[int]) -> None:
-    # Among the cases: fewer blocks than threads, and a node without threads.
-    ranges = partition_blocks(blocks, threads)
-    assert [block for first, end in ranges for block in range(first, end)] == list(range(blocks))
-    for (first, end), count in zip(ranges, threads, strict=True):
-        assert abs((end - first) - blocks * count / sum(threads)) < 1
-
-
-def test_a_partition_needs_a_thread() -> None:
-    with pytest.raises(ValueError, match="no node has a thread"):
-        partition_blocks(4, [0, 0])
 
 
 def refused(change: Callable[[dict], None], error: type[Exception], message: str) -> None:  # type: ignore[type-arg]

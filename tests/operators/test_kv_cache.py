@@ -1,4 +1,4 @@
-"""`quantized_kv_cache`: `generate` over transformers' quantised cache, by each backend that is installed, and what it refuses."""
+"""`quantized_kv_cache`: `generate` over transformers' quantised cache, by each backend that is installed, and what it rejects."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def followed(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Ten
 
 def held_bytes(value: Any) -> int:
     """Of tensors anywhere within, those of quanto's packed ones included."""
-    if hasattr(value, "_data"):  # quanto's, which says it is as large as what it stands for
+    if hasattr(value, "_data"):  # quanto's, which reports the size of what it represents
         return sum(held_bytes(getattr(value, name)) for name in ("_data", "_scale", "_shift") if hasattr(value, name))
     if isinstance(value, torch.Tensor):
         return value.nbytes
@@ -117,13 +117,13 @@ def test_generate_makes_one_for_each_call(load, caplog: pytest.LogCaptureFixture
 
 
 @HQQ
-def test_calls_that_want_another_cache_get_it_and_the_log_says_so_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_calls_that_need_another_cache_get_it_and_a_warning_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     model, expected = load(), answer(stock()).sequences
     calls: list[tuple[Callable[[], dict[str, Any]], str]] = [
         (lambda: {"past_key_values": DynamicCache(config=model.config)}, "one of its own (DynamicCache)"),
         (lambda: {"cache_implementation": "static", "disable_compile": True}, "a cache of kind static"),
         (lambda: {"use_cache": False}, "asks for none"),
-        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out"),
+        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out of it again"),
     ]
     for arguments, reason in calls:
         caplog.clear()
@@ -197,18 +197,18 @@ def test_other_layers_are_refused_by_name(model_type: str, reason: str, load) ->
         load(model_type, "backend: fp8")
 
 
-def test_a_package_that_is_missing_is_named_with_the_mend(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_package_is_named_with_the_fix(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(kv_options, "_is_installed", lambda module: False)
-    for backend, mend in (("hqq", r"moegraft\[kv-cache\]"), ("quanto", r"moegraft\[kv-quanto\]")):
-        with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*is not installed; install it with pip install '{mend}'"):
+    for backend, fix in (("hqq", r"moegraft\[kv-cache\]"), ("quanto", r"moegraft\[kv-quanto\]")):
+        with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*is not installed; install it with pip install '{fix}'"):
             load(options=f"backend: {backend}")
 
 
-def test_a_kernel_that_does_not_compile_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("Ninja is required to load C++ extensions\nand more")
 
-    monkeypatch.setattr("moegraft.operators.kv_cache._try_quanto", broken)
+    monkeypatch.setattr("moegraft.operators.kv_cache._compile_quanto", broken)
     with pytest.raises(
         UnsupportedModelError, match=r"cannot compile its kernel here \(Ninja is required to load C\+\+ extensions\); install"
     ):
@@ -218,9 +218,9 @@ def test_a_kernel_that_does_not_compile_is_named_with_the_mend(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("bits: 3", "bits with 'backend: hqq' must be 2, 4 or 8, not 3"),
+        ("bits: 3", "bits with 'backend: hqq' must be 2 or 4 or 8, not 3"),
         ("backend: quanto, bits: 8", "must be 2 or 4, not 8"),
-        ("backend: fp8, residual: 5", "'residual' cannot go with it"),
+        ("backend: fp8, residual: 5", "remove 'residual'"),
         ("group: 0", "group must be 1 or more"),
         ("group: 24", "groups of 24; write 'group: 16'"),  # heads are 16 wide
         ("group: 16, bits: 2", "groups of 16; write 'group: 8'"),  # two groups a token fill half a byte

@@ -1,4 +1,4 @@
-#include "bindings/arrays.h"
+#include "bindings/bindings.h"
 
 #include <cstdio>
 
@@ -31,7 +31,8 @@ void require_layout(const py::array& array, const char* name, py::ssize_t dims) 
 
 void require_dtype(const py::array& array, const char* name, char kind, py::ssize_t bytes, const char* expected) {
   if (!is_dtype(array, kind, bytes))
-    throw py::type_error(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() + " where " + expected + " is expected");
+    throw py::type_error(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() + " where " + expected +
+                         " is expected");
 }
 
 WeightType float_type_of(const py::array& array, const char* name) {

@@ -1,9 +1,7 @@
-#include "bindings/attention.h"
+#include "bindings/bindings.h"
 
 #include <cmath>
 #include <string>
-
-#include "bindings/arrays.h"
 
 namespace py = pybind11;
 
@@ -12,7 +10,8 @@ namespace {
 
 void require_columns(const py::array& array, const char* name) {
   if (array.ndim() != 4) refuse(std::string(name) + " has shape " + shape_text(array) + " where 4 dimensions are expected");
-  if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != array.itemsize()) refuse(std::string(name) + ": its last dimension is not contiguous");
+  if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != array.itemsize())
+    refuse(std::string(name) + ": its last dimension is not contiguous");
   for (int i = 0; i < 3; ++i)
     if (array.strides(i) % array.itemsize() != 0) refuse(std::string(name) + ": a stride is no multiple of its elements");
 }
@@ -24,8 +23,8 @@ HeadsView view_of(const py::array& array) {
 
 void require_shape(const py::array& array, const char* name, py::ssize_t batch, py::ssize_t heads, py::ssize_t rows) {
   if (array.shape(0) != batch || array.shape(1) != heads || array.shape(2) != rows)
-    refuse(std::string(name) + " has shape " + shape_text(array) + " where (" + std::to_string(batch) + ", " + std::to_string(heads) + ", " +
-           std::to_string(rows) + ", columns) is expected");
+    refuse(std::string(name) + " has shape " + shape_text(array) + " where (" + std::to_string(batch) + ", " + std::to_string(heads) +
+           ", " + std::to_string(rows) + ", columns) is expected");
 }
 
 MaskView mask_of(const AttentionCall& call, ActivationType type) {
@@ -35,12 +34,16 @@ MaskView mask_of(const AttentionCall& call, ActivationType type) {
   require_columns(mask, "mask");
   const bool shown = mask.dtype().kind() == 'b';
   if (!shown && activation_type_of(mask, "mask") != type) throw py::type_error("mask is neither bool nor of the query's dtype");
-  if (mask.shape(2) != call.query.shape(2) || mask.shape(3) != call.key.shape(2) || (mask.shape(0) != 1 && mask.shape(0) != call.query.shape(0)) ||
-      (mask.shape(1) != 1 && mask.shape(1) != call.query.shape(1)))
+  if (mask.shape(2) != call.query.shape(2) || mask.shape(3) != call.key.shape(2) ||
+      (mask.shape(0) != 1 && mask.shape(0) != call.query.shape(0)) || (mask.shape(1) != 1 && mask.shape(1) != call.query.shape(1)))
     refuse("mask has shape " + shape_text(mask) + " where (1 or batch, 1 or heads, " + std::to_string(call.query.shape(2)) + ", " +
            std::to_string(call.key.shape(2)) + ") is expected");
   const HeadsView view = view_of(mask);
-  return {shown ? MaskKind::kBool : MaskKind::kAdded, view.data, mask.shape(0) == 1 ? 0 : view.batch_stride, view.head_stride, view.row_stride,
+  return {shown ? MaskKind::kBool : MaskKind::kAdded,
+          view.data,
+          mask.shape(0) == 1 ? 0 : view.batch_stride,
+          view.head_stride,
+          view.row_stride,
           static_cast<int>(mask.shape(1))};
 }
 
@@ -61,16 +64,20 @@ void attention(Runtime& runtime, const AttentionCall& call) {
   require_columns(call.value, "value");
   require_columns(call.out, "out");
   const ActivationType type = activation_type_of(call.query, "query");
-  if (activation_type_of(call.key, "key") != type || activation_type_of(call.value, "value") != type || activation_type_of(call.out, "out") != type)
+  if (activation_type_of(call.key, "key") != type || activation_type_of(call.value, "value") != type ||
+      activation_type_of(call.out, "out") != type)
     throw py::type_error("query, key, value and out differ in dtype");
   const py::ssize_t batch = call.query.shape(0), heads = call.query.shape(1), queries = call.query.shape(2);
   const py::ssize_t kv_heads = call.key.shape(1), keys = call.key.shape(2);
-  if (kv_heads < 1 || heads % kv_heads != 0) refuse(std::to_string(heads) + " query heads do not share " + std::to_string(kv_heads) + " key heads evenly");
+  if (kv_heads < 1 || heads % kv_heads != 0)
+    refuse(std::to_string(heads) + " query heads do not share " + std::to_string(kv_heads) + " key heads evenly");
   require_shape(call.key, "key", batch, kv_heads, keys);
   require_shape(call.value, "value", batch, kv_heads, keys);
   require_shape(call.out, "out", batch, queries, heads);
-  if (call.key.shape(3) != call.query.shape(3)) refuse("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
-  if (call.out.shape(3) != call.value.shape(3)) refuse("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
+  if (call.key.shape(3) != call.query.shape(3))
+    refuse("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
+  if (call.out.shape(3) != call.value.shape(3))
+    refuse("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
   if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) refuse("out must be C-contiguous and writeable");
   if (call.causal && queries > keys) refuse("causal needs a key for each query");
   if (!(call.scale > 0.0f) || !std::isfinite(call.scale)) refuse("scale must be positive");

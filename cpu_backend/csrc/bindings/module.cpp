@@ -9,13 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "bindings/arrays.h"
-#include "bindings/attention.h"
-#include "bindings/ops.h"
-#include "bindings/scheduler.h"
-#include "bindings/weights.h"
+#include "bindings/bindings.h"
 #include "core/machine.h"
-#include "core/partition.h"
 #include "core/runtime.h"
 #include "simd/isa.h"
 
@@ -58,36 +53,47 @@ float* acted_values(const py::object& object, const py::array& top_k_index, int 
   require_layout(array, "acted", 3);
   require_dtype(array, "acted", 'f', 4, "float32");
   if (array.shape(0) != top_k_index.shape(0) || array.shape(1) != top_k_index.shape(1) || array.shape(2) != intermediate)
-    refuse("acted has shape " + shape_text(array) + " where that of top_k_index, " + shape_text(top_k_index) + ", and " + std::to_string(intermediate) +
-           " neurons are expected");
+    refuse("acted has shape " + shape_text(array) + " where that of top_k_index, " + shape_text(top_k_index) + ", and " +
+           std::to_string(intermediate) + " neurons are expected");
   if (!array.writeable()) refuse("acted is read-only");
   return static_cast<float*>(const_cast<void*>(array.data()));
 }
 
-ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states, const py::array& top_k_index, const py::array& top_k_weights,
-                         const py::array& out, const SparseKeywords& sparse) {
+ForwardArgs forward_args(const PyExperts& packed, const py::array& hidden_states, const py::array& top_k_index,
+                         const py::array& top_k_weights, const py::array& out, const SparseKeywords& sparse) {
   const PackedExperts& experts = *packed.experts;
   require_layout(hidden_states, "hidden_states", 2);
   const ActivationType type = activation_type_of(hidden_states, "hidden_states");
   const py::ssize_t tokens = hidden_states.shape(0);
   if (hidden_states.shape(1) != experts.shape().hidden)
-    refuse("hidden_states has shape " + shape_text(hidden_states) + " where (tokens, " + std::to_string(experts.shape().hidden) + ") is expected");
+    refuse("hidden_states has shape " + shape_text(hidden_states) + " where (tokens, " + std::to_string(experts.shape().hidden) +
+           ") is expected");
   require_layout(top_k_index, "top_k_index", 2);
   require_dtype(top_k_index, "top_k_index", 'i', 8, "int64");
   require_layout(top_k_weights, "top_k_weights", 2);
   require_dtype(top_k_weights, "top_k_weights", 'f', 4, "float32");
   if (top_k_index.shape(0) != tokens)
-    refuse("top_k_index has shape " + shape_text(top_k_index) + " where (" + std::to_string(tokens) + ", K) is expected: one row for each token");
+    refuse("top_k_index has shape " + shape_text(top_k_index) + " where (" + std::to_string(tokens) +
+           ", K) is expected: one row for each token");
   if (top_k_weights.shape(0) != tokens || top_k_weights.shape(1) != top_k_index.shape(1))
-    refuse("top_k_weights has shape " + shape_text(top_k_weights) + " where that of top_k_index, " + shape_text(top_k_index) + ", is expected");
+    refuse("top_k_weights has shape " + shape_text(top_k_weights) + " where that of top_k_index, " + shape_text(top_k_index) +
+           ", is expected");
   check_out(out, hidden_states, experts.shape().hidden);
   if (!(sparse.threshold >= 0.0f)) refuse("threshold is " + number_text(sparse.threshold) + "; it must be at least 0");
   const bool asked = sparse.threshold > 0.0f || !sparse.neuron_counts.is_none() || !sparse.acted.is_none();
   if (asked && experts.kind() != LayoutKind::kSparse)
     refuse((sparse.threshold > 0.0f ? "threshold is " + number_text(sparse.threshold) : "neurons are to be counted or shown") +
            " but the experts are dense; pack them with PackedExperts(..., sparse=True)");
-  return {&experts, hidden_states.data(), static_cast<const std::int64_t*>(top_k_index.data()), static_cast<const float*>(top_k_weights.data()),
-          const_cast<void*>(out.data()), type, tokens, static_cast<int>(top_k_index.shape(1)), sparse.threshold, count_values(sparse.neuron_counts),
+  return {&experts,
+          hidden_states.data(),
+          static_cast<const std::int64_t*>(top_k_index.data()),
+          static_cast<const float*>(top_k_weights.data()),
+          const_cast<void*>(out.data()),
+          type,
+          tokens,
+          static_cast<int>(top_k_index.shape(1)),
+          sparse.threshold,
+          count_values(sparse.neuron_counts),
           acted_values(sparse.acted, top_k_index, experts.shape().intermediate)};
 }
 
@@ -110,8 +116,9 @@ class PyRuntime {
     runtime_->forward(args);
   }
 
-  std::uint64_t submit(const py::object& experts, const py::array& hidden_states, const py::array& top_k_index, const py::array& top_k_weights,
-                       const py::array& out, float threshold, const py::object& neuron_counts, const py::object& acted) {
+  std::uint64_t submit(const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
+                       const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
+                       const py::object& acted) {
     const ForwardArgs args =
         forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, {threshold, neuron_counts, acted});
     const std::uint64_t ticket = runtime_->submit(args);
@@ -130,7 +137,8 @@ class PyRuntime {
   void linear(const PackedLinear& linear, const py::array& x, const py::array& out) {
     require_layout(x, "x", 2);
     const ActivationType type = activation_type_of(x, "x");
-    if (x.shape(1) != linear.cols()) refuse("x has shape " + shape_text(x) + " where (tokens, " + std::to_string(linear.cols()) + ") is expected");
+    if (x.shape(1) != linear.cols())
+      refuse("x has shape " + shape_text(x) + " where (tokens, " + std::to_string(linear.cols()) + ") is expected");
     check_out(out, x, linear.rows());
     const LinearArgs args = {&linear, x.data(), const_cast<void*>(out.data()), type, x.shape(0)};
     py::gil_scoped_release release;
@@ -151,10 +159,18 @@ class PyRuntime {
   }
 
   void route_at(const PyRouter& router, Address x, Address weight, std::int64_t tokens, Address logits, Address weights, Address index) {
-    const RouterArgs args = {at(x),      at(weight),         router.logit_bias.empty() ? nullptr : router.logit_bias.data(),
-                             router.type, tokens,             router.hidden,
-                             router.rounds_logits, router.selection, at(logits),
-                             router.logits_type, at(weights), router.weights_type,
+    const RouterArgs args = {at(x),
+                             at(weight),
+                             router.logit_bias.empty() ? nullptr : router.logit_bias.data(),
+                             router.type,
+                             tokens,
+                             router.hidden,
+                             router.rounds_logits,
+                             router.selection,
+                             at(logits),
+                             router.logits_type,
+                             at(weights),
+                             router.weights_type,
                              at<std::int64_t>(index)};
     py::gil_scoped_release release;
     runtime_->route(args);
@@ -206,33 +222,35 @@ void bind_runtime(py::module_& module) {
       .def_static("compiled_isas", &compiled_isas)
       .def_static("default_isa", [] { return select_kernels(detect_cpu(), "").name(); })
       .def("forward", &PyRuntime::forward, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f, "neuron_counts"_a = py::none(),
-           "acted"_a = py::none())
+           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f,
+           "neuron_counts"_a = py::none(), "acted"_a = py::none())
       .def("submit", &PyRuntime::submit, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f, "neuron_counts"_a = py::none(),
-           "acted"_a = py::none())
+           py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f,
+           "neuron_counts"_a = py::none(), "acted"_a = py::none())
       .def("wait", &PyRuntime::wait, "ticket"_a)
       .def("linear", &PyRuntime::linear, "linear"_a, py::arg("x").noconvert(), py::arg("out").noconvert())
       .def("linear_at", &PyRuntime::linear_at, "linear"_a, "element_type"_a, "x"_a, "tokens"_a, "out"_a)
       .def("norm_at", &PyRuntime::norm_at, "norm"_a, "x"_a, "weight"_a, "rows"_a, "out"_a)
       .def("route_at", &PyRuntime::route_at, "router"_a, "x"_a, "weight"_a, "tokens"_a, "logits"_a, "weights"_a, "index"_a)
-      .def("attention", [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
-                           const py::object& mask, bool causal, float softcap, const py::object& sinks) {
-             attention(self.get(), {query, key, value, out, mask, sinks, scale, softcap, causal});
-           }, py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), py::arg("out").noconvert(), py::kw_only(),
-           "scale"_a, "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none())
+      .def(
+          "attention",
+          [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
+             const py::object& mask, bool causal, float softcap,
+             const py::object& sinks) { attention(self.get(), {query, key, value, out, mask, sinks, scale, softcap, causal}); },
+          py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), py::arg("out").noconvert(), py::kw_only(),
+          "scale"_a, "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none())
       .def("host_function", [](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
                                  const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {
-          const ForwardArgs args =
-              forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out, {threshold, neuron_counts, py::none()});
+          const ForwardArgs args = forward_args(experts.cast<const PyExperts&>(), hidden_states, top_k_index, top_k_weights, out,
+                                                {threshold, neuron_counts, py::none()});
           return std::make_unique<PyHostCall>(self.cast<PyRuntime&>(), args,
                                               py::make_tuple(self, experts, hidden_states, top_k_index, top_k_weights, out, neuron_counts));
         };
         return py::make_tuple(reinterpret_cast<std::uintptr_t>(&HostCall::run),
                               py::cpp_function(make, "experts"_a, py::arg("hidden_states").noconvert(), py::arg("top_k_index").noconvert(),
-                                               py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(), "threshold"_a = 0.0f,
-                                               "neuron_counts"_a = py::none()));
+                                               py::arg("top_k_weights").noconvert(), py::arg("out").noconvert(), py::kw_only(),
+                                               "threshold"_a = 0.0f, "neuron_counts"_a = py::none()));
       });
 }
 
@@ -249,16 +267,14 @@ PYBIND11_MODULE(_kernel, module) {
     return names;
   });
   module.def("default_threads", &default_threads);
-  module.def("select_isas", [](const std::set<std::string>& features, const std::string& wanted) {
-    const SelectedKernels selected = select_kernels(cpu_with(features), wanted);
-    return std::make_pair(selected.name(), tile_isas(selected));
-  }, "features"_a, "wanted"_a = "");
+  module.def(
+      "select_isas",
+      [](const std::set<std::string>& features, const std::string& wanted) {
+        const SelectedKernels selected = select_kernels(cpu_with(features), wanted);
+        return std::make_pair(selected.name(), tile_isas(selected));
+      },
+      "features"_a, "wanted"_a = "");
   module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);
-  module.def("partition_blocks", [](int blocks, const std::vector<int>& threads_of_nodes) {
-    std::vector<std::pair<int, int>> ranges;
-    for (const UnitRange& range : partition_blocks(blocks, threads_of_nodes)) ranges.emplace_back(range.first, range.end);
-    return ranges;
-  }, "blocks"_a, "threads_of_nodes"_a);
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
 }
 

@@ -28,8 +28,7 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
         return
     injection = loaded.model.moegraft
     assert isinstance(injection, Injection), "a model that was loaded by rules"
-    groups = injection.context.gpu_groups
-    engines = [engine for group in groups for engine in group.engines]
+    engines = list(injection.context.gpu_engines)
     drafts = injection.model_operator if isinstance(injection.model_operator, SpeculativeDraft) else None
     if not engines and drafts is None:
         terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
@@ -38,7 +37,7 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
     write_trace(path, [])
     timelines = [Timeline(engine.device.name) for engine in engines]
     for engine, timeline in zip(engines, timelines, strict=True):
-        engine.observer.timeline = timeline
+        engine.timings.timeline = timeline
     clocks = [(timeline, engine.device.now_ms) for engine, timeline in zip(engines, timelines, strict=True)]
     if not engines:
         timelines = [Timeline("CPU")]
@@ -52,8 +51,8 @@ def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterat
             drafts.spans = unseen
         for engine in engines:
             engine.device.synchronize()
-            engine.observer.collect()
-            engine.observer.timeline = None
+            engine.timings.collect()
+            engine.timings.timeline = None
         write_trace(path, timelines)
         spans = sum(len(timeline.spans) for timeline in timelines)
         terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")

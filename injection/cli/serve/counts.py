@@ -33,9 +33,8 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
 
 def engine_statistics(injection: Injection) -> Iterator[tuple[str, EngineStatistics]]:
     """Of each device that experts share, by its name."""
-    for group in injection.context.gpu_groups:
-        for engine in group.engines:
-            yield engine.device.name, engine.statistics
+    for engine in injection.context.gpu_engines:
+        yield engine.device.name, engine.statistics
 
 
 def work_counts(model: PreTrainedModel) -> Counts:

@@ -68,8 +68,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
-    (group,) = model.moegraft.context.gpu_groups
-    return [engine.statistics for engine in group.engines]
+    return [engine.statistics for engine in model.moegraft.context.gpu_engines]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

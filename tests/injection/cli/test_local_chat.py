@@ -139,7 +139,7 @@ def test_what_the_plan_warns_of_is_said_once(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.injection.load.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
+    monkeypatch.setattr("moegraft.injection.graft.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
     message = refused(run("--prompt", "hello", "--quiet"))
     assert "memory" in message and message.count("\n") == 1
 

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.loading_devices import DEVICES
-from support.loading_rig import LINK, WORK, Rig, make_device
+from support.transfer_harness import DEVICES, LINK, WORK, Harness, advance, make_device
 
 from moegraft.operators.offload.devices.base import Device
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotTable
+from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotState, SlotTable
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 WORLDS, ROUNDS, SPLIT = 1000, 100, 4
@@ -31,8 +30,10 @@ class World:
     def __init__(self, seed: int, device: Device) -> None:
         self.random = random.Random(seed)
         capacity = self.random.choice([0, 1, 2, 3, 5, (1, 3)])
-        self.rig = Rig(device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"]))
-        self.rig.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
+        self.harness = Harness(
+            device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"])
+        )
+        self.harness.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
         self.asked: list[Transfer] = []
         self.waits = True  # before reading what was demanded
 
@@ -43,47 +44,47 @@ class World:
             )[0]
             call()
         self.asked.clear()
-        self.rig.settle()
-        self.rig.check()
+        self.harness.settle()
+        self.harness.check()
 
     def step(self) -> None:
         """What an engine does with a layer: pin what is there, demand some of the rest, read all, let go."""
-        rig, draw = self.rig, self.random.random
+        harness, draw = self.harness, self.random.random
         layer, chosen = self.random.randrange(2), self.random.sample(range(5), 3)
-        pin = rig.slots.pin(layer, chosen)
+        pin = harness.slots.pin(layer, chosen)
         demands = []
         for expert, slot in zip(chosen, pin.slots, strict=True):
             if slot >= 0:
-                rig.read(layer, expert, slot)
+                harness.read(layer, expert, slot)
             elif draw() < 0.7:
-                demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+                demand = harness.queue.request(layer, expert, Urgency.DEMAND)
                 if demand is not None:
                     demands.append(demand)
         early = draw() < 0.5
         if early:
-            rig.slots.release(pin, rig.after())
+            harness.slots.release(pin, harness.after())
         for demand in demands:
             if self.waits:
-                rig.compute.wait(demand.ready())
-            rig.read(layer, demand.expert, demand.slot)
-            rig.queue.release(demand, rig.after())
+                harness.compute.wait(demand.ready())
+            harness.read(layer, demand.expert, demand.slot)
+            harness.queue.release(demand, harness.after())
         if not early:
-            rig.slots.release(pin, rig.after())
+            harness.slots.release(pin, harness.after())
 
     def stream(self) -> None:
         """As in a prefill: more demands than slots, each read and let go before the next is asked for."""
-        rig, layer = self.rig, self.random.randrange(2)
+        harness, layer = self.harness, self.random.randrange(2)
         for expert in self.random.sample(range(5), 3):
-            demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+            demand = harness.queue.request(layer, expert, Urgency.DEMAND)
             assert demand is not None, "the slot of the one before can be had"
             if self.waits:
-                rig.compute.wait(demand.ready())
-            rig.read(layer, expert, demand.slot)
-            rig.queue.release(demand, rig.after())
+                harness.compute.wait(demand.ready())
+            harness.read(layer, expert, demand.slot)
+            harness.queue.release(demand, harness.after())
 
     def prefetch(self) -> None:
         urgency = self.random.choice([Urgency.NEXT, Urgency.DEEPER, Urgency.PROMOTION])
-        transfer = self.rig.queue.request(self.random.randrange(2), self.random.randrange(5), urgency)
+        transfer = self.harness.queue.request(self.random.randrange(2), self.random.randrange(5), urgency)
         if transfer is not None:
             self.asked.append(transfer)
 
@@ -91,17 +92,17 @@ class World:
         if self.asked:
             transfer = self.random.choice(self.asked)
             if not transfer.pins:
-                self.rig.queue.cancel(transfer)
+                self.harness.queue.cancel(transfer)
 
     def replan(self) -> None:
-        self.rig.queue.replan(started=self.random.random() < 0.5)
+        self.harness.queue.replan(started=self.random.random() < 0.5)
 
     def keep(self) -> None:
-        self.rig.slots.set_keep(self.random.randrange(2), self.random.sample(range(5), 2))
+        self.harness.slots.set_keep(self.random.randrange(2), self.random.sample(range(5), 2))
 
     def work(self) -> None:
-        self.rig.device.advance(self.random.random() * 0.3)
-        self.rig.device.launch(self.rig.compute, None, WORK)
+        advance(self.harness.device, self.random.random() * 0.3)
+        self.harness.device.launch(self.harness.compute, None, WORK)
 
 
 def play(seed: int, rounds: int, *, waits: bool = True) -> int:
@@ -113,8 +114,8 @@ def play(seed: int, rounds: int, *, waits: bool = True) -> int:
             world.round()
         except AssertionError as error:
             raise AssertionError(f"world {seed}, round {number}: {error}") from error
-    reads = world.rig.reads
-    world.rig.close()
+    reads = world.harness.reads
+    world.harness.close()
     return reads
 
 
@@ -129,7 +130,7 @@ def test_the_same_seed_plays_the_same_game() -> None:
         world = World(seed, VirtualDevice(LINK, seed=seed, jitter=1.5, notify_ms=0.02))
         for _ in range(10):
             world.round()
-        return world.rig.spans
+        return world.harness.spans
 
     assert trace(3) == trace(3) != trace(4)
 
@@ -146,6 +147,12 @@ def break_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotTable, "reserve", careless)
 
 
+def reclaim_at_once(slots: SlotTable, slot: int) -> None:
+    """Free a slot without regard to its pins and readers."""
+    slots._state[slot] = SlotState.EVICTING
+    slots._reclaim(slot)
+
+
 def break_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = ResidentSet.victim
 
@@ -155,7 +162,7 @@ def break_pins(monkeypatch: pytest.MonkeyPatch) -> None:
         return victim(residents, layer, [0] * len(pins), protected, spare_kept=spare_kept)
 
     monkeypatch.setattr(ResidentSet, "victim", careless)
-    monkeypatch.setattr(SlotTable, "_leave", SlotTable._make_room)
+    monkeypatch.setattr(SlotTable, "_vacate", reclaim_at_once)
 
 
 def break_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +207,8 @@ def test_on_real_threads(kind: str, seed: int) -> None:
     world = World(seed, make_device(kind))
     for _ in range(300):
         world.round()
-    assert world.rig.reads > 100
-    world.rig.close()
+    assert world.harness.reads > 100
+    world.harness.close()
 
 
 @pytest.mark.parametrize("kind", REAL)
@@ -220,8 +227,8 @@ def test_with_several_callers(kind: str) -> None:
 
     with ThreadPoolExecutor(len(worlds)) as pool:
         list(pool.map(calls, worlds))
-    rig = worlds[0].rig
-    rig.settle()
-    rig.check()
-    assert rig.reads > 1000
-    rig.close()
+    harness = worlds[0].harness
+    harness.settle()
+    harness.check()
+    assert harness.reads > 1000
+    harness.close()

@@ -190,8 +190,8 @@ def test_the_later_of_two_last_uses_counts() -> None:
     table.slots.release(table.slots.pin(0, [1]), own)  # after the thaw
     table.load(0, 5)
     table.load(0, 4)
-    vacant = table.slots._vacant
-    assert {vacant.pop_last_use(slot) for slot in vacant.evicting} == {frozen, own}
+    reserved = [table.reserve(1, expert).after for expert in range(3)]
+    assert sorted(map(str, reserved), key=len)[0] == "None" and set(reserved) == {None, frozen, own}
 
 
 def test_layers_share_a_pool() -> None:
@@ -227,9 +227,9 @@ def test_mistakes_are_caught() -> None:
     reservation = table.reserve(0, 1)
     table.slots.commit(reservation)
     for misuse, message in [
-        (lambda: table.slots.commit(reservation), "no longer this reservation's"),
-        (lambda: table.slots.cancel(reservation), "no longer this reservation's"),
-        (lambda: table.slots.reserve(0, 1), "expert 1 of layer 0 is there already"),
+        (lambda: table.slots.commit(reservation), "no longer belongs to this reservation"),
+        (lambda: table.slots.cancel(reservation), "no longer belongs to this reservation"),
+        (lambda: table.slots.reserve(0, 1), "expert 1 of layer 0 is already resident"),
         (lambda: table.slots.thaw(None), "not frozen"),
     ]:
         with pytest.raises(AssertionError, match=re.escape(message)):
@@ -258,24 +258,24 @@ def test_a_load_whose_readers_were_all_handed_over_gives_its_slot_to_the_next() 
     table = Table(SlotPlan((0, 0), 1))
     first, read = table.reserve(0, 0, demand=True), FakeEvent()
     pin = table.slots.pin_loading(first)
-    table.slots.sent(first)
+    table.slots.mark_sent(first)
     assert table.slots.reserve(0, 1, demand=True) is None, "it is held"
     table.slots.release(pin, read)
     assert table.slots.available == 1
     assert table.slots.reserve(0, 1) is None, "not for a prefetch"
     second = table.reserve(0, 1, demand=True)
-    assert (second.slot, second.after, first.overtaken) == (first.slot, read, True)
+    assert (second.slot, second.after, first.superseded) == (first.slot, read, True)
     table.slots.commit(first)
     assert table.there(0) == [], "where it has landed another is on its way"
     table.slots.cancel(first)
     table.slots.commit(second)
-    assert not second.overtaken
+    assert not second.superseded
 
 
 def test_a_load_that_is_demanded_again_keeps_its_slot() -> None:
     table = Table(SlotPlan((0, 0), 1))
     first = table.reserve(0, 0, demand=True)
-    table.slots.sent(first)
+    table.slots.mark_sent(first)
     table.slots.release(table.slots.pin_loading(first), FakeEvent())
     again = table.slots.pin_loading(first)
     assert table.slots.reserve(0, 1, demand=True) is None
@@ -287,8 +287,8 @@ def test_a_demand_overtakes_a_prefetch_last() -> None:
     table = Table(SlotPlan((0, 0), 2))
     prefetch, demand = table.reserve(0, 0), table.reserve(0, 1, demand=True)
     pin = table.slots.pin_loading(demand)
-    table.slots.sent(prefetch)
-    table.slots.sent(demand)
+    table.slots.mark_sent(prefetch)
+    table.slots.mark_sent(demand)
     table.slots.release(pin, None)
     assert [table.reserve(0, expert, demand=True).slot for expert in (2, 3)] == [demand.slot, prefetch.slot]
     assert table.slots.reserve(0, 4, demand=True) is None, "these are not sent"
@@ -309,8 +309,10 @@ def test_a_pool_finds_whom_looking_at_all_layers_finds(admission: Admission) -> 
         for layer in range(layers):
             residents.keep(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
             if rng.random() < 0.6:
-                residents.settle(layer)
+                residents.end_admission(layer)
         layer, protected, spare_kept = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
-        each = [residents._lowest(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)]
+        each = [
+            residents.victim_of_layer(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)
+        ]
         expected = min((found for found in each if found is not None), default=None)
         assert residents.victim(layer, pins, protected, spare_kept=spare_kept) == (None if expected is None else expected[2:])

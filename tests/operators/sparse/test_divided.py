@@ -15,8 +15,7 @@ from support.triton_cases import DEVICE
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.offload.executors import CpuPart, HostTokens
-from moegraft.operators.offload.model_experts import EngineParts
+from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -36,29 +35,28 @@ def test_both_parts_leave_out_the_same_neurons(weight_type: str, drafting: bool)
     threshold = float((near[gap] * near[gap + 1]).sqrt())
     switch, runtime = DraftSwitch(), Runtime(1)
     sparsity = SparseLayers().join(SparsityOptions(0.5, "routed"), switch)
-    parts = EngineParts(DEVICE, [layer.packed], [], runtime, [sparsity])
     held = torch.zeros(3, layer.packed.expert_bytes, dtype=torch.uint8)
     for expert, slot in SLOTS.items():
         held[slot] = torch.from_numpy(layer.packed.buffer.copy()).view(EXPERTS, -1)[expert]
-    parts.use(SimpleNamespace(arena=SimpleNamespace(array=None, tensor=held.flatten().to(DEVICE))))  # type: ignore[arg-type]
+    slots = SimpleNamespace(array=None, tensor=held.flatten().to(DEVICE))
+    layers = EngineLayers(torch.device(DEVICE), runtime, [layer.packed], [], [sparsity], slots)  # type: ignore[arg-type]
     if drafting:
         sparsity.set_threshold(1e9, 0.5)
         sparsity.set_draft_threshold(threshold, 0.5)
     else:
         sparsity.set_threshold(threshold, 0.5)
-    tokens = HostTokens(x, index.numpy(), weights.numpy())
+    host, on_device = Tokens(x, index, weights), Tokens(x.to(DEVICE), index.to(DEVICE), weights.to(DEVICE))
     with switch.drafting(DraftSettings(2, sparsity=0.5)) if drafting else nullcontext():
-        cpu = CpuPart(runtime, layer.packed, tokens, torch.full_like(x, float("nan")), sparsity)
-        execution = parts.cuda_execution(cpu, tokens, x.to(DEVICE), weights.to(DEVICE), parts.kernels_for(0))
+        executor = CallExecutor(layers, layer.packed, sparsity, layers.slot_kernel(0), host, on_device)
     there = np.array(sorted(SLOTS))
-    execution.on_gpu(there, np.array([SLOTS[expert] for expert in there.tolist()], np.int32))()
-    wait = execution.on_cpu(np.setdiff1d(np.arange(EXPERTS), there))()
+    executor.on_gpu(there, np.array([SLOTS[expert] for expert in there.tolist()], np.int32))()
+    wait = executor.on_cpu(np.setdiff1d(np.arange(EXPERTS), there))()
     assert wait is not None
     wait()
-    execution.join(SimpleNamespace(wait=lambda: None), ())  # type: ignore[arg-type]
+    executor.join(SimpleNamespace(wait=lambda: None), ())  # type: ignore[arg-type]
     expected = layer.reference(x, index, weights, threshold=threshold)
     limit = TOLERANCE["float32"] if weight_type == "bfloat16" else 2e-2
-    assert relative_error(execution.result.cpu(), expected) <= limit
+    assert relative_error(executor.result.cpu(), expected) <= limit
     if not drafting:
         chosen = (rows * rows.sigmoid()).abs()[index.T, torch.arange(3)]  # (K, T, I)
         assert sparsity.counts.tolist() == [int((chosen >= threshold).sum()), 3 * 2 * 40]

@@ -14,7 +14,7 @@ from support.kernel_cases import Layer, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.offload.model_experts import EngineParts
+from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.sparse import slots as slot_timing
 from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts, TimedSlotPaths, synthetic_slot_calls
@@ -48,25 +48,24 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     return found
 
 
-def engine_parts(layer: Layer, target: float) -> EngineParts:
+def engine_layers(layer: Layer, target: float) -> tuple[EngineLayers, torch.Tensor]:
     sparsity = SparseLayers().join(SparsityOptions(target, "routed"))
     sparsity.set_threshold(0.3, target)
-    parts = EngineParts(DEVICE, [layer.packed], [], Runtime(1), [sparsity])
     held = torch.full((EXPERTS, layer.packed.expert_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
-    parts.use(SimpleNamespace(arena=SimpleNamespace(array=None, tensor=held.flatten())))  # type: ignore[arg-type]
-    return parts
+    slots = SimpleNamespace(array=None, tensor=held.flatten())
+    return EngineLayers(torch.device(DEVICE), Runtime(1), [layer.packed], [], [sparsity], slots), held  # type: ignore[arg-type]
 
 
 def test_a_layer_takes_the_path_that_was_timed(tmp_path: Path, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer("int8", EXPERTS, 32, 32, sparse=True)
     file = tmp_path / "paths.json"
-    engine_parts(layer, 0.5).time_paths(RESIDENT, TOP_K, PathChoices(file))
+    engine_layers(layer, 0.5)[0].time_paths(RESIDENT, TOP_K, PathChoices(file))
     assert stopwatch.batches == [tokens for tokens in FASTEST for _ in SLOT_PATHS]
-    parts = engine_parts(layer, 0.5)
-    parts.time_paths(RESIDENT, TOP_K, PathChoices(file))
+    layers, slots = engine_layers(layer, 0.5)
+    layers.time_paths(RESIDENT, TOP_K, PathChoices(file))
     assert len(stopwatch.batches) == len(FASTEST) * len(SLOT_PATHS), "a second start reads the file"
-    assert (parts.slot_memory == 0xFF).all(), "nothing is put into slots where nothing is timed"
-    parts.slot_memory[:RESIDENT].copy_(torch.from_numpy(layer.packed.buffer.copy()).view(EXPERTS, -1)[:RESIDENT])
+    assert (slots == 0xFF).all(), "nothing is put into slots where nothing is timed"
+    slots[:RESIDENT].copy_(torch.from_numpy(layer.packed.buffer.copy()).view(EXPERTS, -1)[:RESIDENT])
     taken: list[str] = []
     for name, path in SLOT_PATHS.items():
 
@@ -79,7 +78,7 @@ def test_a_layer_takes_the_path_that_was_timed(tmp_path: Path, stopwatch: Stopwa
         x, index, weights = make_batch(tokens, TOP_K, layer)
         index = index % RESIDENT
         out = torch.empty_like(x).to(DEVICE)
-        parts.kernels_for(0)(x.to(DEVICE), parts.slot_memory, index.int().to(DEVICE), weights.to(DEVICE), out)
+        layers.slot_kernel(0)(x.to(DEVICE), index.int().to(DEVICE), weights.to(DEVICE), out)
         assert taken.pop() == expected
         assert relative_error(out.cpu(), layer.reference(x, index, weights, threshold=0.3)) <= 5 * ROUNDED[torch.float32]
 
@@ -87,10 +86,10 @@ def test_a_layer_takes_the_path_that_was_timed(tmp_path: Path, stopwatch: Stopwa
 def test_another_share_of_neurons_or_of_slots_is_timed_anew(stopwatch: Stopwatch) -> None:
     layer, choices = make_layer("int8", EXPERTS, 32, 32, sparse=True), PathChoices(None)
     for target, resident in ((0.5, 3), (0.5, 3), (0.7, 3), (0.5, 2)):
-        engine_parts(layer, target).time_paths(resident, TOP_K, choices)
+        engine_layers(layer, target)[0].time_paths(resident, TOP_K, choices)
     assert len(stopwatch.batches) == 3 * len(FASTEST) * len(SLOT_PATHS)
     before = len(stopwatch.batches)
-    engine_parts(layer, 0.5).time_paths(0, TOP_K, choices)
+    engine_layers(layer, 0.5)[0].time_paths(0, TOP_K, choices)
     assert len(stopwatch.batches) == before, "without slots there is nothing to choose"
 
 

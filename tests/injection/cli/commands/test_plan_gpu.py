@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.model_shapes import MODELS
 from typer.testing import Result
 
 from moegraft.injection.estimate import measure as measure_module
@@ -21,7 +22,7 @@ from moegraft.injection.estimate.work import ASSUMED_RATES, GpuRates, budget_of
 from moegraft.injection.meta_model import build_meta_model
 from moegraft.operators.machine import Gpu, Machine
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.options import MARGIN_BYTES, STAGING
 
 Run = Callable[..., Result]

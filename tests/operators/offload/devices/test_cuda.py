@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loading_rig import WORK, Rig
+from support.transfer_harness import WORK, Harness
 
 from moegraft.operators.offload.devices import cuda
 from moegraft.operators.offload.devices import cuda as cuda_runtime
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError, aligned_bytes
 from moegraft.operators.offload.devices.cuda import CudaDevice, RuntimeLibrary, load_runtime, loaded_paths, why_no_cuda
-from moegraft.operators.offload.devices.emulated import aligned_bytes
 from moegraft.operators.offload.transfers import Urgency
 
 SOURCE = Path(__file__).parent / "fake_cudart.c"
@@ -253,14 +252,14 @@ def test_memory_that_cannot_be_had(device: CudaDevice, library: ctypes.CDLL) -> 
     with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: 2147483648 bytes: Tried to allocate"):
         device.allocate(1 << 31)
     data = np.zeros(4096, np.uint8)
-    pinned = device.pin(data)
+    device.pin(data)
     assert library.fake_flags() == cuda_runtime.PORTABLE
     with pytest.raises(DeviceError, match="HostRegister failed with code 712: already registered"):
         device.pin(data)
-    pinned.release()
-    pinned.release()
+    device.unpin(data)
     data.flags.writeable = False
-    device.pin(data).release()
+    device.pin(data)
+    device.unpin(data)
     assert library.fake_flags() == cuda_runtime.PORTABLE | cuda_runtime.READ_ONLY
 
 
@@ -309,37 +308,37 @@ def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
 
 def test_a_queue_loads_experts(device: CudaDevice) -> None:
     """The readers' code for GPUs, too."""
-    rig = Rig(device, (2, 2))
-    assert rig.queue.source.form == "pinned"
+    harness = Harness(device, (2, 2))
+    assert harness.queue.source.form == "pinned"
     for step in range(40):
         layer, expert = step % 2, (step * 3) % 5
-        rig.queue.request(1 - layer, (step * 2) % 5, Urgency.NEXT)
-        demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+        harness.queue.request(1 - layer, (step * 2) % 5, Urgency.NEXT)
+        demand = harness.queue.request(layer, expert, Urgency.DEMAND)
         assert demand is not None
-        rig.compute.wait(demand.ready())
-        rig.read(layer, expert, demand.slot)
-        rig.queue.release(demand, rig.after())
+        harness.compute.wait(demand.ready())
+        harness.read(layer, expert, demand.slot)
+        harness.queue.release(demand, harness.after())
         if step % 7 == 0:
-            rig.settle()
-            rig.check()
-    rig.settle()
-    rig.check()
-    assert rig.reads == 40
-    rig.close()
+            harness.settle()
+            harness.check()
+    harness.settle()
+    harness.check()
+    assert harness.reads == 40
+    harness.close()
 
 
 def test_copies_that_are_refused_fail_their_transfer_alone(device: CudaDevice, library: ctypes.CDLL) -> None:
-    rig = Rig(device, (2, 2))
+    harness = Harness(device, (2, 2))
     library.fake_fail(OUT_OF_MEMORY)
-    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    demand = harness.queue.request(0, 1, Urgency.DEMAND)
     assert demand is not None
     with pytest.raises(DeviceError, match="MemcpyAsync failed with code 2"):
         demand.ready()
-    rig.queue.release(demand, None)
-    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    harness.queue.release(demand, None)
+    demand = harness.queue.request(0, 1, Urgency.DEMAND)
     assert demand is not None
     demand.wait()
-    rig.queue.release(demand, None)
-    rig.settle()
-    rig.check()
-    rig.close()
+    harness.queue.release(demand, None)
+    harness.settle()
+    harness.check()
+    harness.close()

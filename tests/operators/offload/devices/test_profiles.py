@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.model_shapes import MODELS
 
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 
 
 def test_an_expert_of_deepseek_on_the_first_machine() -> None:
@@ -27,7 +28,7 @@ def test_an_expert_of_deepseek_on_the_first_machine() -> None:
 
 def test_neurons_that_are_left_out_are_not_paid_for() -> None:
     machine, size = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
-    tenth = Neurons(active=0.1, judged=1 / 3)
+    tenth = Neurons(active=0.1, gate_share=1 / 3)
     # One token reads the gates and a tenth of the other rows: 1/3 + 2/30 = 0.4 of the 4.866 MB.
     np.testing.assert_allclose(machine.cpu_ms([1], size, neurons=tenth), [0.4 * 0.0811008 + 0.010])
     np.testing.assert_allclose(machine.gpu_ms([1], size, neurons=tenth), [0.4 * 0.0090112 + 0.040])

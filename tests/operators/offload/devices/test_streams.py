@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from support.loading_devices import DEVICES
-from support.loading_rig import EMULATED, make_device
+from support.transfer_harness import DEVICES, EMULATED, advance, make_device
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work
-from moegraft.operators.offload.devices.emulated import Faults, aligned_bytes
+from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work, aligned_bytes
+from moegraft.operators.offload.devices.virtual import Faults
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
@@ -103,7 +102,7 @@ def test_callbacks_come_in_order_and_never_at_once(device: Device) -> None:
     assert told == [(number, None) for number in range(6)]
 
 
-def test_callbacks_may_hand_over_work(device: Device) -> None:
+def test_callbacks_may_submit_work_work(device: Device) -> None:
     stream, left, over = device.stream("copy"), [20], threading.Event()
 
     def again(error: DeviceError | None) -> None:
@@ -116,7 +115,7 @@ def test_callbacks_may_hand_over_work(device: Device) -> None:
 
     device.notify(stream.record(), again)
     while not over.is_set():
-        device.advance(1.0)
+        advance(device, 1.0)
     assert left == [0]
 
 
@@ -143,7 +142,7 @@ def test_timed_events(device: Device) -> None:
         assert 19 < elapsed_ms < 1000
     if device.torch_device.type == "cpu":
         device.launch(stream, None, LONG)
-        with pytest.raises(ValueError, match="known when both are done"):
+        with pytest.raises(ValueError, match="is known when both are done"):
             device.elapsed_ms(second, stream.record(timed=True))
 
 
@@ -197,20 +196,20 @@ def test_host_functions_run_in_their_stream(device: Device) -> None:
 
 def test_memory_is_page_locked_and_released(device: Device) -> None:
     source = np.zeros(1 << 16, np.uint8)
-    pinned = device.pin(source)
+    device.pin(source)
     target = device.allocate(1 << 16)
     device.copy(device.stream("copy"), target, 0, source, 1 << 16)
     device.synchronize()
-    pinned.release()
-    pinned.release()
-    device.pin(source).release()
+    device.unpin(source)
+    device.pin(source)
+    device.unpin(source)
 
 
 @pytest.mark.parametrize("kind", EMULATED)
 def test_memory_runs_out(kind: str) -> None:
     device = make_device(kind, memory_bytes=1000)
     first = device.allocate(600)
-    with pytest.raises(OutOfDeviceMemoryError, match="emulated:0: 401 bytes asked for, 400 of 1000 free"):
+    with pytest.raises(OutOfDeviceMemoryError, match="emulated:0: 401 bytes requested, 400 of 1000 free"):
         device.allocate(401)
     second = device.allocate(400)
     first.free()

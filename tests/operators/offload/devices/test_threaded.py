@@ -11,10 +11,9 @@ import pytest
 from support.threaded_device import ThreadedDevice
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work
-from moegraft.operators.offload.devices.emulated import aligned_bytes
-from moegraft.operators.offload.devices.process import Uninterrupted
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
 from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.queue import Uninterrupted
 
 SLOW = MachineProfile("slow", 1, 1, 1, 1, link_gb_s=0.01)  # 10 bytes a microsecond
 
@@ -70,7 +69,7 @@ def test_closing_breaks_off_a_throttled_copy() -> None:
     device.close()
     assert time.monotonic() - start_s < 1.0
     assert device_threads() == []
-    with pytest.raises(DeviceError, match="was closed before this began"):
+    with pytest.raises(DeviceError, match="was closed before this work began"):
         event.wait()
 
 

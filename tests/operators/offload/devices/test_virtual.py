@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from support.model_shapes import MODELS
 
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work
-from moegraft.operators.offload.devices.emulated import aligned_bytes
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 
 MS = Work("dense", cost_ms=1.0)
@@ -113,7 +113,7 @@ def test_a_wait_that_nothing_can_end_is_an_error_and_no_hang() -> None:
     device, other = VirtualDevice(), VirtualDevice(index=1)
     other.launch(other.stream("compute"), None, MS)
     device.stream("compute").wait(other.stream("compute").record())
-    with pytest.raises(DeviceError, match="emulated:0: the host waits for what no work leads to"):
+    with pytest.raises(DeviceError, match="emulated:0: the host waits for an event that no submitted work reaches"):
         device.stream("compute").record().wait()
 
 
@@ -138,7 +138,7 @@ def test_closing_drops_what_has_not_begun() -> None:
     assert ran == [0]
     events[0].wait() if events[0].error is None else None
     for event in events[1:]:
-        with pytest.raises(DeviceError, match="was closed before this began"):
+        with pytest.raises(DeviceError, match="was closed before this work began"):
             event.wait()
 
 
@@ -148,4 +148,4 @@ def test_two_devices_are_two() -> None:
     second.allocate(1000)
     second.advance(3.0)
     assert (first.name, second.name, first.now_ms()) == ("emulated:0", "emulated:1", 0.0)
-    assert (first.taken_bytes, second.taken_bytes) == (100, 1000)
+    assert (first.allocated_bytes, second.allocated_bytes) == (100, 1000)

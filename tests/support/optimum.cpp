@@ -1,13 +1,13 @@
-#include "scheduler/optimum.h"
-
+// The shortest makespan of a layer, found by exhaustive search. It takes milliseconds to seconds, and memory.
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 namespace moegraft {
 namespace {
@@ -39,7 +39,8 @@ void merge(const Front& a, const Front& b, Front& out) {
   out.clear();
   std::size_t i = 0, j = 0;
   while (i < a.size() || j < b.size()) {
-    const bool from_a = j == b.size() || (i < a.size() && (a[i].cpu_ms < b[j].cpu_ms || (a[i].cpu_ms == b[j].cpu_ms && a[i].gpu_ms <= b[j].gpu_ms)));
+    const bool from_a =
+        j == b.size() || (i < a.size() && (a[i].cpu_ms < b[j].cpu_ms || (a[i].cpu_ms == b[j].cpu_ms && a[i].gpu_ms <= b[j].gpu_ms)));
     const State& state = from_a ? a[i++] : b[j++];
     if (out.empty() || state.gpu_ms < out.back().gpu_ms) out.push_back(state);
   }
@@ -49,7 +50,8 @@ void merge(const Front& a, const Front& b, Front& out) {
 // transfers, cut by bounds from below.
 class Search {
  public:
-  Search(const LayerProblem& problem, std::vector<Item> items, std::vector<std::pair<double, double>> arriving, double cpu_start, double best)
+  Search(const LayerProblem& problem, std::vector<Item> items, std::vector<std::pair<double, double>> arriving, double cpu_start,
+         double best)
       : problem_(problem), items_(std::move(items)), arriving_(std::move(arriving)), cpu_start_(cpu_start), best_(best) {
     choose_bounds();
   }
@@ -98,7 +100,8 @@ class Search {
       front.erase(std::remove_if(front.begin(), front.end(), worse), front.end());
       states += front.size();
     }
-    if (states > kMaxStates) throw std::runtime_error("optimum: " + std::to_string(problem_.experts) + " experts are too many for these costs");
+    if (states > kMaxStates)
+      throw std::runtime_error("optimum: " + std::to_string(problem_.experts) + " experts are too many for these costs");
   }
 
   double lower_bound(const State& state, std::size_t m, std::size_t done) const {
@@ -116,7 +119,8 @@ class Search {
     std::vector<Bound> all;
     for (int cpu = 0; cpu <= kSteps; ++cpu)
       for (int gpu = 0; gpu + cpu <= kSteps; ++gpu) {
-        Bound bound{cpu / double{kSteps}, gpu / double{kSteps}, (kSteps - cpu - gpu) / double{kSteps}, std::vector<double>(items_.size() + 1)};
+        Bound bound{cpu / double{kSteps}, gpu / double{kSteps}, (kSteps - cpu - gpu) / double{kSteps},
+                    std::vector<double>(items_.size() + 1)};
         for (std::size_t i = items_.size(); i-- > 0;) {
           const double link = items_[i].missing ? bound.link * problem_.transfer_ms : 0.0;
           bound.rest_ms[i] = bound.rest_ms[i + 1] + std::min(bound.cpu * items_[i].cpu_ms, bound.gpu * items_[i].gpu_ms + link);
@@ -140,7 +144,8 @@ class Search {
 
 // The problem with finite times, in memory of its own.
 struct Finite {
-  explicit Finite(const LayerProblem& given) : problem(given), cpu_ms(given.cpu_ms, given.cpu_ms + given.experts), gpu_ms(given.gpu_ms, given.gpu_ms + given.experts) {
+  explicit Finite(const LayerProblem& given)
+      : problem(given), cpu_ms(given.cpu_ms, given.cpu_ms + given.experts), gpu_ms(given.gpu_ms, given.gpu_ms + given.experts) {
     for (double& value : cpu_ms) value = std::min(value, kNever);
     for (double& value : gpu_ms) value = std::min(value, kNever);
     problem.cpu_ms = cpu_ms.data();
@@ -157,6 +162,8 @@ struct Finite {
 
 }  // namespace
 
+// Exact to rounding. Throws std::invalid_argument for more than 16 experts in flight, std::runtime_error where the search grows beyond
+// the memory it may take.
 double optimum(const LayerProblem& given) {
   const Finite finite(given);
   const LayerProblem& problem = finite.problem;
@@ -177,10 +184,8 @@ double optimum(const LayerProblem& given) {
     std::vector<std::pair<double, double>> arriving;
     double cpu_start = problem.cpu_free_ms + problem.first_cpu_ms;
     for (std::size_t k = 0; k < in_flight.size(); ++k) {
-      if (kept >> k & 1)
-        arriving.emplace_back(problem.arrival_ms[in_flight[k]], problem.gpu_ms[in_flight[k]]);
-      else
-        cpu_start += problem.cpu_ms[in_flight[k]];
+      if (kept >> k & 1) arriving.emplace_back(problem.arrival_ms[in_flight[k]], problem.gpu_ms[in_flight[k]]);
+      else cpu_start += problem.cpu_ms[in_flight[k]];
     }
     best = Search(problem, items, std::move(arriving), cpu_start, best).run();
   }
@@ -188,3 +193,19 @@ double optimum(const LayerProblem& given) {
 }
 
 }  // namespace moegraft
+
+extern "C" std::size_t problem_bytes() { return sizeof(moegraft::LayerProblem); }
+
+// Returns 0 and the makespan; or 1 (invalid argument) or 2 (search too large) and a message of at most `size` characters.
+extern "C" int optimum_of(const moegraft::LayerProblem* problem, double* makespan_ms, char* message, std::size_t size) {
+  try {
+    *makespan_ms = moegraft::optimum(*problem);
+    return 0;
+  } catch (const std::invalid_argument& error) {
+    std::snprintf(message, size, "%s", error.what());
+    return 1;
+  } catch (const std::exception& error) {
+    std::snprintf(message, size, "%s", error.what());
+    return 2;
+  }
+}

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_rig import EXPERTS, Setting, engine_rig
+from support.engine_rig import Setting, engine_rig
 from support.kernel_cases import make_batch
 from torch import nn
 
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.executors import CpuPart, HostExecution, HostTokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.shared_overlap import Early, SharedOverlap, shared_experts_of
-from moegraft.operators.offload.statistics import BesideTimes
+from moegraft.operators.offload.shared_overlap import AheadModule, SharedOverlap, shared_experts_of
+from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep
 
 HIDDEN = 8
@@ -61,20 +60,20 @@ class Block(nn.Module):
         module = self.shared_experts
         assert shared_experts_of(self) is module
         alive = weakref.ref(self)
-        self.beside: SharedOverlap | None = SharedOverlap(module, self.gate, lambda *given: alive().experts(*given), self.note)  # type: ignore[union-attr]
+        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, lambda *given: alive().experts(*given), self.record)  # type: ignore[union-attr]
 
-    def note(self, hidden_states: torch.Tensor, output: Any) -> None:
-        self.log.append("noted")
+    def record(self, hidden_states: torch.Tensor, output: Any) -> None:
+        self.log.append("recorded")
 
     def experts(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """As the operator does it."""
-        done = self.beside.ready(hidden_states, top_k_index, top_k_weights) if self.beside else None
+        done = self.overlap.take_routed(hidden_states, top_k_index, top_k_weights) if self.overlap else None
         if done is not None:
             return done
-        between = self.beside.start(hidden_states) if self.beside else None
+        launch = self.overlap.begin(hidden_states) if self.overlap else None
         self.log.append("handed over")
-        if between is not None:
-            between()
+        if launch is not None:
+            launch()
         self.log.append("waited")
         return self.routed(hidden_states) * top_k_weights.sum(-1, keepdim=True)
 
@@ -96,7 +95,7 @@ class Block(nn.Module):
 def plain(block: Block) -> Callable[[torch.Tensor], torch.Tensor]:
     """The block's own answer, computed by modules of another block with its weights."""
     other = Block(block.order)
-    other.beside = None
+    other.overlap = None
     for module in (other.gate, other.shared_experts):
         del module.forward  # type: ignore[attr-defined] # of the instance
     other.load_state_dict(block.state_dict())
@@ -108,7 +107,7 @@ def plain(block: Block) -> Callable[[torch.Tensor], torch.Tensor]:
     ("order", "found", "log"),
     [
         ("after", "after", ["router", "handed over", "shared", "waited"]),
-        ("before", "before", ["router", "noted", "handed over", "shared", "waited"]),
+        ("before", "before", ["router", "recorded", "handed over", "shared", "waited"]),
         ("rounded", "other", ["router", "shared", "handed over", "waited"]),  # its weights are not the router's own tensor
         ("changed", "other", ["router", "handed over", "waited", "shared"]),  # its shared experts read other values
     ],
@@ -123,7 +122,7 @@ def test_every_order_answers_as_it_does_alone(order: str, found: str, log: list[
             expected = alone(x.clone())
             block.log.clear()
             assert torch.equal(block(x), expected)
-        assert block.beside is not None and block.beside.order == found
+        assert block.overlap is not None and block.overlap.order == found
         assert block.log == log
 
 
@@ -141,16 +140,16 @@ def test_where_gradients_are_wanted_a_block_runs_as_it_is() -> None:
 def test_a_result_is_for_the_same_tensor_unchanged() -> None:
     log: list[str] = []
     module = Shared(log)
-    early = Early(module)
+    ahead = AheadModule(module)
     x = torch.randn(3, HIDDEN)
-    early.keep(x, early.run(x))
+    ahead.keep(x, ahead.run(x))
     assert torch.equal(module(x), module.linear(x)) and log == ["shared"]
     module(x)
     assert log == ["shared"] * 2, "handed out once"
-    early.keep(x, early.run(x))
+    ahead.keep(x, ahead.run(x))
     x.add_(1)
     assert torch.equal(module(x), module.linear(x)) and log == ["shared"] * 4
-    early.keep(x, early.run(x))
+    ahead.keep(x, ahead.run(x))
     assert torch.equal(module(x[:2]), module.linear(x[:2])) and log == ["shared"] * 6
 
 
@@ -159,75 +158,70 @@ def test_a_block_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         module = Shared([])
-        watched, early = weakref.ref(module), Early(module)
+        watched, ahead = weakref.ref(module), AheadModule(module)
         del module
         assert watched() is None
         other = Shared([])
-        early = Early(other)
-        del early
+        ahead = AheadModule(other)
+        del ahead
         assert other(torch.ones(1, HIDDEN)).shape == (1, HIDDEN)
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("between", [True, False])
-def test_the_gpu_works_while_the_cpu_does(between: bool) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_gpu_works_while_the_cpu_does(overlap: bool) -> None:
     """By the clock: the shorter of the two costs nothing where it runs in between, and all it takes where it comes after."""
     with engine_rig(Setting("all_cpu", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
         device, compute = rig.engine.device, rig.engine.device.stream("compute")
         layer = rig.layers[0]
         x, index, weights = make_batch(1, 3, layer, torch.float32, 1)
-        host = HostTokens(x, index.numpy(), weights.numpy())
-        execution = HostExecution(CpuPart(rig.runtime, layer.packed, host, torch.empty_like(x)), rig.arena, host, EXPERTS)
+        executor = rig.executor(0, x, index, weights)
 
         def shared() -> None:
             device.launch(compute, None, Work("dense", cost_ms=1.5))
 
         began_ms = device.now_ms()
-        rig.engine.run(LayerStep.of(0, index.numpy()), execution, shared if between else None)
+        rig.engine.run(LayerStep.of(0, index.numpy()), executor, shared if overlap else None)
         cpu_ms = device.now_ms() - began_ms
-        if not between:
+        if not overlap:
             shared()
         compute.record().wait()
         took_ms = device.now_ms() - began_ms
         assert cpu_ms > 1.5
-        assert took_ms == pytest.approx(cpu_ms if between else cpu_ms + 1.5)
+        assert took_ms == pytest.approx(cpu_ms if overlap else cpu_ms + 1.5)
 
 
 def test_the_gpu_s_work_in_between_is_measured_and_planned_with() -> None:
     device = VirtualDevice(MachineProfile("tiny", 50, 500, 500, 20, link_gb_s=20))
-    times, compute = BesideTimes(device), device.stream("compute")
-    assert times.ms(1) == 0.0, "until it was measured"
+    timings, compute = TimingRecorder(device), device.stream("compute")
+    assert timings.overlap_ms(1) == 0.0, "until it was measured"
     for cost_ms in [1.0] * 2 + [3.0] * 400:
-        times.run(1, compute, lambda cost_ms=cost_ms: device.launch(compute, None, Work("dense", cost_ms=cost_ms)))  # type: ignore[misc]
+        timings.launch_overlap(compute, 1, lambda cost_ms=cost_ms: device.launch(compute, None, Work("dense", cost_ms=cost_ms)))  # type: ignore[misc]
         device.synchronize()
-        times.collect()
+        timings.collect()
         if cost_ms == 1.0:
-            assert times.ms(1) == pytest.approx(1.0)
-    assert 2.5 < times.ms(1) < 3.0, "it follows, from one measurement in sixteen"
-    assert times.ms(8) == 0.0, "of so many tokens nothing is known"
+            assert timings.overlap_ms(1) == pytest.approx(1.0)
+    assert 2.5 < timings.overlap_ms(1) < 3.0, "it follows, from one measurement in sixteen"
+    assert timings.overlap_ms(8) == 0.0, "of so many tokens nothing is known"
 
 
 def test_plans_leave_the_gpu_less_where_it_is_busy_in_between() -> None:
     with engine_rig(Setting("two_threshold", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
         layer, engine, compute = rig.layers[0], rig.engine, rig.engine.device.stream("compute")
         x, index, weights = make_batch(8, 3, layer, torch.float32, 1)
-        host = HostTokens(x, index.numpy(), weights.numpy())
         planned: list[float] = []
         plan = engine.scheduler.plan
 
-        class Watching:
-            name, makespan, gains = engine.scheduler.name, engine.scheduler.makespan, engine.scheduler.gains
+        def watched(number: int, problem: Any) -> Any:
+            planned.append(problem.gpu_free_ms)
+            return plan(number, problem)
 
-            def plan(self, number: int, problem: Any) -> Any:
-                planned.append(problem.gpu_free_ms)
-                return plan(number, problem)
-
-        engine.scheduler = Watching()
-        for between in (lambda: engine.device.launch(compute, None, Work("dense", cost_ms=1.5)), None):
+        engine.scheduler.plan = watched  # type: ignore[method-assign]
+        for overlap in (lambda: engine.device.launch(compute, None, Work("dense", cost_ms=1.5)), None):
             for _ in range(2):
-                execution = HostExecution(CpuPart(rig.runtime, layer.packed, host, torch.empty_like(x)), rig.arena, host, EXPERTS)
-                engine.run(LayerStep.of(0, index.numpy()), execution, between)
+                executor = rig.executor(0, x, index, weights)
+                engine.run(LayerStep.of(0, index.numpy()), executor, overlap)
                 engine.device.synchronize()
-                engine.observer.collect()
+                engine.timings.collect()
     assert planned == [0.0, pytest.approx(1.5), 0.0, 0.0]
