@@ -24,8 +24,12 @@ MAY_IMPORT = {
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
+    # Programs and rule files know the interface of operators and no particular one.
+    "injection/cli": {"injection", "injection/cli", "injection/rules", "operators", "rules"},
+    "injection/rules": {"injection/rules", "operators", "rules"},
     "injection": {
         "injection",
+        "injection/rules",
         "operators",
         "operators/context",
         "operators/experts",

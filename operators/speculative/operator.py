@@ -10,7 +10,8 @@ import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, Ngr
 from moegraft.operators.speculative.options import Spans, SpeculativeOptions, unseen
 from moegraft.operators.speculative.rollback import why_model_not_rewindable
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule, Statistics
+from moegraft.operators.timeline import Timeline, round_spans
 
 PLAIN_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -125,6 +127,10 @@ class SpeculativeDraft(ModelOperator):
         self._said: set[str] = set()
         marginal = options.schedule == "marginal"
         self._schedule: Schedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
+
+    def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
+        self.spans = partial(round_spans, timelines)
+        return True
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SpeculativeOptions) -> str | None:
