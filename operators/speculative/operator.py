@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, Ngr
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import unsupported_model_reason
 from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Statistics
+from moegraft.operators.timeline import Timeline, round_spans
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ class SpeculativeDraft(GenerateOperator):
         self.trace: Trace = no_trace
         marginal = options.schedule == "marginal"
         self._schedule: DraftSchedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
+
+    def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
+        self.trace = partial(round_spans, timelines) if timelines else no_trace
+        return True
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SpeculativeOptions) -> str | None:

@@ -17,8 +17,8 @@ from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.devices.virtual import Faults
 from moegraft.operators.offload.slots import SlotTable
-from moegraft.operators.offload.statistics import Timeline
 from moegraft.operators.offload.transfers import Urgency
+from moegraft.operators.timeline import Timeline
 
 
 class Step:
