@@ -13,7 +13,7 @@ from torch import nn
 from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
+from moegraft.operators.cpu import as_array, describe, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
@@ -184,8 +184,7 @@ class QuantizedLinear(Operator):
         assert self._packed is not None, "load comes before forward"
         if type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features:
             y = x.new_empty((*x.shape[:-1], self.out_features))
-            code = ELEMENT_CODES[x.dtype]
-            self._runtime.linear_at(self._packed, code, x.data_ptr(), x.numel() // self.in_features, y.data_ptr())
+            self._runtime.linear(self._packed, x, y)
             return y
         rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
         out = rows.new_empty(rows.shape[0], self.out_features)
