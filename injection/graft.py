@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,6 +71,14 @@ class Injection:
         for operator in self.operators.values():
             groups[operator.placement()] = groups.get(operator.placement(), 0) + 1
         return [f"{count} x {line}" for line, count in groups.items()]
+
+    def traced(self, path: Path) -> AbstractContextManager[Sequence[Any]]:
+        """Record what GPUs, transfers and drafts do while the body runs, and write it to a trace file; yields the timelines, if any.
+
+        Raises:
+            OSError: the file cannot be written, raised before the body runs.
+        """
+        return self.context.traced(path, self.model_operator)
 
     def close(self) -> None:
         """End transfers and free the GPUs' slots; the model computes no more."""

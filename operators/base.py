@@ -170,6 +170,10 @@ class ModelOperator(InPlaceOperator):
 
     kind = "model"
     uncaptured = "an operator of the model's own decodes"
+    drafts: ClassVar[bool] = False  # whether it drafts tokens in rounds
+
+    def observe_rounds(self, spans: Callable[[str], AbstractContextManager[dict[str, object]]] | None) -> None:
+        """Enter `spans(name)` around each part of a round of drafting from now on, with its details in the mapping; None: no more."""
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """The key-value cache that its `generate` would make, for who feeds one before; None: transformers' own."""

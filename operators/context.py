@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +21,11 @@ from moegraft.operators.machine import Machine
 # Members that only some models need are imported when they are first asked for: a model on the CPU must not wait for the GPU engine,
 # nor fail where Triton is not installed.
 if TYPE_CHECKING:
+    from moegraft.operators.base import ModelOperator
     from moegraft.operators.kernels.workspace import Workspace
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
+    from moegraft.operators.offload.statistics import EngineStatistics, Timeline
     from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
 
@@ -101,6 +106,45 @@ class InjectionContext:
         engines = self._gpu_engines_in_use
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
         return {"sparsity": sparsity, "devices": dict(devices)}
+
+    def engine_statistics(self) -> Mapping[str, EngineStatistics]:
+        """Return the counts of each GPU that experts share, by its name."""
+        engines = self._gpu_engines_in_use
+        return {} if engines is None else {engine.device.name: engine.statistics for engine in engines}
+
+    @contextmanager
+    def traced(self, path: Path, model_operator: ModelOperator | None) -> Iterator[Sequence[Timeline]]:
+        """Record what GPUs, transfers and drafts do while the body runs, and write it to a trace file, whatever ends the body.
+
+        Yields the timelines; there are none, and there is no file, where the CPU computes everything and nothing is drafted.
+
+        Raises:
+            OSError: the file cannot be written, raised before the body runs.
+        """
+        engines = list(self._gpu_engines_in_use or ())
+        drafts = model_operator if model_operator is not None and model_operator.drafts else None
+        if not engines and drafts is None:
+            yield ()
+            return
+        from moegraft.operators.offload.statistics import Timeline, round_spans, write_trace
+
+        write_trace(path, [])
+        timelines = [Timeline(engine.device.name) for engine in engines] or [Timeline("CPU")]
+        clocks = [engine.device.now_ms for engine in engines] or [lambda: 1e3 * time.perf_counter()]
+        for engine, timeline in zip(engines, timelines, strict=False):
+            engine.timings.timeline = timeline
+        if drafts is not None:
+            drafts.observe_rounds(partial(round_spans, list(zip(timelines, clocks, strict=True))))
+        try:
+            yield timelines
+        finally:
+            if drafts is not None:
+                drafts.observe_rounds(None)
+            for engine in engines:
+                engine.device.synchronize()
+                engine.timings.collect()
+                engine.timings.timeline = None
+            write_trace(path, timelines)
 
     def close(self) -> None:
         """End captured steps and transfers and free the GPUs' slots; the model computes no more."""

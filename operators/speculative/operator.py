@@ -113,6 +113,7 @@ class SpeculativeDraft(ModelOperator):
     name = "speculative_draft"
     options_type = SpeculativeOptions
     summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
+    drafts = True
     uncaptured = "tokens are drafted with fewer experts, and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
@@ -141,6 +142,9 @@ class SpeculativeDraft(ModelOperator):
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
         return cls(options, context.draft_switch)
+
+    def observe_rounds(self, spans: Spans | None) -> None:
+        self.spans = spans or unseen
 
     def check(self) -> None:
         if self.options.draft == "experts" and not self._switch.layers:

@@ -1,58 +1,36 @@
-"""`--trace FILE`: who worked when while the chat ran, for Perfetto."""
+"""`--trace FILE`: a timeline of the chat for Perfetto."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.graft import Injection
-from moegraft.operators.offload.statistics import Timeline, round_spans, write_trace
-from moegraft.operators.speculative.operator import SpeculativeDraft
-from moegraft.operators.speculative.options import unseen
 
 
 @contextmanager
 def traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterator[None]:
-    """Writes what the engines of the model did while the body ran, whatever ends it; says so where there is nothing to trace.
+    """Record what the model does while the body runs, and write it to a file; report it where there is nothing to record.
 
     Raises:
-        OSError: the file cannot be written, told before the chat begins.
+        OSError: the file cannot be written, raised before the chat begins.
     """
     if path is None:
         yield
         return
     injection = loaded.model.moegraft
     assert isinstance(injection, Injection), "a model that was loaded by rules"
-    engines = list(injection.context.gpu_engines)
-    drafts = injection.model_operator if isinstance(injection.model_operator, SpeculativeDraft) else None
-    if not engines and drafts is None:
-        terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
-        yield
-        return
-    write_trace(path, [])
-    timelines = [Timeline(engine.device.name) for engine in engines]
-    for engine, timeline in zip(engines, timelines, strict=True):
-        engine.timings.timeline = timeline
-    clocks = [(timeline, engine.device.now_ms) for engine, timeline in zip(engines, timelines, strict=True)]
-    if not engines:
-        timelines = [Timeline("CPU")]
-        clocks = [(timelines[0], lambda: 1e3 * time.perf_counter())]
-    if drafts is not None:
-        drafts.spans = partial(round_spans, clocks)
+    timelines: Sequence[Any] = ()
     try:
-        yield
+        with injection.traced(path) as timelines:
+            if not timelines:
+                terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
+            yield
     finally:
-        if drafts is not None:
-            drafts.spans = unseen
-        for engine in engines:
-            engine.device.synchronize()
-            engine.timings.collect()
-            engine.timings.timeline = None
-        write_trace(path, timelines)
-        spans = sum(len(timeline.spans) for timeline in timelines)
-        terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")
+        if timelines:
+            spans = sum(len(timeline.spans) for timeline in timelines)
+            terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")

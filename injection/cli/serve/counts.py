@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from moegraft.injection.graft import Injection
-from moegraft.operators.offload.statistics import EngineStatistics
 
 Counts = Mapping[str, int]
 ENGINE = {
@@ -31,10 +31,9 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     return found if isinstance(found, Injection) else None
 
 
-def engine_statistics(injection: Injection) -> Iterator[tuple[str, EngineStatistics]]:
+def engine_statistics(injection: Injection) -> Iterator[tuple[str, Any]]:
     """Of each device that experts share, by its name."""
-    for engine in injection.context.gpu_engines:
-        yield engine.device.name, engine.statistics
+    yield from injection.context.engine_statistics().items()
 
 
 def work_counts(model: PreTrainedModel) -> Counts:
