@@ -1,4 +1,7 @@
-"""What every operator is: a module with a name, typed options, and weights that it takes from a source itself."""
+"""The interface of operators: modules with a name, typed options, and weights that they take from a source themselves.
+
+All that planning, loading, predictions and programs need to know of an operator is a method here; those with a default apply to few.
+"""
 
 from __future__ import annotations
 
@@ -67,16 +70,16 @@ class Operator(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def unsupported_reason(cls, module: nn.Module, options: Any) -> str | None:
-        """Why this operator cannot replace `module` with `options`, or None when it can. Reads structure, never weights."""
+        """Return why this operator cannot replace `module` with `options`, or None when it can. Reads structure, never weights."""
 
     @classmethod
     @abstractmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
-        """Bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
+        """Return the bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
 
     @classmethod
     def supports_weight_type(cls, options: Any, weight_type: str) -> bool:
-        """Whether it can compute with the super-blocks of a GGUF file as they are.
+        """Return whether the operator can compute with the super-blocks of a GGUF file in place.
 
         Args:
             weight_type: of `options` instead of its own: `q4_k`, `q6_k`, or that of gate and up and that of down, as in `q4_k+q6_k`.
@@ -86,15 +89,15 @@ class Operator(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> Self:
-        """The operator for `module`, which may be on meta; holds no weights yet."""
+        """Create the operator for `module`, which may be on meta; it holds no weights yet."""
 
     @abstractmethod
     def placement(self) -> str:
-        """One line for users: what this operator runs, in which weight type, and where."""
+        """Return one line for users: what this operator runs, in which weight type, and where."""
 
     @abstractmethod
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        """Takes every weight from `source`, piece by piece, calling `advance(bytes_read)` after each.
+        """Take every weight from `source`, piece by piece, calling `advance(bytes_read)` after each.
 
         Raises:
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
@@ -108,10 +111,14 @@ class Operator(nn.Module, ABC):
         """
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        """Called once, when the whole model is loaded and in its place; this operator stands at `path`. Must not keep `model`."""
+        """Prepare for the first forward pass; called once, when the whole model is loaded. Must not keep `model`.
+
+        Args:
+            path: of the module that this operator replaced or works in.
+        """
 
     def statistics(self) -> Mapping[str, object]:
-        """What it did so far, by name, for programs that show it."""
+        """Return what the operator did so far, by name, for programs that show it."""
         return {}
 
     # ---- what planning and predictions ask; an operator that none of it applies to overrides nothing ----
@@ -224,7 +231,7 @@ class ModelOperator(InPlaceOperator):
     uncaptured = "an operator of the model's own decodes"
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
-        """The key-value cache that its `generate` would make, for who feeds one before; None: transformers' own."""
+        """Return the key-value cache that `generate` would make, for callers that fill one first; None: transformers' own."""
         return None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
@@ -233,4 +240,4 @@ class ModelOperator(InPlaceOperator):
 
     @abstractmethod
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`model.generate(*args, **kwargs)`; `plain` is the stock one, bound to the model."""
+        """Compute `model.generate(*args, **kwargs)`; `plain` is the stock method, bound to the model."""
