@@ -267,7 +267,7 @@ def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeSteps, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
     assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
-    assert model.moegraft.decode_steps.mode in ("eager", "graph")
+    assert model.moegraft.context.decode_steps.mode in ("eager", "graph")
 
 
 def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
@@ -281,13 +281,13 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
-    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.decode_steps is None
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.decode_steps is None
 
 
 def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     answer(model)
-    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.decode_steps)]
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.decode_steps)]
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3
