@@ -53,8 +53,8 @@ def _mark_layer(layer: Any) -> Callable[[int], None] | None:
     if kind is DynamicSlidingWindowLayer:  # grows by concatenation, so these tensors stay as they are
         return partial(_restore_window, layer, layer.cumulative_length, keys, values)
     if kind is StaticSlidingWindowLayer:  # is shifted in place
-        copies = (None if tensor is None else tensor.clone() for tensor in (keys, values))
-        return partial(_restore_static_window, layer, layer.cumulative_length_int, *copies)
+        keys, values = (None if tensor is None else tensor.clone() for tensor in (keys, values))
+        return partial(_restore_static_window, layer, layer.cumulative_length_int, keys, values)
     return None
 
 
