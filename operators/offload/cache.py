@@ -37,7 +37,7 @@ class CacheOptions:
         admission: `always` lets an expert in that computed and was not there; `bypass` only where it ranks above one that is
             there, since the CPU serves a miss as well. `auto` is `bypass` for `static` and `always` for the others.
         scope: `layer` gives every layer as many slots, `global` shares them among the layers.
-        profile: a routing trace (`benchmarks/traces.py`), for `static`.
+        profile: a routing trace (`moegraft calibrate --routing`), for `static`.
     """
 
     policy: PolicyName = "score_frequency"
