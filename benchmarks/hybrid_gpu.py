@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.devices.cuda import why_no_cuda
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.statistics import Timeline
+from moegraft.operators.timeline import Timeline
 
 TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
 Row = dict[str, object]

@@ -6,7 +6,8 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +23,7 @@ from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.machine import Machine, probe_machine
+from moegraft.operators.timeline import Timeline
 
 if TYPE_CHECKING:
     from moegraft.injection.sparsity_setup import SparsitySetup
@@ -63,6 +65,23 @@ class Injection:
         """Return what operators did so far: `modules` by path, `sparsity` by target, and `devices`, each GPU that experts share."""
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
         return {"modules": modules, **self.context.statistics()}
+
+    def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the counters of each GPU that experts share, with its name; they only grow."""
+        return self.context.device_counts()
+
+    @contextmanager
+    def timelines(self) -> Iterator[list[Timeline]]:
+        """Record the work of GPUs that experts share and the rounds of drafts while the body runs; empty where there is neither."""
+        operator = self.model_operator
+        with self.context.timelines() as devices:
+            timelines = devices or [Timeline("CPU")]
+            recorded = operator is not None and operator.record_rounds(timelines)
+            try:
+                yield timelines if devices or recorded else []
+            finally:
+                if operator is not None:
+                    operator.record_rounds([])
 
     def placement(self) -> list[str]:
         """Return what runs where, a line for each group of equal operators."""

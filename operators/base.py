@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moegraft.operators.estimates import ExpertSlots, Saving
     from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
+    from moegraft.operators.timeline import Timeline
 
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 
@@ -225,6 +226,10 @@ class ModelOperator(InPlaceOperator):
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """The key-value cache that its `generate` would make, for who feeds one before; None: transformers' own."""
         return None
+
+    def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
+        """Add the spans of its rounds to `timelines` from now on; return False where it decodes without rounds."""
+        return False
 
     @abstractmethod
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

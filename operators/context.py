@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
+    from moegraft.operators.timeline import Timeline
 
 
 @dataclass(eq=False)
@@ -101,6 +103,16 @@ class InjectionContext:
         engines = self._gpu_engines_in_use
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
         return {"sparsity": sparsity, "devices": dict(devices)}
+
+    def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the counters of each GPU that experts share, with its name; they only grow."""
+        engines = self._gpu_engines_in_use
+        return [] if engines is None else engines.counts()
+
+    def timelines(self) -> AbstractContextManager[list[Timeline]]:
+        """Record the work of each GPU that experts share while the context is entered; no timelines where there is none."""
+        engines = self._gpu_engines_in_use
+        return nullcontext([]) if engines is None else engines.timelines()
 
     def close(self) -> None:
         """End captured steps and transfers and free the GPUs' slots; the model computes no more."""

@@ -24,18 +24,10 @@ MAY_IMPORT = {
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
-    # The timeline of a chat and the figures of a server are those of the engine and of drafting.
-    "injection/cli": {
-        "injection",
-        "injection/cli",
-        "operators",
-        "operators/context",
-        "operators/offload",
-        "operators/speculative",
-        "rules",
-    },
+    # Rule files know the interface of operators, and programs what `model.moegraft` offers.
+    "injection/rules": {"injection/rules", "operators", "rules"},
     # What is particular to an operator is asked of the `Operator` interface.
-    "injection": {"injection", "operators", "operators/context", "rules"},
+    "injection": {"injection", "injection/rules", "operators", "operators/context", "rules"},
 }
 
 
@@ -54,6 +46,26 @@ def imported_modules(file: Path) -> list[str]:
     return [name for name in found if name.split(".")[0] == "moegraft"]
 
 
+# What injection may know of operators: their interface, and what several of them share. No particular operator, engine or draft.
+INTERFACE = {
+    "activations",
+    "base",
+    "cache_form",
+    "context",
+    "errors",
+    "estimates",
+    "experts_layer",
+    "layout",
+    "machine",
+    "registry",
+    "routing_trace",
+    "self_test",
+    "sparsity",
+    "structure",
+    "thresholds",
+    "timeline",
+    "weights",
+}
 SOURCES = sorted(path for folder in ("injection", "operators", "cpu_backend", "rules") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -63,6 +75,13 @@ def test_imports_point_down(file: Path) -> None:
     for module in imported_modules(file):
         other = part_of("/".join(module.split(".")[1:]))
         assert other in MAY_IMPORT[own], f"{file}: {own} must not import {module}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "injection").rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_injection_knows_no_particular_operator(file: Path) -> None:
+    prefix = "moegraft.operators."
+    imported = {name.removeprefix(prefix) for name in imported_modules(file) if name.startswith(prefix)}
+    assert imported <= INTERFACE, f"{file}: {', '.join(sorted(imported - INTERFACE))}: ask it of the `Operator` interface"
 
 
 def test_there_is_no_root_package() -> None:

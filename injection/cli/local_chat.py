@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import INTERRUPTED, library_log, user_errors
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options
-from moegraft.injection.cli.output import Terminal, open_terminal
+from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.chat.session import Chat
+    from moegraft.injection.cli.loading import LoadedModel
+    from moegraft.operators.timeline import Timeline
 
 PROGRAM = "local_chat"
 
@@ -82,7 +84,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
     prompt = _prompt(options)
     with library_log(terminal):
         session = _open_chat(model, sampling, options, terminal)
-        with _traced(session, options, terminal):
+        with _traced(session.loaded, options.trace, terminal):
             if prompt is None:
                 session.run()
             elif session.turn(prompt).ending == "interrupted":
@@ -139,10 +141,34 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     return session
 
 
-def _traced(session: Chat, options: ChatOptions, terminal: Terminal) -> AbstractContextManager[None]:
-    from moegraft.injection.cli.chat.tracing import traced
+@contextmanager
+def _traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterator[None]:
+    """Write a trace of the body's work on GPUs and of its rounds of drafts to `path`, whatever ends the body.
 
-    return traced(session.loaded, options.trace, terminal)
+    Raises:
+        OSError: the file cannot be written; raised before the body runs.
+    """
+    from moegraft.injection.graft import injection_of
+    from moegraft.operators.timeline import write_trace
+
+    injection = injection_of(loaded.model)
+    if path is None or injection is None:
+        yield
+        return
+    recorded: Sequence[Timeline] = ()
+    try:
+        with injection.timelines() as timelines:
+            if timelines:
+                write_trace(path, [])
+                recorded = timelines
+            else:
+                terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
+            yield
+    finally:
+        if recorded:
+            write_trace(path, recorded)
+            spans = sum(len(timeline.spans) for timeline in recorded)
+            terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class CpuNorm(CpuForwardOperator):
 def normalised(runtime: Runtime, spec: NormSpec, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """Return the norm of every row of `x` (..., N), contiguous and on the CPU, in the dtype of `x` and `weight` (N,)."""
     out = torch.empty_like(x)
-    runtime.norm_at(spec, x.data_ptr(), 0 if weight is None else weight.data_ptr(), x.numel() // x.shape[-1], out.data_ptr())
+    runtime.norm(spec, x, weight, out)
     return out
 
 

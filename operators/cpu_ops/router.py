@@ -96,7 +96,7 @@ def routed(
     logits = x.new_empty((tokens, weight.shape[0]), dtype=form.logits_type)
     weights = x.new_empty((tokens, form.top_k), dtype=form.weights_type)
     index = x.new_empty((tokens, form.top_k), dtype=torch.int64)
-    runtime.route_at(spec, x.data_ptr(), weight.data_ptr(), tokens, logits.data_ptr(), weights.data_ptr(), index.data_ptr())
+    runtime.route(spec, x, weight, logits, weights, index)
     return logits, weights, index
 
 

@@ -1,7 +1,4 @@
-"""`hybrid_experts`: all routed experts of a layer, packed in host memory and computed by the C++ kernel.
-
-The forward pass of packed experts on the CPU, with the neurons left out that a layer's threshold says.
-"""
+"""`hybrid_experts`: all routed experts of a layer, packed in host memory, computed by the C++ kernel or on the CPU and GPUs together."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
-from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
+from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
@@ -60,25 +57,25 @@ class HybridExpertsOptions:
     """Options of `hybrid_experts`.
 
     Attributes:
-        weights: the type the experts are packed to; `stored` keeps what the checkpoint has. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight. What a GGUF file has in Q4_K or
-            Q6_K (4.5 and 6.6 bits) stays as it is with `stored`, and with int8 and int4 where that has no fewer bits, on the CPU
+        weights: the type the experts are packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Q4_K and Q6_K weights of GGUF
+            files (4.5 and 6.6 bits) are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the CPU
             without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
-            the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
+            the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
-            changes what the model says.
-        gpu: where experts run beside the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several with
-            commas between. Where there is none, everything runs on the CPU, which is said. `emulated` is for tests.
+            changes the model's answers.
+        gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
+            separated by commas. Without a GPU everything runs on the CPU, which is logged. `emulated` is for tests.
         cache: which experts have a slot on the GPU, and how many.
-        schedule: who computes what: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's simulation; `on_demand`, all
-            on the GPU; `fixed`, what has a slot on the GPU and the rest on the CPU; `layer_map`, whole layers on one device;
-            `all_cpu`.
-        prefetch: what is loaded before it is asked for.
-        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, what has a
-            slot on the GPU and the rest on the CPU; `auto`, the faster of them, measured on the first tokens of a real GPU. A
-            captured step needs a static key-value cache of full attention and sliding windows; where it cannot be, `eager` runs
-            and the reason is said.
+        schedule: which device computes which expert: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's
+            simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
+            layers on one device; `all_cpu`.
+        prefetch: which experts are loaded before they are needed.
+        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, resident
+            experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on the first tokens of a real GPU. A
+            captured step needs a static key-value cache of full attention and sliding windows; without one, `eager` runs and the
+            reason is logged.
     """
 
     weights: WEIGHT_TYPES = "stored"
@@ -111,7 +108,7 @@ class HybridExperts(Operator):
 
     Accumulates in float32 and returns the dtype of `hidden_states`. Ids of -1 and of `num_experts` are padded slots.
     float32 activations are computed in float32 whatever the weights; bfloat16 activations with bfloat16 weights use
-    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass is refused.
+    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass raises an error.
     """
 
     name = "hybrid_experts"
@@ -140,7 +137,7 @@ class HybridExperts(Operator):
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
-        self._number = register_experts(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
@@ -148,7 +145,7 @@ class HybridExperts(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
+        # The GPU's kernels and the sparse layout have none. Whether this machine has a GPU does not matter: a plan may be for another.
         return options.gpu == "none" and options.sparsity is None
 
     @classmethod
@@ -172,7 +169,7 @@ class HybridExperts(Operator):
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
         expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype), sparse=options.sparsity is not None)
-        # Pages of a mapped file can be dropped and read again: they are no demand on memory.
+        # Pages of a mapped file can be dropped and read again: they need no memory.
         held = {"cpu" if options.cache_dir is None else "disk": layout.num_experts * expert_bytes}
         slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
         if slots:
@@ -241,7 +238,7 @@ class HybridExperts(Operator):
         weight_type = _weight_type(self.options, source.dtype)
         fingerprint = source.fingerprint
         if self.options.cache_dir is not None and fingerprint is None:
-            warnings.warn("cache_dir is not used: it keeps experts of checkpoints, and this model is in memory already", stacklevel=2)
+            warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
         if self.options.cache_dir is None or fingerprint is None:
             packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=self.sparsity is not None)
             self._pack(packed, source, advance)

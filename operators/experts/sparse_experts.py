@@ -13,7 +13,7 @@ from torch import nn
 
 from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
+from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts_layer import sparsity_errors
@@ -111,7 +111,7 @@ class SparseExperts(Operator):
         self._layer: SparseGpuLayer | None = None
         self._activity: torch.Tensor | None = None  # (E, I): how often each neuron was large while the layer was observed
         self._samples = SketchSamples()
-        self._number = register_experts(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: SparseExpertsOptions) -> str | None:

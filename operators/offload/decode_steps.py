@@ -190,7 +190,7 @@ class DecodeSteps:
             return "tokens are drafted with fewer experts, and verified several at once"
         if len(arguments["input_ids"]) > MAX_SEQUENCES:
             return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"
-        cache = arguments.get(CACHE)
+        cache: Any = arguments.get(CACHE)
         reason = why_not_static(cache) or why_counted_in_python(arguments, cache)
         if reason is None and not all(layer.is_initialized for layer in cache.layers):
             reason = ""  # the cache gets its memory with the first tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,7 @@ from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.options import GpuOptions, free_for_slots
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -34,6 +35,7 @@ from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing import Router
 from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
+from moegraft.operators.timeline import Timeline
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -142,6 +144,26 @@ class ModelEngines:
         """Return what each engine did, by its device."""
         return {engine.device.name: engine.report() for engine in self._engines}
 
+    def counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the device and the counters of each engine."""
+        found = ((engine.device.name, engine.statistics) for engine in self._engines)
+        return [(device, {field.name: getattr(counts, field.name) for field in fields(counts)}) for device, counts in found]
+
+    @contextmanager
+    def timelines(self) -> Iterator[list[Timeline]]:
+        """Record the spans of each engine while the body runs."""
+        engines = list(self._engines)
+        found = [Timeline(engine.device.name, engine.device.now_ms) for engine in engines]
+        for engine, timeline in zip(engines, found, strict=True):
+            engine.timings.timeline = timeline
+        try:
+            yield found
+        finally:
+            for engine in engines:
+                engine.device.synchronize()
+                engine.timings.collect()
+                engine.timings.timeline = None
+
     def close(self) -> None:
         """End transfers and free the slots; the model computes no more."""
         _close_all(self._engines)
@@ -177,8 +199,9 @@ def open_engine(
     loading = open_loading(
         device,
         store,
+        _slot_plan(options, store, free_bytes),
         policy.priority,
-        LoadingOptions(_slot_plan(options, store, free_bytes), "bypass" if options.cache.bypasses else "always"),
+        "bypass" if options.cache.bypasses else "always",
         on_span=timings.on_span,
         on_transfer=timings.on_transfer,
     )

@@ -279,7 +279,7 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 
 
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RuleFileError, match=r"decode: graph computes on the GPU what has a slot.*which schedule: all_cpu does not"):
+    with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
     assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.decode_steps is None
 

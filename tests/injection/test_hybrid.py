@@ -185,5 +185,5 @@ def test_mistakes_are_told_where_they_stand(more: str, message: str, rules) -> N
 
 @pytest.mark.parametrize("gpu", ["cuda:x", "gpu0", "cuda:0,none", "cuda:0,cuda:0"])
 def test_a_device_that_is_none(gpu: str, rules) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RuleFileError, match="gpu is auto, none, cuda:N or several of them"):
+    with pytest.raises(RuleFileError, match="gpu is auto, none, cuda:N or several of them separated by commas"):
         load(build_model(case_of("mixtral")), rules(gpu=gpu))

@@ -14,9 +14,9 @@ namespace {
 
 GateSpec make_gate(const std::string& activation, double alpha, double gate_limit, double act_limit, double up_limit, double up_offset) {
   const GateSpec spec = {parse_activation(activation), alpha, gate_limit, act_limit, up_limit, up_offset};
-  if (!std::isfinite(alpha) || !std::isfinite(up_offset)) refuse("GateSpec: alpha and up_offset must be finite");
+  if (!std::isfinite(alpha) || !std::isfinite(up_offset)) raise_value_error("GateSpec: alpha and up_offset must be finite");
   if (std::isnan(gate_limit) || std::isnan(act_limit) || !(up_limit >= 0.0))
-    refuse("GateSpec: limits must be numbers, and up_limit at least 0");
+    raise_value_error("GateSpec: limits must be numbers, and up_limit at least 0");
   return spec;
 }
 
@@ -59,7 +59,7 @@ void bind_specs(py::module_& module) {
   py::class_<ExpertsShape>(module, "ExpertsShape")
       .def(py::init([](int num_experts, int hidden, int intermediate, bool gated, bool bias) {
              if (num_experts < 1 || hidden < 1 || intermediate < 1)
-               refuse("ExpertsShape: num_experts, hidden and intermediate must be at least 1");
+               raise_value_error("ExpertsShape: num_experts, hidden and intermediate must be at least 1");
              return ExpertsShape{num_experts, hidden, intermediate, gated, bias};
            }),
            "num_experts"_a, "hidden"_a, "intermediate"_a, "gated"_a = true, "bias"_a = false)
@@ -96,22 +96,23 @@ QuantizedRowsView quantized_view(const py::array& codes, const py::array& scales
   require_dtype(codes, "codes", 'i', 1, "int8");
   require_layout(scales, "scales", 2);
   require_dtype(scales, "scales", 'f', 2, "float16");
-  if (codes.shape(1) % kGroup != 0) refuse("codes has " + std::to_string(codes.shape(1)) + " columns, no multiple of 32");
+  if (codes.shape(1) % kGroup != 0) raise_value_error("codes: expected a multiple of 32 columns, found " + std::to_string(codes.shape(1)));
   if (scales.shape(0) != codes.shape(0) || scales.shape(1) * kGroup != codes.shape(1))
-    refuse("scales has shape " + shape_text(scales) + " where (" + std::to_string(codes.shape(0)) + ", " +
-           std::to_string(codes.shape(1) / kGroup) + ") is expected: one for each 32 columns of codes");
+    raise_shape_error(
+        scales, "scales",
+        "(" + std::to_string(codes.shape(0)) + ", " + std::to_string(codes.shape(1) / kGroup) + "), one for each 32 columns of codes");
   return {static_cast<const std::int8_t*>(codes.data()), static_cast<const std::uint16_t*>(scales.data()), static_cast<int>(codes.shape(0)),
           static_cast<int>(codes.shape(1))};
 }
 
-// Rows as a GGUF file has them, whose bytes must be those of `type`; any other type is refused by what packs them.
+// Rows in the format of a GGUF file. Types without super-blocks are rejected by pack_super_blocks itself.
 SuperBlockRowsView super_block_view(const py::array& blocks, WeightType type, int cols) {
   require_layout(blocks, "blocks", 2);
   require_dtype(blocks, "blocks", 'u', 1, "uint8");
   const auto bytes = static_cast<py::ssize_t>(file_row_bytes(type, cols));
   if (has_super_blocks(type) && blocks.shape(1) != bytes)
-    refuse("blocks has " + std::to_string(blocks.shape(1)) + " bytes a row where " + std::to_string(cols) + " columns of " + name_of(type) +
-           " have " + std::to_string(bytes));
+    raise_value_error("blocks: expected " + std::to_string(bytes) + " bytes in each row for " + std::to_string(cols) + " columns of " +
+                      name_of(type) + ", found " + std::to_string(blocks.shape(1)));
   return {static_cast<const std::uint8_t*>(blocks.data()), static_cast<int>(blocks.shape(0)), cols};
 }
 

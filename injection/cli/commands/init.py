@@ -15,7 +15,6 @@ import typer
 
 from moegraft.injection.cli.commands.doctor import measure_and_save
 from moegraft.injection.cli.commands.plan import as_json, gap_text
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import (
     BUNDLED,
     PROGRAM,
@@ -31,7 +30,7 @@ from moegraft.injection.cli.options import (
     model_options,
     stated_machine,
 )
-from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:

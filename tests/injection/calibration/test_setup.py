@@ -149,12 +149,9 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
     with pytest.raises(RuleErrors) as raised:
         load(f"target: 0.5, counts: routed, thresholds: '{file}'", folder)
     (finding,) = raised.value.diagnostics
-    assert (
-        finding.message
-        == f"rule 'rule-1': {file}: made for 'tiny' (qwen2_moe): {message}; calibrate this one with moegraft calibrate".replace(
-            ": has", ": model.layers.1.mlp.experts has"
-        )
-    )
+    found = message.replace("has", "model.layers.1.mlp.experts has") if message.startswith("has") else message
+    expected = f"rule 'rule-1': {file}: made for 'tiny' (qwen2_moe): {found}; calibrate this one with moegraft calibrate"
+    assert finding.message == expected
     assert text_at(tmp_path / "rules.yaml", finding.position).startswith(f"'{file}'")
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from support import ROOT
+from support.model_shapes import MODELS
 
 from moegraft.operators.estimates import RoutedExperts
 from moegraft.operators.experts.forecast import experts_ms
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 
 
 def modelled() -> list[dict[str, str]]:
