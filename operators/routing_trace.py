@@ -174,7 +174,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             raise TraceError(f"not a routing trace: {error}") from error
     missing = sorted(set(KINDS) - set(arrays))
     if missing:
-        raise TraceError(f"no array named {', '.join(missing)}; benchmarks/traces.py records traces")
+        raise TraceError(f"no array named {', '.join(missing)}; moegraft calibrate --routing FILE records traces")
     for name, kind in KINDS.items():
         if arrays[name].dtype.kind != kind:
             raise TraceError(f"{name} is of type {arrays[name].dtype}")

@@ -37,7 +37,7 @@ class CacheOptions:
         admission: `always` admits every expert that missed; `bypass` only one that ranks above a resident expert, since the CPU
             serves a miss as well. `auto` is `bypass` for `static` and `always` for the others.
         scope: `layer` gives every layer the same number of slots, `global` shares them among the layers.
-        profile: a routing trace (`benchmarks/traces.py`), for `static`.
+        profile: a routing trace (`moegraft calibrate --routing`), for `static`.
     """
 
     policy: PolicyName = "score_frequency"

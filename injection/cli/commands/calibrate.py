@@ -164,10 +164,9 @@ def _thresholds_lines(found: Thresholds, out: Path) -> list[str]:
 
 
 def _routing_lines(trace: Trace, routing: Path) -> list[str]:
-    reused = f"{100 * trace.reuse():.1f} % of a token's experts computed for the token before as well"
     return [
         f"routing of {plural(trace.num_tokens, 'token')} in {plural(trace.num_layers, 'layer')}, "
-        f"{trace.top_k} of {trace.num_experts} experts per token; {reused}",
+        f"{trace.top_k} of {trace.num_experts} experts per token",
         f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}",
     ]
 
@@ -186,4 +185,4 @@ def _thresholds_json(found: Thresholds, out: Path) -> Json:
 
 def _routing_json(trace: Trace, routing: Path) -> Json:
     sizes = {"tokens": trace.num_tokens, "layers": list(trace.layers), "num_experts": trace.num_experts, "top_k": trace.top_k}
-    return {"file": routing, "source": trace.source, **sizes, "reuse": trace.reuse()}
+    return {"file": routing, "source": trace.source, **sizes}
