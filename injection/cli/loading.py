@@ -1,7 +1,4 @@
-"""From the options of a command to a model that answers, with its tokenizer. Imports torch: commands import this when they run.
-
-From a command's options to rules and the meta_model of the model that they are for. Imports torch: commands import this when they run.
-"""
+"""From the options of a command to rules, a meta model or a loaded model. Imports torch: commands import this when they run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`moegraft init`: a rule file for this machine and this model.
-
-`moegraft init --from-ktransformers`: a rule file of KTransformers, said again in ours.
-"""
+"""`moegraft init`: a rule file for this machine and this model, or one converted from KTransformers."""
 
 from __future__ import annotations
 
@@ -148,7 +145,7 @@ def init(
     ] = Path("rules.yaml"),
     from_ktransformers_file: Annotated[
         Path | None,
-        typer.Option("--from-ktransformers", metavar="FILE", help="Say this file of KTransformers again; with --model, matched to it."),
+        typer.Option("--from-ktransformers", metavar="FILE", help="Convert this KTransformers rule file; with --model, for that model."),
     ] = None,
     goal: Annotated[
         Goal | None,
@@ -161,7 +158,7 @@ def init(
     context: Annotated[
         int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens a sequence holds, prompt and answer; none: {CONTEXT}.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -175,7 +172,7 @@ def init(
     """
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     if output != STANDARD_OUTPUT and output.exists() and not force:
-        raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
+        raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
         of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
@@ -237,7 +234,7 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
     """
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if names:
-        raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
+        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; see moegraft plan for that")
 
 
 def _about(wanted: Wanted, meta_model: MetaModel, machinery: TargetMachine) -> list[str]:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def verify(
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; none: the bundled model.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
     rules: Annotated[
-        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or a shipped one's name; none: the one for the model's type.")
+        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to compare on; none: a speech of 1863.")] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to compare on; default: a speech of 1863.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of the text to take.")] = 256,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw each layer's error (needs matplotlib).")] = None,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
