@@ -32,7 +32,7 @@ from _sparse_floor import SHAPES, Device, Shape, Work, dense_work, mean_floor_ms
 from record import write_rows  # noqa: E402
 
 from moegraft.cpu_backend import GateSpec  # noqa: E402
-from moegraft.operators.kernels.availability import interpreted, why_unavailable  # noqa: E402
+from moegraft.operators.kernels.launch import interpreted, why_unavailable  # noqa: E402
 from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of  # noqa: E402
 from moegraft.operators.reference import reference_experts  # noqa: E402
 

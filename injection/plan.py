@@ -25,6 +25,7 @@ from moegraft.injection.rules.matching import Assignment, ModelModules, assign
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.weight_formats import FORMATS
 from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 
@@ -192,7 +193,7 @@ def _bytes(model: nn.Module, replaced: Sequence[str]) -> tuple[int, int]:
 
 STORED = "stored"
 # Of a block of 256 weights: what a file has in fewer stays as it is.
-BLOCK_BYTES = {**SUPER_BLOCK_BYTES, "int8": 272, "int4": 144}
+BLOCK_BYTES = {name: found.nbytes(256) for name, found in FORMATS.items() if found.scaled}
 
 
 def settle_stored(

@@ -15,7 +15,7 @@ from moegraft.operators.base import BuildContext, Footprint, Operator
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, describe, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register_linear
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.kernels.availability import why_unavailable
+from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
