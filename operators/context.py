@@ -19,7 +19,6 @@ from moegraft.operators.machine import Machine
 # Members that only some models need are imported when they are first asked for: a model on the CPU must not wait for the GPU engine,
 # nor fail where Triton is not installed.
 if TYPE_CHECKING:
-    from moegraft.operators.kernels.workspace import Workspace
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
@@ -45,7 +44,6 @@ class InjectionContext:
     threads: int = 0
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     cache_form: CacheForm = field(default_factory=CacheForm, init=False)
-    _workspaces: dict[torch.device, Workspace] = field(default_factory=dict, init=False, repr=False)
     _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
@@ -74,12 +72,6 @@ class InjectionContext:
         from moegraft.operators.sparse.choice import PathChoices, choices_path
 
         return PathChoices(choices_path())
-
-    def workspace(self, device: torch.device) -> Workspace:
-        """Return the scratch memory that the layers on `device` share."""
-        from moegraft.operators.kernels.workspace import Workspace
-
-        return self._workspaces.setdefault(device, Workspace(device))
 
     def warn_once(self, logger: logging.Logger, message: str) -> None:
         """Log a warning that holds for many layers of this model once."""

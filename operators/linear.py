@@ -17,7 +17,7 @@ from moegraft.operators.cpu import as_array, describe, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
-from moegraft.operators.kernels.availability import why_unavailable
+from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:

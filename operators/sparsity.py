@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,24 +15,15 @@ from numpy.typing import NDArray
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.thresholds import SparsityOptions
 
+if TYPE_CHECKING:
+    from moegraft.operators.sparse.slots import SparseSlotExperts
+
 logger = logging.getLogger(__name__)
 WINDOW_TOKENS = 1024  # between two looks: the shares of fewer scatter from passage to passage of one text
 DRIFT = 0.02
 
 # Called with top_k_index (T, K) and act(gate) (T, K, I) float32; rows of padded slots hold anything.
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class OnDevice(Protocol):
-    """A threshold and counts that lie in a GPU's memory, where kernels and captured graphs find them."""
-
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
-        """Takes the one of every call, or that of drafts which leave out more."""
-        ...
-
-    def take_counts(self) -> tuple[int, int]:
-        """Neurons that reached the threshold, and all that were looked at, since the last call; waits for the GPU."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class LayerSparsity:
         self._draft_threshold: float | None = None
         self._draft_target = 0.0
         self._draft_counts: NDArray[np.int64] = np.zeros(2, np.int64)
-        self._on_device: OnDevice | None = None
+        self._on_device: SparseSlotExperts | None = None
         self.observer: Observer | None = None
         self._group = group
         self._unseen_tokens = 0  # since the group looked last
@@ -100,7 +91,7 @@ class LayerSparsity:
         assert self._draft_threshold is not None, "set when the model was loaded"
         return InForce(self._draft_threshold, self._draft_counts)
 
-    def attach(self, on_device: OnDevice) -> None:
+    def attach(self, on_device: SparseSlotExperts) -> None:
         """The kernels of this layer run there from now on."""
         self._on_device = on_device
         on_device.set_threshold(self.threshold, self.routed_target)

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moegraft.operators.weight_formats import FORMATS
+
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
 # What the kernel takes from a GGUF file as it is and does not quantise to, with the bytes of a block of 256 weights.
-SUPER_BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+SUPER_BLOCK_BYTES = {name: found.block_bytes for name, found in FORMATS.items() if found.super_block}
 
 
 class WeightSource(Protocol):
@@ -110,7 +112,7 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 # Bytes of a block of 256 weights: weights that a file stores in fewer are kept as they are.
-BLOCK_BYTES = {**SUPER_BLOCK_BYTES, "int8": 272, "int4": 144}
+BLOCK_BYTES = {name: found.nbytes(256) for name, found in FORMATS.items() if found.scaled}
 
 
 @dataclass(frozen=True, slots=True)
