@@ -165,7 +165,10 @@ def graft(
         operator.check()
     injection = Injection(plan, operators, context)
 
-    checkpoint = CheckpointLoader(model.source, weights, skeleton, injection.replacing) if isinstance(model, MetaModel) else None
+    checkpoint = None
+    if isinstance(model, MetaModel):
+        assert model.weights is not None, "checked above"
+        checkpoint = CheckpointLoader(model.source, model.weights, skeleton, injection.replacing)
     sparsity.check_weights(checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path)))
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(

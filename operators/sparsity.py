@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.thresholds import SparsityOptions
-
-if TYPE_CHECKING:
-    from moegraft.operators.sparse.slots import SparseSlotExperts
 
 logger = logging.getLogger(__name__)
 WINDOW_TOKENS = 1024  # between two looks: the shares of fewer scatter from passage to passage of one text
@@ -32,6 +29,14 @@ class InForce:
 
     threshold: float
     counts: NDArray[np.int64]
+
+
+class DeviceSparsity(Protocol):
+    """A layer's kernels on a GPU; they import this module, which therefore cannot import them."""
+
+    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None: ...
+
+    def take_counts(self) -> tuple[int, int]: ...
 
 
 class LayerSparsity:
@@ -56,7 +61,7 @@ class LayerSparsity:
         self._draft_threshold: float | None = None
         self._draft_target = 0.0
         self._draft_counts: NDArray[np.int64] = np.zeros(2, np.int64)
-        self._on_device: SparseSlotExperts | None = None
+        self._on_device: DeviceSparsity | None = None
         self.observer: Observer | None = None
         self._group = group
         self._unseen_tokens = 0  # since the group looked last
@@ -91,7 +96,7 @@ class LayerSparsity:
         assert self._draft_threshold is not None, "set when the model was loaded"
         return InForce(self._draft_threshold, self._draft_counts)
 
-    def attach(self, on_device: SparseSlotExperts) -> None:
+    def attach(self, on_device: DeviceSparsity) -> None:
         """The kernels of this layer run there from now on."""
         self._on_device = on_device
         on_device.set_threshold(self.threshold, self.routed_target)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -281,7 +282,7 @@ class SlotPacker:
         unit_bytes = self._gate_rows.expert_bytes // rows.expert_stride
         self._rows_from, self._rows_to = rows.up_first * unit_bytes, rows.down_first * unit_bytes
 
-    def pack(self, part: Part, values: NDArray[np.generic]) -> None:
+    def pack(self, part: Part, values: NDArray[Any]) -> None:
         """Pack one matrix in `nn.Linear` orientation, or one bias; bfloat16 is given as its bits, biases as float32."""
         if part.endswith("_bias"):
             self._packed.pack_bias(0, part.removesuffix("_bias"), values)
