@@ -90,8 +90,8 @@ setup(
     package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
     package_data={
         "moegraft.injection": ["py.typed"],
+        "moegraft.injection.texts": ["*.txt"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
-        "moegraft.injection.bench": ["*.css"],
         "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.schedule import Round
 
@@ -109,16 +108,16 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        return sum(done.emitted for done in self.rounds) / len(self.rounds)
+        return sum(done.generated for done in self.rounds) / len(self.rounds)
 
     def acceptance(self) -> list[tuple[int, int]]:
         """(accepted, judged) by position."""
-        longest = max(done.judged for done in self.rounds)
-        return [(sum(at < done.accepted for done in self.rounds), sum(at < done.judged for done in self.rounds)) for at in range(longest)]
+        longest = max(done.compared for done in self.rounds)
+        return [(sum(at < done.accepted for done in self.rounds), sum(at < done.compared for done in self.rounds)) for at in range(longest)]
 
     def judged(self) -> list[tuple[float, bool]]:
         """The draft's confidence in each token that was judged, and whether it stood."""
-        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.judged)]
+        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.compared)]
 
 
 class _Watch:
@@ -126,7 +125,7 @@ class _Watch:
 
     def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
         self._found = found
-        self._switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+        self._switch = model.moegraft.context.draft_switch
         self._drafted: dict[int, list[torch.Tensor]] = {}
         layers = [module for module in model.modules() if isinstance(module, HybridExperts)]
         for number, operator in enumerate(layers):

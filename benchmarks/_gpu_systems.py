@@ -14,7 +14,6 @@ from _random_model import move_all_but_experts, random_model
 from transformers import AutoConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.offload.model_experts import GpuGroups
 
 VOCABULARY = 8192
 # Of the models' own configs, every layer with experts.
@@ -119,6 +118,6 @@ def system(name: str, shape: str, ratio: float, arguments: argparse.Namespace) -
     try:
         yield model
     finally:
-        model.moegraft.context.shared(GpuGroups, GpuGroups).close()
+        model.moegraft.context.close()
         del model
         gc.collect()

@@ -14,18 +14,19 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+from _model_shapes import ModelShape
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons, Waiter, Work
-from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile, ModelShape
+from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
-from moegraft.operators.offload.scheduler import ScheduleName, layers_that_fit, make_scheduler
-from moegraft.operators.offload.statistics import Observer
+from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.scheduler import ScheduleName, Scheduler, layers_that_fit
+from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan, even_plan
 from moegraft.operators.offload.transfers import Urgency
@@ -91,17 +92,6 @@ class _Counted:
         raise AssertionError("nothing fails in this simulation")
 
 
-@dataclass(frozen=True, slots=True)
-class _NoJobs:
-    neurons: Neurons | None
-
-    def on_cpu(self, experts: list[int], load: int) -> None:
-        return None
-
-    def on_gpu(self, slots: list[int], load: int) -> None:
-        return None
-
-
 class Simulation:
     """One model on one machine under one system.
 
@@ -119,13 +109,15 @@ class Simulation:
         self.machine = machine
         store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
         policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
-        options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
-        observer = Observer(self.device)
-        loading = open_loading(self.device, store, policy.priority, options, on_span=observer.on_span, on_transfer=observer.on_transfer)
+        slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
+        timings = TimingRecorder(self.device)
+        loading = open_loading(
+            self.device, store, slots, policy.priority, admission, on_span=timings.on_span, on_transfer=timings.on_transfer
+        )
         assert loading is not None, "the modelled GPU has room"
-        costs = CostModel(warm_up(self.device, loading, _NoJobs(system.neurons)))
+        costs = CostModel(warm_up(self.device, loading, lambda experts, load: _Counted(), system.neurons))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
-        self.engine = Engine(self.device, loading, make_scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, observer)
+        self.engine = Engine(self.device, loading, Scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, timings)
         self._fill(profile)
 
     def _fill(self, profile: Trace) -> None:

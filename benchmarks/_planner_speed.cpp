@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 using namespace moegraft;
 

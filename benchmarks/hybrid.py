@@ -20,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 from _hybrid_simulation import Figures, Simulation, System
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from record import write_rows
 
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.statistics import Timeline, write_trace
 from moegraft.operators.routing_trace import Trace
+from moegraft.operators.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)
@@ -82,7 +83,7 @@ def traced(model: str, machine: str, ratio: float, system: System, seed: int, *,
     """Who worked when while some tokens were decoded, by the virtual clock."""
     trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
     simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
-    timeline = simulation.engine.observer.timeline = Timeline(simulation.device.name)
+    timeline = simulation.engine.timings.timeline = Timeline(simulation.device.name)
     simulation.run(trace.part(WARM_TOKENS, trace.num_tokens), beside=beside)
     return timeline
 

@@ -29,8 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.devices.cuda import why_no_cuda
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.model_experts import GpuGroups
-from moegraft.operators.offload.statistics import Timeline
+from moegraft.operators.timeline import Timeline
 
 TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
 Row = dict[str, object]
@@ -70,18 +69,18 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
     engine = next(iter(engines_of(model)), None)
     if engine is None:
         return {}
-    engine.observer.timeline = timeline = Timeline(engine.device.name)
+    engine.timings.timeline = timeline = Timeline(engine.device.name)
     start_ms = engine.device.now_ms()
     run()
     engine.device.synchronize()
-    engine.observer.collect()
+    engine.timings.collect()
     took_ms = engine.device.now_ms() - start_ms
-    engine.observer.timeline = None
+    engine.timings.timeline = None
     return {f"{lane.lower()}_busy": round(timeline.busy_ms(lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
 
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
-    return [engine for group in model.moegraft.context.shared(GpuGroups, GpuGroups) for engine in group.engines]
+    return list(model.moegraft.context.gpu_engines)
 
 
 def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argparse.Namespace) -> list[Row]:

@@ -16,22 +16,26 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import numpy as np
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from record import RESULTS, ROOT, write_rows
+from record import RESULTS, write_rows
+from support.optimum import ProblemStruct, compile_library, optimum
 
-from moegraft.cpu_backend import optimum
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
-from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler, make_scheduler
+from moegraft.cpu_backend import Planner
+from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
+from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler
 from moegraft.operators.routing_trace import Trace
 
 STAGES = {"decode": 1, "verify x4": 4, "verify x8": 8, "prefill 32": 32, "prefill 128": 128, "prefill 512": 512}  # tokens
@@ -39,8 +43,6 @@ RATIOS = (0.25, 0.5, 0.75)
 TRACE_TOKENS = 3072
 PAST_TOKENS = 64  # what a layer's residents were used most in
 PLANNED = tuple(name for name in SCHEDULES if name != "layer_map")
-CSRC = ROOT / "cpu_backend" / "csrc"
-PLANNER_SOURCES = tuple(f"scheduler/{name}.cpp" for name in ("planner", "layer_problem", "greedy", "two_threshold"))
 Row = dict[str, object]
 
 
@@ -80,17 +82,16 @@ def makespans(schedulers: dict[ScheduleName, Scheduler], problem: LayerProblem, 
     found = {}
     for name, scheduler in schedulers.items():
         plan = scheduler.plan(0, problem)
-        plan.check(problem)
         found[name] = plan.makespan_ms
     everything = replace(problem, arrival_ms=np.zeros_like(problem.arrival_ms))
-    on_gpu = schedulers["on_demand"].makespan(everything, np.zeros(len(problem.loads), bool))
+    on_gpu = Planner("on_demand").makespan(everything, np.zeros(len(problem.loads), bool))
     found["layer_map"] = ratio * on_gpu + (1 - ratio) * found["all_cpu"]
     return found
 
 
 def cells(problems: int, in_flight: int) -> Iterator[tuple[str, str, str, float, dict[ScheduleName, NDArray[np.float64]]]]:
     """Ratios to the optimum by model, stage, machine and share of experts cached."""
-    schedulers = {name: make_scheduler(name) for name in PLANNED}
+    schedulers = {name: Scheduler(name) for name in PLANNED}
     random = np.random.default_rng(1)
     for model in MODELS:
         trace = synthetic_trace(model, TRACE_TOKENS)
@@ -164,39 +165,16 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
     print(RESULTS / "schedulers.png")
 
 
-class _Problem(ctypes.Structure):
-    """LayerProblem of scheduler/layer_problem.h."""
-
-    _fields_ = (
-        ("experts", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("loads", "cpu_ms", "gpu_ms", "arrival_ms")),
-        *((name, ctypes.c_double) for name in ("transfer_ms", "first_cpu_ms", "cpu_free_ms", "gpu_free_ms", "link_free_ms")),
-        ("max_transfers", ctypes.c_int),
-    )
-
-    @classmethod
-    def of(cls, problem: LayerProblem) -> _Problem:
-        arrays = (array.ctypes.data for array in (problem.loads, problem.cpu_ms, problem.gpu_ms, problem.arrival_ms))
-        free = (problem.cpu_free_ms, problem.gpu_free_ms, problem.link_free_ms)
-        return cls(len(problem.loads), *arrays, problem.transfer_ms, problem.first_cpu_ms, *free, problem.max_transfers)
-
-
 class PlannerClock:
     """Times the planner's C++ on its own."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name) / "planner.so"
-        sources = [Path(__file__).with_name("_planner_speed.cpp"), *(CSRC / name for name in PLANNER_SOURCES)]
-        flags = ["-O3", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}"]
-        subprocess.run(["g++", *flags, *map(str, sources), "-o", str(library)], check=True)
-        self._library = ctypes.CDLL(str(library))
-        self._library.problem_bytes.restype = ctypes.c_size_t
-        assert self._library.problem_bytes() == ctypes.sizeof(_Problem), "LayerProblem has other fields in C++"
+        self._library = compile_library([Path(__file__).with_name("_planner_speed.cpp")], Path(self._folder.name))
 
     def run(self, what: str, schedule: str, problems: list[LayerProblem], repeats: int) -> NDArray[np.float64]:
         """Microseconds a call, (repeats,), of `time_plans` or `time_gains`."""
-        given = (_Problem * len(problems))(*map(_Problem.of, problems))
+        given = (ProblemStruct * len(problems))(*map(ProblemStruct.of, problems))
         pass_us = np.empty(repeats)
         getattr(self._library, what)(schedule.encode(), given, len(problems), repeats, ctypes.c_void_p(pass_us.ctypes.data))
         return pass_us
@@ -204,7 +182,7 @@ class PlannerClock:
 
 def python_us(schedule: ScheduleName, problems: list[LayerProblem], repeats: int) -> NDArray[np.float64]:
     """Microseconds for making a problem of its arrays and planning it."""
-    scheduler = make_scheduler(schedule)
+    scheduler = Scheduler(schedule)
     pass_us = np.empty(repeats)
     for repeat in range(-1, repeats):
         start = perf_counter()

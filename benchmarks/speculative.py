@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 HELD_OUT = 9 / 10  # the demo model was trained on what stands before
@@ -231,7 +231,7 @@ def shapes(rounds: int) -> list[Row]:
     held = {swap.module: swap.footprint.total_bytes for swap in model.moegraft.plan.swaps}
     expert_bytes = next(size for path, size in held.items() if path.endswith(".experts")) / 128
     rest_bytes = sum(size for path, size in held.items() if not path.endswith(".experts"))
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     layer = model.model.layers[0]
 
     def step(tokens: int) -> Callable[[], object]:

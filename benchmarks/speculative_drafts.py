@@ -31,7 +31,7 @@ from speculative import HELD_OUT, PROMPT_TOKENS, TEXT
 from transformers import AutoConfig, AutoTokenizer
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 
 MAX_DRAFT = 8
 RATIOS = (0.125, 0.25, 0.5, 0.75)
@@ -120,7 +120,7 @@ def sparsity(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int
 def quality(model: str | Path, texts: Sequence[torch.Tensor]) -> list[Row]:
     """By experts a token."""
     loaded = load(model, "version: 1\nextends: cpu-exact\n")
-    switch = loaded.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = loaded.moegraft.context.draft_switch
     shares: list[torch.Tensor] = []
     operators = list(loaded.moegraft.operators.values())
     hooks = [each.register_forward_pre_hook(lambda module, args: shares.append(_cumulative(args[2]))) for each in operators]

@@ -14,7 +14,6 @@ from moegraft.cpu_backend._kernel import (
     activations,
     check_problem,
     default_threads,
-    optimum,
 )
 
 __all__ = [
@@ -31,5 +30,4 @@ __all__ = [
     "activations",
     "check_problem",
     "default_threads",
-    "optimum",
 ]

@@ -3,11 +3,13 @@
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 WeightType = Literal["float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"]
 PartName = Literal["gate", "up", "down"]
 Array = NDArray[Any]  # float32, float16, or bfloat16 as its bits in uint16
+Tensor = torch.Tensor | Array  # read in place; tensors through DLPack's C exchange interface
 
 LAYOUT_VERSION: Final[int]
 """Raised whenever packed bytes change meaning; a cache of packed weights is keyed by it."""
@@ -309,18 +311,27 @@ class Runtime:
         """Queues `forward` and returns a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
     def wait(self, ticket: int) -> None:
         """Blocks until the submitted work is done and raises what it raised. Each ticket is waited for once."""
-    def linear(self, linear: PackedLinear, x: Array, out: Array) -> None:
-        """`out (T, rows) = x (T, cols) @ weight.T + bias`, accumulated in float32, rounded once; dtypes as in `forward`."""
-    def linear_at(self, linear: PackedLinear, element_type: int, x: int, tokens: int, out: int) -> None:
-        """`linear` for contiguous tensors by address; `element_type` is 0 for float32, 1 for float16, 2 for bfloat16.
+    def linear(self, linear: PackedLinear, x: Tensor, out: Tensor) -> None:
+        """Compute `out (..., rows) = x (..., cols) @ weight.T + bias`, accumulated in float32 and rounded once.
 
-        This and the two below are for a step's small calls, where looking at arrays takes longer than the work. Nothing is checked: the
-        caller has seen to types, shapes and order, and keeps the tensors alive.
+        Args:
+            x: float32, float16 or bfloat16, contiguous and on the CPU.
+            out: the same leading dimensions and dtype.
+
+        Raises:
+            TypeError: a wrong dtype, or neither a tensor nor an array.
+            ValueError: a wrong shape, order or device.
         """
-    def norm_at(self, norm: NormSpec, x: int, weight: int, rows: int, out: int) -> None:
-        """Norms of `rows` contiguous rows at `x` into `out`, by address; `weight` 0 is none."""
-    def route_at(self, router: RouterSpec, x: int, weight: int, tokens: int, logits: int, weights: int, index: int) -> None:
-        """By address: x (T, hidden), weight (experts, hidden) as stored; results (T, experts), (T, top_k), and (T, top_k) int64."""
+    def norm(self, norm: NormSpec, x: Tensor, weight: Tensor | None, out: Tensor) -> None:
+        """Normalise every row of `x` (..., cols) into `out`; `weight` is (cols,). All have the element type of the norm."""
+    def route(self, router: RouterSpec, x: Tensor, weight: Tensor, logits: Tensor, weights: Tensor, index: Tensor) -> None:
+        """Choose the experts of `x` (T, H) with the router's `weight` (E, H).
+
+        Args:
+            logits: (T, E) of the logits type, written.
+            weights: (T, K) of the weights type, written.
+            index: (T, K) int64, written.
+        """
     def attention(
         self,
         query: Array,
@@ -367,13 +378,6 @@ def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, st
 
 def cores_of_cpu_max(text: str) -> int:
     """Whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
-
-def partition_blocks(blocks: int, threads_of_nodes: list[int]) -> list[tuple[int, int]]:
-    """The range of row blocks that each NUMA node is to own, in proportion to its threads.
-
-    Raises:
-        ValueError: a negative count, or no thread at all.
-    """
 
 class LayerProblem(Protocol):
     """The fields of `operators.experts.scheduling.problem.LayerProblem`, which says what they mean."""
@@ -427,11 +431,3 @@ class Planner:
         """
     def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
         """What having each missing expert on the GPU would save (A,) ms, one after another in descending load."""
-
-def optimum(problem: LayerProblem) -> float:
-    """The shortest makespan of all splits, in ms, exact to rounding; for tests and benchmarks, as it takes up to seconds.
-
-    Raises:
-        ValueError: more than 16 experts in flight.
-        RuntimeError: the search grew beyond bounds.
-    """

@@ -36,7 +36,7 @@ class DraftSettings:
 
 
 class DraftSwitch:
-    """One a model, shared by its operators (`context.shared(DraftSwitch, DraftSwitch)`).
+    """One a model, shared by its operators (`context.draft_switch`).
 
     An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Turning a draft on or
     off is one assignment, so no interruption leaves some layers drafting and others not. Each thread has a setting of its own:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -24,24 +23,20 @@ DRIFT = 0.02
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class OnDevice(Protocol):
-    """A threshold and counts that lie in a GPU's memory, where kernels and captured graphs find them."""
-
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
-        """Takes the one of every call, or that of drafts which leave out more."""
-        ...
-
-    def take_counts(self) -> tuple[int, int]:
-        """Neurons that reached the threshold, and all that were looked at, since the last call; waits for the GPU."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class InForce:
     """What one call leaves out: neurons below `threshold`; what reaches it is added to `counts` (2,) int64."""
 
     threshold: float
     counts: NDArray[np.int64]
+
+
+class DeviceSparsity(Protocol):
+    """A layer's kernels on a GPU; they import this module, which therefore cannot import them."""
+
+    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None: ...
+
+    def take_counts(self) -> tuple[int, int]: ...
 
 
 class LayerSparsity:
@@ -52,6 +47,7 @@ class LayerSparsity:
 
     Attributes:
         threshold: of `|act(gate)|`; 0 computes every neuron.
+        routed_target: the share of routed neurons that is to be left out; 0 before the threshold is set.
         counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it, and reading it
             adds what a GPU counted.
         observer: while it is set, the operator shows it every activation.
@@ -65,15 +61,11 @@ class LayerSparsity:
         self._draft_threshold: float | None = None
         self._draft_target = 0.0
         self._draft_counts: NDArray[np.int64] = np.zeros(2, np.int64)
-        self._on_device: OnDevice | None = None
+        self._on_device: DeviceSparsity | None = None
         self.observer: Observer | None = None
         self._group = group
         self._unseen_tokens = 0  # since the group looked last
-
-    @property
-    def routed_target(self) -> float:
-        """The share of routed neurons that is to be left out; 0 before the threshold is set."""
-        return self._group.routed_target
+        self.routed_target = 0.0
 
     @property
     def target_in_force(self) -> float:
@@ -104,7 +96,7 @@ class LayerSparsity:
         assert self._draft_threshold is not None, "set when the model was loaded"
         return InForce(self._draft_threshold, self._draft_counts)
 
-    def attach(self, on_device: OnDevice) -> None:
+    def attach(self, on_device: DeviceSparsity) -> None:
         """The kernels of this layer run there from now on."""
         self._on_device = on_device
         on_device.set_threshold(self.threshold, self.routed_target)
@@ -121,7 +113,7 @@ class LayerSparsity:
         """Takes the threshold for a target; what was counted before gives way to `counts`."""
         self.threshold = threshold
         self.counts[:] = counts
-        self._group.routed_target = routed_target
+        self.routed_target = self._group.routed_target = routed_target
         if self._on_device is not None:
             self._on_device.set_threshold(threshold, routed_target)
         self._group.restart()
@@ -187,7 +179,7 @@ class SparsityGroup:
 
 
 class SparseLayers:
-    """All layers of one model that leave neurons out, by target (`context.shared(SparseLayers, SparseLayers)`)."""
+    """All layers of one model that leave neurons out, by target (`context.sparse_layers`)."""
 
     def __init__(self) -> None:
         self._groups: dict[SparsityOptions, SparsityGroup] = {}
@@ -225,12 +217,6 @@ def achieved(counts: NDArray[np.int64]) -> float | None:
     """The share of neurons that were left out, of (active, all)."""
     active, neurons = counts.tolist()
     return 1 - active / neurons if neurons else None
-
-
-def sparsity_of(operator: Operator) -> LayerSparsity | None:
-    """What an operator leaves out; None where it leaves nothing out, or cannot."""
-    found = getattr(operator, "sparsity", None)
-    return found if isinstance(found, LayerSparsity) else None
 
 
 @contextmanager

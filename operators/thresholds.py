@@ -75,11 +75,6 @@ def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, sh
     return options.target / most
 
 
-def total_share(routed: float, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
-    """The share of all neurons a token passes, shared ones included, when a share `routed` of the routed ones is left out."""
-    return routed * top_k * intermediate / (top_k * intermediate + shared_intermediate)
-
-
 FORMAT = "moegraft-thresholds/1"
 CRITERION = "abs_act_gate"
 FILE_NAME = "moegraft_thresholds.json"  # in a model's own folder

@@ -1,4 +1,4 @@
-"""What every test shares: no network, quiet libraries, one thread for stock PyTorch."""
+"""What every test shares: no network, quiet libraries, one thread for stock PyTorch, Triton interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel is defined. "0" where a test's own process compiles kernels.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it puts in the background deaf to Ctrl-C, and the tests of Ctrl-C with it.

@@ -1,9 +1,4 @@
-"""From the name of a rule file to its rules, with all that it extends.
-
-What a rule file says about itself, before its rules: version, extends, vars, requires.
-
-The list of rules: which keys a rule has, and what their values may be.
-"""
+"""`read_rules`: a rule file and what it extends, read and checked as far as that is possible without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ from moegraft.injection.rules.document import (
 )
 from moegraft.injection.rules.replacement import read_replace
 from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, check_keys, read_match, read_text
-from moegraft.rules import shipped_rules
+from moegraft.rules import FORMER_NAMES, shipped_rules
 
 if TYPE_CHECKING:
     from moegraft.operators.registry import OperatorRegistry
@@ -199,9 +194,8 @@ MAX_CHAIN = 16
 
 
 def default_rules(model_type: str) -> str:
-    """The name of the shipped file for a model's type, or for the family whose text part it is, else `cpu`."""
-    shipped = shipped_rules()
-    return next((name for name in (model_type, model_type.removesuffix("_text")) if name in shipped), GENERIC)
+    """Return the name of the shipped file for a model's type: `cpu`, which serves every family."""
+    return GENERIC
 
 
 def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry) -> RuleFile:
@@ -236,15 +230,21 @@ def _filled(node: Node | None, variables: Mapping[str, Value], findings: Finding
 
 
 def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
-    """A path, or a shipped file where `source` is the bare name of one."""
-    shipped = shipped_rules()
+    """Return the path of a file, or of a shipped file where `source` is the bare name of one."""
     name = os.fspath(source)
-    if isinstance(source, str) and source in shipped:
-        return shipped[source]
-    path = _existing(name, Path())
+    path = _shipped(name, Position(name, 1, 1), findings) if isinstance(source, str) else None
+    path = path or _existing(name, Path())
     if path is None:
-        findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped, Path())}")
+        findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped_rules(), Path())}")
     return path
+
+
+def _shipped(name: str, position: Position, findings: Findings) -> Path | None:
+    """Return the shipped file of this name, or None; a former name gets a notice at `position`."""
+    new_name = FORMER_NAMES.get(name)
+    if new_name is not None:
+        findings.notice(position, f"the shipped rule file '{name}' is now '{new_name}', which serves every family")
+    return shipped_rules().get(new_name or name)
 
 
 def _existing(name: str, folder: Path) -> Path | None:
@@ -273,9 +273,10 @@ def _read_chain(path: Path, findings: Findings) -> list[Header]:
     seen = [path.resolve()]
     while (extended := headers[-1].extends) is not None:
         assert isinstance(extended.value, str), "read_header checks it"
-        found = _find_extended(extended.value, Path(headers[-1].file).parent)
+        folder = Path(headers[-1].file).parent
+        found = _shipped(extended.value, extended.position, findings) or _existing(extended.value, folder)
         if found is None:
-            hint = _shipped_hint(extended.value, shipped_rules(), Path(headers[-1].file).parent)
+            hint = _shipped_hint(extended.value, shipped_rules(), folder)
             findings.stop(extended.position, f"extends {shown(extended.value)}: there is no such rule file{hint}")
         if found.resolve() in seen:
             circle = " -> ".join([*(header.file for header in headers), str(found)])
@@ -285,13 +286,6 @@ def _read_chain(path: Path, findings: Findings) -> list[Header]:
         seen.append(found.resolve())
         headers.append(read_header(read_document(found, findings), findings))
     return headers
-
-
-def _find_extended(name: str, folder: Path) -> Path | None:
-    shipped = shipped_rules()
-    if name in shipped:
-        return shipped[name]
-    return _existing(name, folder)
 
 
 def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:

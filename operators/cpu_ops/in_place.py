@@ -1,51 +1,177 @@
-"""A module that stays in its place and computes its own way: it gets a subclass of its class with another `forward`.
+"""What the small CPU operators share: recognising what a module computes, and computing it in the module's place.
 
-So nothing refers back to the module, copies stay copies, and who looks for the class or for the names that `forward` takes finds them.
+`cpu_attention`, `cpu_norm` and `cpu_router` leave a module where it is, with its weights. Once the model is loaded, each compares its
+kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer goes to the
+module's own class.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-STATE = "_moegraft_state"  # the attribute of such a module that says how to compute; without it the module is as it was
-Forward = Callable[..., Any]
+from moegraft.cpu_backend import Runtime
+from moegraft.operators.base import InPlaceOperator
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.cpu import describe, is_plain
+
+logger = logging.getLogger(__name__)
+
+_OPERATOR = "_moegraft_operator"  # the attribute of a module that holds the operator which answers its calls, or None
+
+
+class NotRecognisedError(Exception):
+    """No form of the kernel computes what a module computes; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The small CPU operators have no options."""
+
+
+class CpuOperator(InPlaceOperator):
+    """Base of the operators that compute a module in place wherever a CPU kernel computes the same."""
+
+    options_type = NoOptions
+    fallback_level: ClassVar[int] = logging.INFO  # of the log message where a module keeps its own computation
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self.runtime = runtime
+        self._stock_attributes: Mapping[str, object] = {}  # empty unless the kernel computes for the module
+
+    @classmethod
+    def unsupported_reason(cls, module: nn.Module, options: NoOptions) -> str | None:
+        return None  # modules are recognised by what they compute, which takes their weights
+
+    @classmethod
+    def build(cls, module: nn.Module, options: NoOptions, context: InjectionContext) -> Self:
+        return cls(context.runtime)
+
+    @abstractmethod
+    def install(self, module: nn.Module) -> dict[str, object]:
+        """Let the kernel compute for `module`, which is loaded; return the attributes that are replaced, with their former values.
+
+        Raises:
+            NotRecognisedError: the kernel does not compute what the module computes.
+        """
+
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        module = model.get_submodule(path)
+        try:
+            self._stock_attributes = self.install(module)
+        except NotRecognisedError as error:
+            owner = type(module).__name__
+            logger.log(self.fallback_level, "%s: %s (%s) keeps its own %s: %s", self.name, path, owner, self.kind, error)
+
+    @contextmanager
+    def set_aside(self, module: nn.Module) -> Iterator[None]:
+        replaced = {name: module.__dict__[name] for name in self._stock_attributes}
+        module.__dict__.update(self._stock_attributes)
+        try:
+            yield
+        finally:
+            module.__dict__.update(replaced)
+
+    def placement(self) -> str:
+        where = f"the CPU ({describe(self.runtime)})" if self._stock_attributes else "left to PyTorch"
+        return f"{self.kind}: {self.name}, {where}"
+
+
+class CpuForwardOperator(CpuOperator):
+    """Base of the operators that answer the calls of a module with one weight, as long as the module is as it was when it was loaded."""
+
+    attribute_names: ClassVar[tuple[str, ...]]  # the names, by family, of the one number of the module that the kernel has a copy of
+
+    @abstractmethod
+    def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
+        """Find the form of the kernel that computes what `module` computes, with its number `value`.
+
+        Raises:
+            NotRecognisedError: there is none.
+        """
+
+    @abstractmethod
+    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        """Return what the module returns for `x`, of the weight's dtype and last size, or None where the kernel cannot."""
+
+    def install(self, module: nn.Module) -> dict[str, object]:
+        weight = module._parameters.get("weight")
+        if weight is None or not is_plain(weight):
+            raise NotRecognisedError("it holds no weight on the CPU itself")
+        names = [name for name in self.attribute_names if isinstance(getattr(module, name, None), int | float)]
+        if not names:
+            raise NotRecognisedError(f"it holds no number named {' or '.join(self.attribute_names)}")
+        self._attribute, self._value = names[0], getattr(module, names[0])
+        self._dtype, self._shape, self._columns = weight.dtype, weight.shape, weight.shape[-1:]
+        self.fit(module, weight, self._value)
+        # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
+        # for the signature of `forward` finds them.
+        cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
+        module.__class__ = _subclass(cls)
+        module.__dict__[_OPERATOR] = self
+        return {_OPERATOR: None}
+
+    def answer(self, module: nn.Module, x: Any) -> Any:
+        """Return what the module returns for `x`, or None for a call that is left to the module."""
+        weight = module._parameters["weight"]
+        if (
+            type(x) is not torch.Tensor
+            or weight is None
+            or not x.dtype == weight.dtype == self._dtype
+            or weight.shape != self._shape
+            or x.shape[-1:] != self._columns
+            or not is_plain(weight)
+            or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+            or module.__dict__.get(self._attribute) != self._value
+        ):
+            return None
+        return self.compute(module, x, weight)
 
 
 @lru_cache(maxsize=512)
-def _subclass(cls: Any, forward: Forward) -> type[nn.Module]:
+def _subclass(cls: Any) -> type[nn.Module]:
     @functools.wraps(cls.forward)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = self.__dict__.get(STATE)
-        if state is not None and len(args) == 1 and not kwargs:
-            found = forward(self, state, args[0])
-            if found is not None:
-                return found
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        operator = self.__dict__.get(_OPERATOR)
+        if operator is not None and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            answer = operator.answer(self, args[0])
+            if answer is not None:
+                return answer
         return cls.forward(self, *args, **kwargs)
 
-    return type(
-        cls.__name__, (cls,), {"forward": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    )
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
-def compute_by(module: nn.Module, forward: Forward, state: object) -> None:
-    """From now on `module` answers a call of one positional argument by `forward(module, state, argument)`, unless that is None."""
-    cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-    module.__class__ = _subclass(cls, forward)
-    module.__dict__[STATE] = state
+def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function of the model's returns for random tensors.
 
-
-@contextmanager
-def as_it_was(module: nn.Module) -> Iterator[None]:
-    """While it lasts, the module computes as its own class does."""
-    state = module.__dict__.pop(STATE, None)
+    Raises:
+        NotRecognisedError: it cannot be called with them.
+    """
     try:
-        yield
-    finally:
-        if state is not None:
-            module.__dict__[STATE] = state
+        with torch.no_grad():
+            return function(*args, **kwargs)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise NotRecognisedError(f"it cannot be run on random tensors ({type(error).__name__}: {error})") from error
+
+
+def probe_forward(module: nn.Module, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what the class of `module` computes for `x`, without hooks, as if the module held `tensors` under the names of its own."""
+    stand_in: Any = copy.copy(module)
+    parameters = {name: nn.Parameter(tensors[name], False) if name in tensors else own for name, own in module._parameters.items()}
+    buffers = {name: tensors.get(name, own) for name, own in module._buffers.items()}
+    stand_in.__dict__ = {**module.__dict__, "_parameters": parameters, "_buffers": buffers}
+    return probe(type(stand_in).forward, stand_in, x)

@@ -1,62 +1,88 @@
 """`cpu_router`: the experts of a few tokens, chosen by the C++ kernel.
 
-By which rule a family's router chooses experts, found by trying its module.
-
-Shapes: T tokens, H hidden size, E experts, K experts a token.
+Shapes: T tokens, H hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import RouterSpec, Runtime
-from moegraft.operators.base import BuildContext, InPlaceOperator
-from moegraft.operators.cpu import as_array, describe, element_name, is_plain
-from moegraft.operators.cpu_ops.in_place import as_it_was, compute_by
+from moegraft.operators.cpu import as_array, element_name
+from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
 
-# Tokens: where groups are scored by their best expert or by their best two, a few of them often choose the same.
-_TRIED = 512
-_FIRST = 8
+MAX_TOKENS = 8  # routing a prompt is a product of matrices, which PyTorch computes well
+
+# Tokens to compare: where groups are scored by their best expert or by their best two, few tokens often choose the same experts.
+_COMPARED_TOKENS = 512
+_FIRST_TOKENS = 8  # on which most wrong forms fail already
 _TOLERANCE = 1e-4  # relative, of weights in float32
-_TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 _GROUP_NAMES = (("num_group", "topk_group"), ("n_group", "topk_group"))
-_BIAS = "bias"  # of the logits; another vector of E numbers is added for the choice alone
+_LOGIT_BIAS = "bias"  # another vector of E numbers is added to the scores for the choice alone
+_SCORES = (("softmax", False), ("softmax", True), ("sigmoid", True), ("sigmoid", False), ("chosen_softmax", False))  # normalised or not
+
+
+class CpuRouter(CpuForwardOperator):
+    """A router of up to 8 tokens in one call: logits, scores, the choice and its weights.
+
+    The weight is read as it is stored; families that widen it to float32 for each call (DeepSeek-V3's) move five times the bytes. The rule
+    by which the module chooses is found by comparing it with the kernel on random hidden states. The module itself computes more tokens, on
+    a GPU, with gradients, in graphs of `torch.compile`, in other dtypes or sizes than at load, and once its `top_k` or biases have changed.
+    Logits are summed in another order than PyTorch's: where rounding makes two of them equal, the first expert is chosen.
+    """
+
+    name = "cpu_router"
+    kind = "router"
+    summary = "the router's choice of experts for a few tokens by the C++ kernel, on the CPU"
+
+    attribute_names = ("top_k", "num_experts_per_tok")
+
+    def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
+        self._form = recognise(module, self.runtime, int(value))
+        self._spec = self._form.spec(weight)
+        self._copied = {name: _version(tensor) for name, tensor in _vectors(module).items()}
+
+    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        form, parameters, buffers = self._form, module._parameters, module._buffers
+        if (
+            not x.is_cpu
+            or not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
+            or x.numel() > MAX_TOKENS * weight.shape[1]
+            or any(_version(parameters.get(name, buffers.get(name))) != version for name, version in self._copied.items())
+        ):
+            return None
+        parts = routed(self.runtime, self._spec, form, x.reshape(-1, x.shape[-1]).contiguous(), weight)
+        placed: list[torch.Tensor] = [*parts]
+        for position, part in zip(form.order, parts, strict=True):
+            placed[position] = part
+        return tuple(placed)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterForm:
-    """The kernel's words for a router, as RouterSpec explains them.
+    """How a router of E experts computes, in the terms of the kernel's RouterSpec.
 
     Attributes:
-        order: where logits, weights and ids stand in what the module returns.
-        flattens: (B, T, H) is taken as (B * T, H).
+        rule: the arguments of RouterSpec for how experts are scored and chosen, biases included.
+        order: the positions of logits, weights and ids in what the module returns.
+        flattens: whether it takes (B, T, H) as (B * T, H).
     """
 
     top_k: int
-    score: str
-    normalise: bool
-    groups: int
-    kept_groups: int
-    group_score: str
-    order: tuple[int, int, int]
+    rule: Mapping[str, Any]
+    order: tuple[int, ...]
     flattens: bool = False
-    scale: float = 1.0
-    rounds_logits: bool = False
     logits_type: torch.dtype = torch.float32
     weights_type: torch.dtype = torch.float32
 
-    def spec(self, weight: torch.Tensor, biases: Biases) -> RouterSpec:
-        """For a weight (E, H), whose dtype hidden states are to have."""
+    def spec(self, weight: torch.Tensor) -> RouterSpec:
+        """Return the specification for a weight (E, H), whose dtype hidden states will have; the biases are copied."""
         return RouterSpec(
             weight.shape[1],
             weight.shape[0],
@@ -64,150 +90,104 @@ class RouterForm:
             element_type=element_name(weight.dtype),
             logits_type=element_name(self.logits_type),
             weights_type=element_name(self.weights_type),
-            rounds_logits=self.rounds_logits,
-            score=self.score,
-            normalise=self.normalise,
-            scale=self.scale,
-            groups=self.groups,
-            kept_groups=self.kept_groups,
-            group_score=self.group_score,
-            choice_bias=None if biases.choice is None else as_array(biases.choice),
-            logit_bias=None if biases.logits is None else as_array(biases.logits),
+            **self.rule,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Biases:
-    """(E,) float32, each or None: added to the logits, and to the scores for the choice alone."""
-
-    logits: torch.Tensor | None
-    choice: torch.Tensor | None
-
-    @classmethod
-    def of(cls, module: nn.Module, experts: int) -> Self:
-        """
-        Raises:
-            ValueError: the module has more vectors of E numbers than one knows what to do with.
-        """
-        vectors = vectors_of(module, experts)
-        logits = vectors.pop(_BIAS, None)
-        if len(vectors) > 1:
-            raise ValueError(f"{', '.join(vectors)} might each be a bias")
-        choice = next(iter(vectors.values()), None)
-        return cls(*(None if bias is None else bias.detach().float().contiguous() for bias in (logits, choice)))
-
-
-def vectors_of(module: nn.Module, experts: int) -> dict[str, torch.Tensor]:
-    """What a router holds beside its weight: vectors of a number for each expert, by name."""
-    held = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in held.items() if tensor is not None and tuple(tensor.shape) == (experts,)}
-
-
-def top_k_name(module: nn.Module) -> str | None:
-    """The attribute that says how many experts a token takes."""
-    return next((name for name in _TOP_K_NAMES if isinstance(getattr(module, name, None), int)), None)
 
 
 def routed(
     runtime: Runtime, spec: RouterSpec, form: RouterForm, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (T, E), weights (T, K) and ids (T, K) of hidden states (T, H); all contiguous and on the CPU, x and weight of one dtype."""
+    """Return logits (T, E), weights (T, K) and ids (T, K) of `x` (T, H), which is contiguous, on the CPU and of the weight's dtype."""
     tokens = x.shape[0]
     logits = x.new_empty((tokens, weight.shape[0]), dtype=form.logits_type)
     weights = x.new_empty((tokens, form.top_k), dtype=form.weights_type)
     index = x.new_empty((tokens, form.top_k), dtype=torch.int64)
-    runtime.route_at(spec, x.data_ptr(), weight.data_ptr(), tokens, logits.data_ptr(), weights.data_ptr(), index.data_ptr())
+    runtime.route(spec, x, weight, logits, weights, index)
     return logits, weights, index
 
 
-def form_of(module: nn.Module, runtime: Runtime) -> RouterForm | None:
-    """The form that gives on random hidden states what `module` gives; None where none does.
+def _version(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Return what changes when a tensor is replaced or, outside of inference mode, written to."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
-    The module is loaded, and holds a `weight` (E, H) on the CPU.
 
-    Tried in float32, where no two logits are equal and the choice has one answer; dtypes and rounding are read off a run in the
-    module's own.
+def recognise(module: nn.Module, runtime: Runtime, top_k: int) -> RouterForm:
+    """Return the form that gives on random hidden states what `module` gives, which is loaded and holds a `weight` on the CPU.
+
+    Forms are compared in float32, where no two logits are equal and the choice has one answer; dtypes and rounding are read off a run in
+    the module's own.
+
+    Raises:
+        NotRecognisedError: no form does, or several that would differ on other hidden states.
     """
-    weight = module._parameters["weight"]
-    assert weight is not None, "the caller has looked"
-    experts = weight.shape[0]
-    x = torch.randn(_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    wide, plain = _in_float32(module), type(module).forward  # no hook is told of made-up tokens
-    try:
-        with torch.no_grad():
-            expected, own = plain(wide, x), plain(module, x[:2].to(weight.dtype))
-        biases = Biases.of(module, experts)
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
-        return None
+    tensors = {name: held for name, held in {**module._parameters, **module._buffers}.items() if held is not None}
+    wide = {name: held.detach().float() for name, held in tensors.items() if held.is_floating_point()}
+    weight, dtype, biases = wide["weight"], tensors["weight"].dtype, _biases(_vectors(module))
+    experts, hidden = weight.shape
+    x = torch.randn(_COMPARED_TOKENS, hidden, generator=torch.Generator().manual_seed(0))
+    expected, own = probe_forward(module, x, wide), probe_forward(module, x[:2].to(dtype), {})
     order = _order(expected, experts)
     if order is None or _order(own, experts) != order:
-        return None
-    full = wide._parameters["weight"].detach()
-    parts = [expected[at] for at in order]
+        raise NotRecognisedError("it does not return logits, weights and ids alone")
+    parts = [expected[position] for position in order]
     fitting = []
-    for form in _candidates(module, experts, order):
-        spec = form.spec(full, biases)
-        # Most fail on the first tokens.
-        if _scale([part[:_FIRST] for part in parts], routed(runtime, spec, form, x[:_FIRST], full)) is None:
-            continue
-        scale = _scale(parts, routed(runtime, spec, form, x, full))
-        if scale is not None:
-            fitting.append(_typed(replace(form, scale=scale, flattens=_flattens(wide, x)), own, weight.dtype))
-    grouping = {(form.groups, form.kept_groups, form.group_score) for form in fitting}
-    return fitting[0] if len(grouping) == 1 else None  # two that fit would differ on other tokens
-
-
-def _flattens(wide: Any, x: torch.Tensor) -> bool:
+    for (score, normalise), grouping in itertools.product(_SCORES, _groupings(module, experts, top_k)):
+        form = RouterForm(top_k, {"score": score, "normalise": normalise, **grouping, **biases}, order)
+        spec, scale = form.spec(weight), None
+        for tokens in (_FIRST_TOKENS, _COMPARED_TOKENS):
+            scale = _scale([part[:tokens] for part in parts], routed(runtime, spec, form, x[:tokens], weight))
+            if scale is None:
+                break
+        else:
+            fitting.append((grouping, {**form.rule, "scale": scale}))
+    if not fitting or any(grouping != fitting[0][0] for grouping, _ in fitting):
+        raise NotRecognisedError("it chooses by a rule that the kernel does not have")
     try:
-        with torch.no_grad():
-            found = type(wide).forward(wide, x[None, :2])
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
-        return False
-    return isinstance(found, tuple) and all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in found)
+        batched = probe_forward(module, x[None, :2], wide)
+        flattens = isinstance(batched, tuple) and all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in batched)
+    except NotRecognisedError:
+        flattens = False
+    logits, weights = own[order[0]], own[order[1]]
+    rounds = dtype != torch.float32 and torch.equal(logits, logits.to(dtype).to(logits.dtype))
+    return RouterForm(top_k, {**fitting[0][1], "rounds_logits": rounds}, order, flattens, logits.dtype, weights.dtype)
 
 
-def _in_float32(module: nn.Module) -> Any:
-    """The module with float32 copies of what it holds."""
-    made = copy.copy(module)
-    widened = {name: None if held is None else nn.Parameter(held.detach().float(), False) for name, held in module._parameters.items()}
-    buffers = {name: held.float() if held is not None and held.is_floating_point() else held for name, held in module._buffers.items()}
-    made.__dict__ = {**module.__dict__, "_parameters": widened, "_buffers": buffers}
-    return made
+def _vectors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a router's tensors of one number per expert by name."""
+    held, experts = {**module._parameters, **module._buffers}, module.get_parameter("weight").shape[0]
+    return {name: tensor for name, tensor in held.items() if tensor is not None and tuple(tensor.shape) == (experts,)}
 
 
-def _order(output: Any, experts: int) -> tuple[int, int, int] | None:
-    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in output):
+def _biases(vectors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the biases among a router's vectors by their names in RouterSpec, (E,) float32."""
+    names = {name: "logit_bias" if name == _LOGIT_BIAS else "choice_bias" for name in vectors}
+    if len(set(names.values())) < len(names):
+        raise NotRecognisedError(f"{', '.join(name for name in names if name != _LOGIT_BIAS)} might each be a bias")
+    return {names[name]: as_array(vector.float().contiguous()) for name, vector in vectors.items()}
+
+
+def _order(output: Any, experts: int) -> tuple[int, ...] | None:
+    if not isinstance(output, tuple) or not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in output):
         return None
-    index = [at for at, part in enumerate(output) if part.dtype == torch.int64]
-    wide = [at for at, part in enumerate(output) if part.is_floating_point() and part.shape[1] == experts]
-    if len(index) != 1 or len(wide) != 1 or output[index[0]].shape[1] == experts:
-        return None
-    return wide[0], 3 - wide[0] - index[0], index[0]
+    wide = [part.shape[1] == experts for part in output]
+    kinds = ["ids" if part.dtype == torch.int64 else "logits" if is_wide else "weights" for part, is_wide in zip(output, wide, strict=True)]
+    order = tuple(kinds.index(kind) for kind in ("logits", "weights", "ids")) if sorted(kinds) == ["ids", "logits", "weights"] else None
+    return None if order is None or wide[order[2]] else order
 
 
-def _candidates(module: nn.Module, experts: int, order: tuple[int, int, int]) -> Iterator[RouterForm]:
-    name = top_k_name(module)
-    if name is None:
-        return
-    top_k = getattr(module, name)
-    scores = (("softmax", False), ("softmax", True), ("sigmoid", True), ("sigmoid", False), ("chosen_softmax", False))
-    for (score, normalise), (groups, kept, by) in itertools.product(scores, _groupings(module, experts, top_k)):
-        yield RouterForm(top_k, score, normalise, groups, kept, by, order)
-
-
-def _groupings(module: nn.Module, experts: int, top_k: int) -> list[tuple[int, int, str]]:
-    """Groups, those kept, and how they are scored; some modules hold numbers of groups that they do not use."""
+def _groupings(module: nn.Module, experts: int, top_k: int) -> list[dict[str, Any]]:
+    """Return how a module may group experts; some hold numbers of groups that they do not use."""
     found = ((getattr(module, groups, None), getattr(module, kept, None)) for groups, kept in _GROUP_NAMES)
     groups, kept = next(((a, b) for a, b in found if isinstance(a, int) and isinstance(b, int)), (1, 1))
     usable = 1 <= kept < groups and experts % groups == 0 and top_k <= experts // groups * kept
-    grouped = [(groups, kept, "two_largest")] if usable and experts > groups else []  # of groups of one, both say the same
-    if usable and kept < top_k:  # else the best experts are in the best groups: no group is left out that matters
-        grouped.append((groups, kept, "largest"))
-    return [*grouped, (1, 1, "two_largest")]
+    scores = ["two_largest"] if usable and experts > groups else []  # in groups of one both scores are the same
+    if usable and kept < top_k:  # else the best experts are in the best groups, and leaving groups out changes nothing
+        scores.append("largest")
+    return [*({"groups": groups, "kept_groups": kept, "group_score": score} for score in scores), {}]
 
 
 def _scale(expected: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float | None:
-    """The one factor between the weights of the same experts, if logits and choices are the same and there is one."""
+    """Return the one factor between the weights of the same experts, or None if there is none or logits or choices differ."""
     logits, weights, index = expected
     if index.shape != found[2].shape or float((logits - found[0]).norm()) > _TOLERANCE * float(logits.norm()):
         return None
@@ -217,115 +197,3 @@ def _scale(expected: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor
     ratios = weights.gather(-1, order) / found[1].gather(-1, own)
     scale = float(ratios.median())
     return scale if float((ratios / scale - 1).abs().max()) <= _TOLERANCE else None
-
-
-def _typed(form: RouterForm, own: tuple[torch.Tensor, ...], dtype: torch.dtype) -> RouterForm:
-    logits, weights = own[form.order[0]], own[form.order[1]]
-    rounds = dtype != torch.float32 and torch.equal(logits, logits.to(dtype).to(logits.dtype))
-    return replace(form, rounds_logits=rounds, logits_type=logits.dtype, weights_type=weights.dtype)
-
-
-logger = logging.getLogger(__name__)
-
-FEW_TOKENS = 8  # a prompt's routers are a product of matrices, which PyTorch computes well
-
-
-@dataclass(frozen=True, slots=True)
-class CpuRouterOptions:
-    """`cpu_router` has no options."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterState:
-    """What the calls of one router share."""
-
-    runtime: Runtime
-    spec: RouterSpec
-    form: RouterForm
-    dtype: torch.dtype
-    shape: torch.Size  # of the weight
-    top_k_name: str
-    biases: Mapping[str, tuple[int, int]]  # which tensors the spec has copies of: where they were, and their versions
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether the module still says what was copied from it."""
-        return module.__dict__.get(self.top_k_name) == self.form.top_k and all(
-            _mark(module._parameters.get(name, module._buffers.get(name))) == mark for name, mark in self.biases.items()
-        )
-
-
-def _mark(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Another once a tensor was replaced or, outside of inference mode, written to."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-
-
-class CpuRouter(InPlaceOperator):
-    """A router of up to 8 tokens in one call: logits, scores, the choice and its weights.
-
-    The module stays, with its weight, which is read as it is stored; families that widen it to float32 for each call (DeepSeek-V3's)
-    move five times the bytes. By which rule it chooses is found by trying it. More tokens, tensors on a GPU, gradients, other dtypes or
-    sizes than at load, graphs of `torch.compile`, and a module whose `top_k` or biases have changed are left to the module, as before.
-    Logits are summed in another order than PyTorch's: where rounding makes two of them equal, the first expert is chosen.
-    """
-
-    name = "cpu_router"
-    kind = "router"
-    options_type = CpuRouterOptions
-    summary = "the router's choice of experts for a few tokens by the C++ kernel, on the CPU"
-
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
-        self._runtime = runtime
-        self._placed = False
-
-    @classmethod
-    def unsupported_reason(cls, module: nn.Module, options: CpuRouterOptions) -> str | None:
-        return None  # one that chooses by a rule of its own is left as it is, which a load finds out
-
-    @classmethod
-    def build(cls, module: nn.Module, options: CpuRouterOptions, context: BuildContext) -> Self:
-        return cls(context.shared(Runtime, lambda: Runtime(threads=context.threads)))
-
-    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        module = model.get_submodule(path)
-        weight = module._parameters.get("weight")  # some have it in a layer of their own
-        form = form_of(module, self._runtime) if weight is not None and weight.dim() == 2 and is_plain(weight) else None
-        if weight is None or form is None:
-            logger.info("cpu_router: %s (%s) chooses by a rule of its own, or elsewhere, and stays as it is", path, type(module).__name__)
-            return
-        name, experts = top_k_name(module), weight.shape[0]
-        assert name is not None, "no form was found without"
-        marks = {name: _mark(tensor) for name, tensor in vectors_of(module, experts).items()}
-        spec = form.spec(weight, Biases.of(module, experts))
-        compute_by(module, _forward, RouterState(self._runtime, spec, form, weight.dtype, weight.shape, name, marks))
-        self._placed = True
-
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        return as_it_was(module)
-
-    def placement(self) -> str:
-        return f"router: {self.name}, {f'the CPU ({describe(self._runtime)})' if self._placed else 'as before'}"
-
-
-def _forward(module: nn.Module, state: RouterState, x: Any) -> tuple[torch.Tensor, ...] | None:
-    """What the kernel chooses for `x`; None for what is left to the module."""
-    weight = module._parameters["weight"]
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not torch.Tensor
-        or weight is None
-        or not x.dtype == weight.dtype == state.dtype
-        or weight.shape != state.shape
-        or not (x.dim() == 2 or (x.dim() == 3 and state.form.flattens))
-        or x.shape[-1] != weight.shape[1]
-        or x.numel() > FEW_TOKENS * weight.shape[1]
-        or not (x.is_cpu and is_plain(weight))
-        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        or not state.holds(module)
-    ):
-        return None
-    parts = routed(state.runtime, state.spec, state.form, x.reshape(-1, x.shape[-1]).contiguous(), weight)
-    placed: list[torch.Tensor] = [*parts]
-    for at, part in zip(state.form.order, parts, strict=True):
-        placed[at] = part
-    return tuple(placed)

@@ -1,19 +1,17 @@
-"""Decode steps of a whole model, captured where that is possible: one object a model, asked at every forward pass.
+"""Captured decode steps of a whole model, and the key-value caches that they need.
 
-The first step on a cache runs layer by layer and is captured thereafter; the first of all is also replayed, and its logits compared,
-before any other is trusted to a graph: it was captured a token later, so that a model which counts in Python goes wrong there. A step
-is captured anew, and compared, when a sliding window becomes full. Whatever cannot be captured runs layer by layer, and the reason is
-said once:
+The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed and its logits
+compared before any other is used: it was captured a token later, so that a model which counts in Python gives wrong logits there. A step
+is captured again, and compared, when a sliding window becomes full. Whatever cannot be captured runs layer by layer, and the reason is
+logged once:
 
-- drafts and their verification, whose tokens a step differ in number and in the experts that may run;
-- texts that the server decodes together, whose cache grows and shrinks with each that comes and goes;
-- prompts, and steps of more than `MOST_TOKENS` sequences, which gain more from a schedule for each layer;
+- drafts and their verification, whose steps differ in the number of tokens and in the experts that may run;
+- texts that the server decodes as a batch, whose cache grows and shrinks with each that joins or leaves;
+- prompts, and steps of more than `MAX_SEQUENCES` sequences, which gain more from a schedule for each layer;
 - caches that grow or are quantised, recurrent states, and windows whose masks and positions the step is not given;
 - experts without some of their neurons, several GPUs, and on an emulated device operators that it does not see.
 
 No GPU has run this yet. Hooks on modules do not see replayed steps.
-
-Which of two ways to decode is the faster here: a few tokens of each, timed as they are made.
 """
 
 from __future__ import annotations
@@ -21,104 +19,269 @@ from __future__ import annotations
 import logging
 import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from moegraft.operators.offload.captured import (
-    Mark,
-    StepGraph,
-    advance,
-    being_captured,
-    fixed,
-    grown,
-    has_static_form,
-    is_filled,
-    names_a_cache,
-    phase,
-    places,
-    why_not_static,
-    why_unseen_positions,
-)
+from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel, StaticCache
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from moegraft.operators.offload.model_experts import ModelExperts
-
+    from moegraft.operators.offload.model_experts import ModelEngines
 
 logger = logging.getLogger(__name__)
-Way = Literal["eager", "graph"]
-STEPS = 8  # of each way; the first one, which warms up, is not counted
+Forward = Callable[..., Any]
+DecodeMode = Literal["eager", "graph"]
+CACHE = "past_key_values"
+MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
+TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order
+TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
 
-class Trial:
-    """Asked before every step that could go either way. A step takes from its beginning to that of the next one.
+class DecodeSteps:
+    """Runs the decode steps of one model, which asks it at every forward pass.
+
+    Args:
+        engines: of the model, open by the first forward pass.
+    """
+
+    def __init__(self, engines: ModelEngines) -> None:
+        self._engines = engines
+        self._mode = "graph" if any(options.decode == "graph" for options in engines.options) else "auto"
+        self._tuner = DecodeModeTuner()
+        self._logged: set[str] = set()
+        self._obstacle: str | None = None  # why no step will be captured
+        self._obstacle_known = False
+        self._checked: set[object] = set()  # by which windows are full
+        self._signature: object = None
+        self._step: _CapturedStep | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def mode(self) -> DecodeMode | None:
+        """The faster mode by measurement; None while it is not known, or need not be."""
+        return self._tuner.winner
+
+    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
+        """Return `plain(*args, **arguments)`, the model's own forward pass, or the result of a replayed step in its place."""
+        ids = arguments.get("input_ids")
+        single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not args and not torch.is_grad_enabled()
+        if not single or self._tuner.winner == "eager" or not self._lock.acquire(blocking=False):
+            self._tuner.pause()
+            return plain(*args, **arguments)
+        try:
+            reason = self._why_eager(model, arguments, drafting=drafting)
+            if reason is not None:
+                self._log(reason)
+            elif self._mode == "auto" and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
+                reason = "measured"
+            return plain(**arguments) if reason is not None else self._forward(plain, arguments)
+        finally:
+            self._lock.release()
+
+    def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `generate`'s arguments, with a static cache where steps may be captured and the caller names no other."""
+        if not self._may_capture(model):
+            return arguments
+        if arguments.get(CACHE) is not None and why_not_static(arguments[CACHE]) is None:
+            return {"disable_compile": True, **arguments}
+        ids = args[0] if args else arguments.get("input_ids")
+        many = not isinstance(ids, torch.Tensor) or len(ids) > MAX_SEQUENCES or arguments.get("num_beams", 1) > 1
+        if many or _names_a_cache(arguments, model.generation_config) or arguments.get("assistant_model") is not None:
+            return arguments
+        return {**arguments, "cache_implementation": "static", "disable_compile": True} if _has_static_form(model.config) else arguments
+
+    def fixed_cache(self, model: PreTrainedModel, cache: DynamicCache | None, tokens: int) -> DynamicCache | StaticCache | None:
+        """Return the contents of `cache` with room for `tokens` in all, for callers that pass caches to `generate`.
+
+        It is a static cache where steps may be captured, else `cache` itself.
+        """
+        if not self._may_capture(model) or not _has_static_form(model.config):
+            return cache
+        return to_static(cache, model.config.get_text_config(decoder=True), tokens)
+
+    def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
+        """Return `cache` as one that can grow and be cut: undoes `fixed_cache`."""
+        return cache if why_not_static(cache) is not None else to_dynamic(cache, model.config.get_text_config(decoder=True))
+
+    def release(self) -> None:
+        """Free the captured step; the model computes no more."""
+        step, self._step, self._signature = self._step, None, None
+        if step is not None:
+            step.release()
+
+    def _may_capture(self, model: PreTrainedModel) -> bool:
+        return self._why_never(model) is None and self._tuner.winner != "eager"
+
+    def _forward(self, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+        signature = _signature(arguments)
+        windows = signature[-1]
+        if self._step is not None and signature == self._signature:
+            try:
+                return self._step(arguments)
+            except DeviceError as error:
+                self.release()
+                self._obstacle = f"the device failed in a captured step: {error}"
+                raise
+        self.release()
+        snapshot = None if windows in self._checked else _CacheSnapshot(arguments[CACHE])
+        expected = plain(**arguments)  # also the warm-up that a capture needs
+        if _full_windows(arguments[CACHE]) != windows:
+            return expected  # it filled a window: the steps that follow are of another kind
+        try:
+            self._step, self._signature = self._capture(plain, arguments), signature
+        except RuntimeError as error:  # DeviceError among them, and lack of memory
+            self._give_up(str(error))
+            return expected
+        if snapshot is None:
+            return expected
+        self._checked.add(windows)
+        return self._compare(expected, plain, arguments, snapshot)
+
+    def _capture(self, plain: Forward, arguments: Mapping[str, Any]) -> _CapturedStep:
+        layers = self._engines.layers
+        shapes = {layer.last_call for layer in layers}
+        shape = shapes.pop()
+        if shapes or shape is None:
+            raise DeviceError("the calls of this model's layers differ in shape")
+        graph = StepGraph(layers[0].engine, layers[0].layers, shape)
+        for layer, captured in zip(layers, graph.layers, strict=True):
+            layer.captured = threading.get_ident(), captured
+        try:
+            return _CapturedStep(graph, plain, arguments)
+        finally:
+            for layer in layers:
+                layer.captured = None
+
+    def _compare(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
+        """Replay the captured step on the token that was just computed layer by layer, and give it up if the logits differ."""
+        assert self._step is not None, "compared after capture"
+        snapshot.restore()
+        try:
+            found, right = (_logits(outputs).float() for outputs in (self._step(arguments), expected))
+            error = float((found - right).norm() / right.norm())
+            if error <= TOLERANCE:
+                return expected
+            self._give_up(f"a captured step gave logits that are {error:.1%} off")
+        except (RuntimeError, ValueError) as failure:
+            self._give_up(f"the first captured step failed: {failure}")
+        self.release()
+        snapshot.restore()
+        return plain(**arguments)
+
+    def _give_up(self, reason: str) -> None:
+        self._obstacle = reason
+        self._log(reason)
+
+    def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any], *, drafting: bool) -> str | None:
+        """Why a step is not captured; an empty reason is not logged."""
+        never = self._why_never(model)
+        if never is not None:
+            return never
+        if drafting:
+            return "tokens are drafted with fewer experts, and verified several at once"
+        if len(arguments["input_ids"]) > MAX_SEQUENCES:
+            return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"
+        cache: Any = arguments.get(CACHE)
+        reason = why_not_static(cache) or why_counted_in_python(arguments, cache)
+        if reason is None and not all(layer.is_initialized for layer in cache.layers):
+            reason = ""  # the cache gets its memory with the first tokens
+        return reason
+
+    def _why_never(self, model: PreTrainedModel) -> str | None:
+        if not self._obstacle_known:  # found once, when the model is complete
+            self._obstacle_known = True
+            self._obstacle = self._obstacle or self._find_obstacle(model)
+        return self._obstacle
+
+    def _find_obstacle(self, model: PreTrainedModel) -> str | None:
+        engines, layers = list(self._engines), self._engines.layers
+        if not engines or (self._mode == "auto" and engines[0].device.torch_device.type != "cuda"):
+            return ""  # that everything runs on the CPU was logged; and on an emulated device nothing can be measured
+        if len(engines) > 1 or len(self._engines.options) > 1:
+            return "the layers are on several GPUs, or their experts differ in size or options"
+        own: Any = model  # torch types every attribute of a module as a tensor
+        others = own.moegraft.operators  # in-place operators among them
+        reason = next((operator.uncaptured for operator in others.values() if operator.uncaptured is not None), None)
+        if reason is not None:
+            return str(reason)
+        if any(layer.sparse for layer in layers):
+            return "neurons are left out of experts"
+        if engines[0].device.torch_device.type != "cuda" and len(others) > len(layers):
+            return "other operators compute on the CPU, unseen by an emulated device"
+        return None
+
+    def _log(self, reason: str) -> None:
+        if reason and reason not in self._logged:
+            self._logged.add(reason)
+            logger.log(logging.WARNING if self._mode == "graph" else logging.INFO, "decode steps run layer by layer: %s", reason)
+
+
+class DecodeModeTuner:
+    """Finds the faster of two ways to decode, layer by layer or captured, by timing a few tokens of each.
+
+    It is asked before every step that could go either way; a step takes from its beginning to that of the next one.
 
     Attributes:
-        winner: None until both ways were timed.
+        winner: None until both modes were timed.
     """
 
     def __init__(self) -> None:
-        self.winner: Way | None = None
-        self._times_ms: dict[Way, list[float]] = {"eager": [], "graph": []}
-        self._running: tuple[Way, float] | None = None
+        self.winner: DecodeMode | None = None
+        self._times_ms: dict[DecodeMode, list[float]] = {"eager": [], "graph": []}
+        self._running: tuple[DecodeMode, float] | None = None
 
-    def next(self, now_ms: float) -> Way:
-        """How the step that begins now is to be made."""
+    def next(self, now_ms: float) -> DecodeMode:
+        """Return the mode of the step that begins now."""
         if self.winner is not None:
             return self.winner
         if self._running is not None:
-            way, began_ms = self._running
-            self._times_ms[way].append(now_ms - began_ms)
-        way = next((way for way, times in self._times_ms.items() if len(times) <= STEPS), "eager")
-        if all(len(times) > STEPS for times in self._times_ms.values()):
-            way = self.winner = self._faster()
-        self._running = way, now_ms
-        return way
+            mode, start_ms = self._running
+            self._times_ms[mode].append(now_ms - start_ms)
+        untimed = next((mode for mode, times in self._times_ms.items() if len(times) <= TIMED_STEPS), None)
+        if untimed is None:
+            eager_ms, graph_ms = (statistics.median(times[1:]) for times in self._times_ms.values())
+            logger.info("a token takes %.2f ms layer by layer and %.2f ms as a captured step", eager_ms, graph_ms)
+            self.winner = "graph" if graph_ms < eager_ms else "eager"
+        mode = untimed or self.winner or "eager"
+        self._running = mode, now_ms
+        return mode
 
     def pause(self) -> None:
-        """Something else comes before the next step, whose time is not the last one's."""
+        """Leave the time until the next step out: it does not belong to the last one."""
         self._running = None
 
-    def _faster(self) -> Way:
-        eager_ms, graph_ms = (statistics.median(times[1:]) for times in self._times_ms.values())
-        logger.info("a token takes %.2f ms layer by layer and %.2f ms as a captured step", eager_ms, graph_ms)
-        return "graph" if graph_ms < eager_ms else "eager"
 
-
-Forward = Callable[..., Any]
-CACHE = "past_key_values"
-MOST_TOKENS = 4  # sequences of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
-DRAFTS = "tokens are drafted with fewer experts, and verified several at once"
-TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order
-
-
-class _Step:
-    """A captured step: its inputs and outputs stay where they are."""
+class _CapturedStep:
+    """A captured step of the whole model; its inputs and outputs stay in place."""
 
     def __init__(self, graph: StepGraph, forward: Forward, arguments: Mapping[str, Any]) -> None:
         self._graph = graph
-        leaves, self._form = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
+        leaves, form = _flatten(arguments)
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs: Any = None
 
         def step() -> None:
-            self._outputs = forward(**tree_unflatten(self._inputs, self._form), **{CACHE: arguments[CACHE]})
+            self._outputs = forward(**tree_unflatten(self._inputs, form), **{CACHE: arguments[CACHE]})
 
-        with being_captured(arguments[CACHE]):
+        with _capturable_windows(arguments[CACHE]):
             graph.capture(step)
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        leaves, _ = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
-        for kept, given in zip(self._inputs, leaves, strict=True):
+        for kept, given in zip(self._inputs, _flatten(arguments)[0], strict=True):
             if isinstance(kept, torch.Tensor):
                 kept.copy_(given, non_blocking=True)
         self._graph.replay()
-        advance(arguments[CACHE])
+        for layer in _windows(arguments[CACHE]):
+            layer.cumulative_length_int += 1
         return _copied(self._outputs, arguments[CACHE])
 
     def release(self) -> None:
@@ -126,179 +289,24 @@ class _Step:
         self._graph.release()
 
 
-class DecodeSteps:
-    """Of the layers in `groups`, whose engines are open by the first forward pass."""
-
-    def __init__(self, groups: Sequence[ModelExperts]) -> None:
-        self._groups = groups
-        self._mode = "graph" if any(group.options.decode == "graph" for group in groups) else "auto"
-        self._trial = Trial()
-        self._said: set[str] = set()
-        self._never: str | None = None  # why no step will be captured
-        self._looked = False
-        self._checked: set[object] = set()  # by which windows are full
-        self._form: object = None
-        self._step: _Step | None = None
-        self._turn = threading.Lock()
-
-    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
-        """`plain(*args, **arguments)`, the model's own forward pass, or what a replayed step gives for it."""
-        ids = arguments.get("input_ids")
-        single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not args and not torch.is_grad_enabled()
-        if not single or self._trial.winner == "eager" or not self._turn.acquire(blocking=False):
-            self._trial.pause()
-            return plain(*args, **arguments)
-        try:
-            reason = self._why_eager(model, arguments, drafting=drafting)
-            if reason is not None:
-                self._say(reason)
-            elif self._mode == "auto" and self._trial.next(self._groups[0].engines[0].device.now_ms()) == "eager":
-                reason = "measured"
-            return plain(**arguments) if reason is not None else self._next(plain, arguments)
-        finally:
-            self._turn.release()
-
-    def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`generate`'s arguments, with a static cache where steps may be captured and the caller names no other."""
-        if not self._wants(model):
-            return arguments
-        if arguments.get(CACHE) is not None and why_not_static(arguments[CACHE]) is None:
-            return {"disable_compile": True, **arguments}
-        ids = args[0] if args else arguments.get("input_ids")
-        many = not isinstance(ids, torch.Tensor) or len(ids) > MOST_TOKENS or arguments.get("num_beams", 1) > 1
-        if many or names_a_cache(arguments, model.generation_config) or arguments.get("assistant_model") is not None:
-            return arguments
-        return {**arguments, "cache_implementation": "static", "disable_compile": True} if has_static_form(model.config) else arguments
-
-    def fixed_cache(self, model: PreTrainedModel, cache: DynamicCache | None, tokens: int) -> DynamicCache | StaticCache | None:
-        """What `cache` holds, with room for `tokens` in all, for one who passes caches to `generate`: a static one where steps may be
-        captured, else `cache` itself."""
-        if not self._wants(model) or not has_static_form(model.config):
-            return cache
-        return fixed(cache, model.config.get_text_config(decoder=True), tokens)
-
-    def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
-        """`cache` as one that can grow and be cut: undoes `fixed_cache`."""
-        return cache if why_not_static(cache) is not None else grown(cache, model.config.get_text_config(decoder=True))
-
-    def _wants(self, model: PreTrainedModel) -> bool:
-        return self._why_never(model) is None and self._trial.winner != "eager"
-
-    def release(self) -> None:
-        """Ends the captured step; the model computes no more."""
-        step, self._step, self._form = self._step, None, None
-        if step is not None:
-            step.release()
-
-    def _next(self, plain: Forward, arguments: Mapping[str, Any]) -> Any:
-        form = _form(arguments)
-        if self._step is not None and form == self._form:
-            try:
-                return self._step(arguments)
-            except DeviceError as error:
-                self.release()
-                self._never = f"the device failed in a captured step: {error}"
-                raise
-        self.release()
-        mark = None if form[-1] in self._checked else Mark(arguments[CACHE])
-        expected = plain(**arguments)  # also the warm-up that a capture wants
-        if phase(arguments[CACHE]) != form[-1]:
-            return expected  # it filled a window: the steps that follow are of another kind
-        try:
-            self._step, self._form = self._captured(plain, arguments), form
-        except RuntimeError as error:  # DeviceError among them, and memory that is not there
-            self._never = str(error)
-            self._say(self._never)
-            return expected
-        if mark is None:
-            return expected
-        self._checked.add(form[-1])
-        return self._compared(expected, plain, arguments, mark)
-
-    def _captured(self, plain: Forward, arguments: Mapping[str, Any]) -> _Step:
-        group = self._groups[0]
-        layers = group.layers
-        shapes = {layer.last_call for layer in layers}
-        shape = shapes.pop()
-        if shapes or shape is None:
-            raise DeviceError("the layers of this model are not all called alike")
-        graph = StepGraph(group.engines[0], layers[0].parts, shape)
-        for layer, captured in zip(layers, graph.layers, strict=True):
-            layer.captured = threading.get_ident(), captured
-        try:
-            return _Step(graph, plain, arguments)
-        finally:
-            for layer in layers:
-                layer.captured = None
-
-    def _compared(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], mark: Mark) -> Any:
-        """What a captured step is worth, on the token that was just computed layer by layer."""
-        assert self._step is not None, "compared after capture"
-        mark.restore()
-        try:
-            found, right = (_logits(outputs).float() for outputs in (self._step(arguments), expected))
-            error = float((found - right).norm() / right.norm())
-            if error <= TOLERANCE:
-                return expected
-            self._never = f"a captured step gave logits that are {error:.1%} off"
-        except (RuntimeError, ValueError) as failure:
-            self._never = f"the first captured step failed: {failure}"
-        self._say(self._never)
-        self.release()
-        mark.restore()
-        return plain(**arguments)
-
-    def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any], *, drafting: bool) -> str | None:
-        never = self._why_never(model)
-        if never is not None:
-            return never
-        if drafting:
-            return DRAFTS
-        if len(arguments["input_ids"]) > MOST_TOKENS:
-            return f"a step of {len(arguments['input_ids'])} sequences is decided layer by layer; up to {MOST_TOKENS} are captured"
-        cache = arguments.get(CACHE)
-        return why_not_static(cache) or why_unseen_positions(arguments, cache) or (None if is_filled(cache) else "")
-
-    def _why_never(self, model: PreTrainedModel) -> str | None:
-        """Looked for once, when the model is whole."""
-        if not self._looked:
-            self._looked = True
-            self._never = self._never or self._obstacle(model)
-        return self._never
-
-    def _obstacle(self, model: PreTrainedModel) -> str | None:
-        engines = [engine for group in self._groups for engine in group.engines]
-        if not engines or (self._mode == "auto" and engines[0].device.torch_device.type != "cuda"):
-            return ""  # that all runs on the CPU was said; and on an emulated device nothing can be measured
-        if len(engines) > 1 or len(self._groups) > 1:
-            return "the layers are on several GPUs, or their experts of several kinds"
-        own: Any = model  # torch types every attribute of a module as a tensor
-        operator = own.moegraft.model_operator
-        if operator is not None:
-            return str(operator.uncaptured)
-        group = self._groups[0]
-        if any(layer.sparse for layer in group.layers):
-            return "neurons are left out of experts"
-        others = own.moegraft.operators  # those that leave their module in its place among them
-        if engines[0].device.torch_device.type != "cuda" and len(others) > len(group.layers):
-            return "other operators compute on the CPU, unseen by an emulated device"
-        return None
-
-    def _say(self, reason: str) -> None:
-        if reason and reason not in self._said:
-            self._said.add(reason)
-            logger.log(logging.WARNING if self._mode == "graph" else logging.INFO, "decode steps run layer by layer: %s", reason)
+def _flatten(arguments: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """The leaves and the form of all arguments but the cache."""
+    return tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
 
 
-def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object, object]:
-    """What a captured step has fixed: forms of tensors, values of all else, the memory of the cache, and which windows are full."""
-    leaves, spec = tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
-    fixed: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return spec, fixed, places(arguments[CACHE]), phase(arguments[CACHE])
+def _signature(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object, object]:
+    """What a captured step depends on: forms of tensors, values of all else, the memory of the cache, and which windows are full."""
+    leaves, form = _flatten(arguments)
+    values: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    cache = arguments[CACHE]
+    # A cache may get the memory of one that was freed, in another form.
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+    memory = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+    return form, values, memory, _full_windows(cache)
 
 
 def _copied(outputs: Any, cache: Any) -> Any:
-    """The outputs in memory of their own: the next step writes over what it was captured with."""
+    """Copy the outputs: the next step overwrites those that were captured."""
     if isinstance(outputs, dict):  # as transformers' outputs are
         return type(outputs)(**{name: cache if name == CACHE else _copied(value, cache) for name, value in outputs.items()})
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
@@ -308,3 +316,142 @@ def _logits(outputs: Any) -> torch.Tensor:
     found = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     assert isinstance(found, torch.Tensor), "a causal model's outputs have logits"
     return found
+
+
+# The key-value cache. A captured step needs one whose memory stays and whose counts Python need not keep. A sliding window counts its
+# tokens in Python as well, and computes one way until it is full and another way from then on: a step is captured for each of the two,
+# and every replay increments the count.
+
+
+def why_not_static(cache: Any) -> str | None:
+    """Return why a step on this cache cannot be replayed; None where it can."""
+    if cache is None:
+        return "there is no key-value cache"
+    layers = getattr(cache, "layers", None) or []
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)})
+    if others or not layers:
+        kinds = f" of {', '.join(others)}" if others else ""
+        return (
+            f"the key-value cache ({type(cache).__name__}{kinds}) is not of fixed size, full attention and sliding windows; for a model "
+            "that has no other layers, generate(..., cache_implementation='static') makes one"
+        )
+    if getattr(cache, "offloading", False):
+        return "the key-value cache is offloaded"
+    if not all(isinstance(getattr(layer, "cumulative_length", None), torch.Tensor) for layer in layers):
+        return "this version of transformers does not count the tokens of a static cache in the cache"
+    return None
+
+
+def why_counted_in_python(arguments: Mapping[str, Any], cache: Any) -> str | None:
+    """Return why a step over sliding windows would count in Python where its tokens are; None where its arguments have the positions."""
+    if not _windows(cache):
+        return None
+    mask = arguments.get("attention_mask")
+    masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+    made = all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in masks)
+    if made and isinstance(arguments.get("position_ids"), torch.Tensor):
+        return None
+    return "the step is not given the masks of its sliding windows and its positions, as generate gives them"
+
+
+def to_static(cache: DynamicCache | None, config: PretrainedConfig, tokens: int) -> StaticCache:
+    """Return a static cache of `tokens` with the contents of `cache`, which has full attention and sliding windows alone."""
+    made: Any = StaticCache(config=config, max_cache_len=tokens)
+    layers: list[Any] = [] if cache is None else cache.layers  # of several kinds without a common type
+    for number, layer in enumerate(layers):
+        if not layer.is_initialized:
+            continue
+        made.update(layer.keys, layer.values, number)
+        held = layer.keys
+        gone = layer.cumulative_length - held.shape[2] if isinstance(layer, DynamicSlidingWindowLayer) and held is not None else 0
+        if gone:  # the first place of a full window is for the token that leaves with the next, and is not read before
+            for tensor in (made.layers[number].keys, made.layers[number].values):
+                tensor.copy_(tensor.roll(1, dims=2))
+            made.layers[number].cumulative_length_int += gone
+    return made  # type: ignore[no-any-return]
+
+
+def to_dynamic(cache: StaticCache, config: PretrainedConfig) -> DynamicCache:
+    """Return a cache that grows, with the contents of `cache`."""
+    made: Any = DynamicCache(config=config)
+    layers: list[Any] = cache.layers
+    for number, layer in enumerate(layers):
+        if not layer.is_initialized:
+            continue
+        window = type(layer) is StaticSlidingWindowLayer
+        tokens = layer.cumulative_length_int if window else int(layer.cumulative_length)
+        made.update(layer.keys[:, :, :tokens].clone(), layer.values[:, :, :tokens].clone(), number)
+        if window:
+            made.layers[number].cumulative_length = tokens
+    return made  # type: ignore[no-any-return]
+
+
+class _CacheSnapshot:
+    """What a cache held, to restore it: the number of tokens, and the contents of windows, whose tokens leave."""
+
+    def __init__(self, cache: Any) -> None:
+        self._counters = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers]
+        self._windows = [(layer, layer.cumulative_length_int, layer.keys.clone(), layer.values.clone()) for layer in _windows(cache)]
+
+    def restore(self) -> None:
+        for counter, value in self._counters:
+            counter.copy_(value)
+        for layer, count, keys, values in self._windows:
+            layer.cumulative_length_int = count
+            layer.keys.copy_(keys)
+            layer.values.copy_(values)
+
+
+@contextmanager
+def _capturable_windows(cache: Any) -> Iterator[None]:
+    """Move full windows on by copies alone while the body captures a step.
+
+    transformers' own way makes a tensor out of a number, which a GPU that captures would have to wait for. Counts in Python are restored
+    afterwards, as nothing is written while a step is captured.
+    """
+    windows = _windows(cache)
+    counts = [layer.cumulative_length_int for layer in windows]
+    for layer, full in zip(windows, _full_windows(cache), strict=True):
+        if full:
+            layer.update = partial(_update_full_window, layer)
+    try:
+        yield
+    finally:
+        for layer, count in zip(windows, counts, strict=True):
+            vars(layer).pop("update", None)
+            layer.cumulative_length_int = count
+
+
+def _update_full_window(
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a token, (B, heads, 1, width) of keys and of values, to a full window; its first token leaves."""
+    layer.cumulative_length_int += 1
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.copy_(torch.cat((held[:, :, 1:], new), dim=2))
+    return layer.keys, layer.values
+
+
+def _windows(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if type(layer) is StaticSlidingWindowLayer]
+
+
+def _full_windows(cache: Any) -> tuple[bool, ...]:
+    """Which sliding windows are full."""
+    return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in _windows(cache))
+
+
+def _has_static_form(config: PretrainedConfig) -> bool:
+    """Whether a static cache of this model has full attention and sliding windows alone."""
+    try:
+        cache = StaticCache(config=config, max_cache_len=1)
+    except (KeyError, ValueError, TypeError, NotImplementedError):
+        return False  # layers of a kind that has no static form
+    return why_not_static(cache) is None
+
+
+def _names_a_cache(arguments: Mapping[str, Any], default: Any) -> bool:
+    """Whether the cache of `generate` is given, by its arguments or by its model's own configuration."""
+    own = arguments.get("generation_config") or default
+    named = arguments.get("cache_implementation") or getattr(own, "cache_implementation", None)
+    return named is not None or CACHE in arguments or arguments.get("use_cache") is False

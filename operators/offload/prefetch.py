@@ -1,28 +1,37 @@
-"""What to load before it is asked for: the next layers' experts, by what having them there is worth.
+"""Prefetching: which experts to load before they are needed, by what having them resident is worth.
 
-HybriMoE, section IV-C: the routers of later layers are applied to the hidden states at hand, and the scheduler's own simulation says
-what each of the experts they name would save there. How often such predictions are right, which falls with the distance, is measured.
+HybriMoE, section IV-C: the routers of later layers are applied to the current hidden states, and the scheduler's own simulation
+estimates what each predicted expert would save if it were resident. How often such predictions are right, which falls with the
+distance, is measured.
+
+SS-MoE, section 3.3: a draft uses few experts and leaves the link idle. A verification routes every drafted token again, but mostly
+to the experts that the draft's own routers named for it, of which the draft ran only the first; those are loaded while later tokens
+are drafted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.queue import TransferQueue
 from moegraft.operators.offload.slots import SlotTable
-from moegraft.operators.offload.step import LayerStep, Prediction
+from moegraft.operators.offload.statistics import EngineStatistics
+from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 PrefetchName = Literal["impact", "next_layer", "none"]
-MOST_WANTED = 6  # more cannot land before the prediction is made anew, one layer later
-LEAST_GAIN_MS = 1e-6
+MAX_REQUESTS = 6  # more cannot land before the requests are chosen again, one layer later
+MIN_GAIN_MS = 1e-6
 PRECISION_ALPHA = 0.02  # the newest layer's weight in the average
-FIRST_PRECISION = (0.70, 0.58, 0.51)  # at depths 1 to 3 until measured: of a small trained model
+INITIAL_PRECISION = (0.70, 0.58, 0.51)  # at depths 1 to 3 until measured: of a small trained model
+
+Gains = Callable[[Prediction, NDArray[np.bool_]], NDArray[np.float64]]
+"""`gains(prediction, resident)`: what making each predicted expert resident would save, one after another, (P,) ms; 0 for resident ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +56,30 @@ class PrefetchOptions:
 
     @property
     def depth(self) -> int:
-        """Layers that must be predicted."""
+        """The number of layers that must be predicted."""
         return {"impact": self.lookahead, "next_layer": 1, "none": 0}[self.policy]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """An expert worth loading; `gain_ms` is what it is expected to save."""
+class _Precision:
+    """How often an expert predicted at a depth and rank was chosen: moving averages.
 
-    layer: int
-    expert: int
-    depth: int
-    gain_ms: float
-
-
-class Gains(Protocol):
-    """What having each of a later layer's experts would save, one after another: (P,) ms, 0 for those that are there."""
-
-    def __call__(self, prediction: Prediction, there: NDArray[np.bool_]) -> NDArray[np.float64]: ...
-
-
-class Precision:
-    """How often an expert predicted at a distance and a place was really chosen: moving averages.
-
-    The likeliest of a prediction is right far more often than its last, and near ones more often than far ones.
+    The likeliest of a prediction is right far more often than its last, and near predictions more often than far ones.
     """
 
     def __init__(self, num_experts: int) -> None:
         self._chosen = np.zeros(num_experts, bool)
-        self._averages = [np.full(1, first) for first in FIRST_PRECISION]  # by place
+        self._averages = [np.full(1, first) for first in INITIAL_PRECISION]  # by rank
         self._predicted: dict[tuple[int, int], Prediction] = {}
 
     def expect(self, depth: int, prediction: Prediction) -> None:
         self._predicted[prediction.layer, depth] = prediction
-        places = int(prediction.ranks.max(initial=0)) + 1
+        ranks = int(prediction.ranks.max(initial=0)) + 1
         known = self._averages[depth - 1]
-        if places > len(known):
-            self._averages[depth - 1] = np.concatenate([known, np.full(places - len(known), known[-1])])
+        if ranks > len(known):
+            self._averages[depth - 1] = np.concatenate([known, np.full(ranks - len(known), known[-1])])
 
     def compare(self, step: LayerStep) -> None:
-        """Takes in what a layer has really chosen."""
+        """Learn from what a layer really chose."""
         self._chosen[:] = False
         self._chosen[step.experts] = True
         for depth, averages in enumerate(self._averages, 1):
@@ -94,72 +87,117 @@ class Precision:
             if predicted is None or not len(predicted.experts):
                 continue
             right = self._chosen[predicted.experts]
-            seen = np.bincount(predicted.ranks, minlength=len(averages))
-            found = np.bincount(predicted.ranks, right, minlength=len(averages))
-            there = seen > 0
-            averages[there] += PRECISION_ALPHA * (found[there] / seen[there] - averages[there])
+            totals = np.bincount(predicted.ranks, minlength=len(averages))
+            hits = np.bincount(predicted.ranks, right, minlength=len(averages))
+            seen = totals > 0
+            averages[seen] += PRECISION_ALPHA * (hits[seen] / totals[seen] - averages[seen])
 
     def of(self, depth: int, prediction: Prediction) -> NDArray[np.float64]:
-        """(P,): the chance that each expert is chosen."""
+        """The probability that each expert is chosen, (P,)."""
         return np.asarray(self._averages[depth - 1][prediction.ranks])
-
-    def average(self, depth: int) -> float:
-        """Over all places of that distance."""
-        return float(self._averages[depth - 1].mean())
 
 
 class Prefetcher:
-    """Keeps the queue filled with what is worth loading."""
+    """Keeps the queue filled with the experts that are worth loading for later layers."""
 
     def __init__(self, options: PrefetchOptions, slots: SlotTable, queue: TransferQueue, gains: Gains) -> None:
         self.options = options
-        self.precision = Precision(slots.num_experts)
+        self._precision = _Precision(slots.num_experts)
         self._slots = slots
         self._queue = queue
         self._gains = gains
 
     def look_ahead(self, step: LayerStep) -> None:
-        """Asks for what later layers are expected to need, and drops what was asked for and is not worth it any more."""
-        self.precision.compare(step)
+        """Request what later layers are expected to need, and drop requests that are not worth it any more."""
+        self._precision.compare(step)
         if self.options.policy == "none":
             return
-        wanted: list[Wanted] = []
+        wanted: list[tuple[float, int, int, int]] = []  # -gain, depth, layer, expert
         for depth, prediction in enumerate(step.predictions[: self.options.depth], 1):
-            self.precision.expect(depth, prediction)
-            self._slots.set_keep(prediction.layer, self._worth_keeping(prediction))
+            self._precision.expect(depth, prediction)
+            # A layer keeps as many as it has slots: the experts with the most tokens, of equals the likeliest.
+            order = np.lexsort((prediction.ranks, -prediction.loads))[: self._slots.capacity_of(prediction.layer)]
+            self._slots.set_keep(prediction.layer, prediction.experts[order].tolist())
             wanted += self._worth_loading(depth, prediction)
         self._slots.set_keep(step.layer, ())
-        wanted.sort(key=lambda each: (-each.gain_ms, each.depth))
-        del wanted[MOST_WANTED:]
-        self._queue.replan({(each.layer, each.expert) for each in wanted}, started=True)
-        for each in wanted:
-            self._queue.request(each.layer, each.expert, Urgency.NEXT if each.depth == 1 else Urgency.DEEPER)
+        wanted = sorted(wanted, key=lambda each: each[:2])[:MAX_REQUESTS]
+        self._queue.replan({(layer, expert) for _, _, layer, expert in wanted}, started=True)
+        for _, depth, layer, expert in wanted:
+            self._queue.request(layer, expert, Urgency.NEXT if depth == 1 else Urgency.DEEPER)
 
-    def _worth_keeping(self, prediction: Prediction) -> list[int]:
-        """As many as the layer has slots: the ones with the most tokens, of equals the likeliest."""
-        order = np.lexsort((prediction.ranks, -prediction.loads))
-        best: list[int] = prediction.experts[order[: self._slots.capacity_of(prediction.layer)]].tolist()
-        return best
-
-    def _worth_loading(self, depth: int, prediction: Prediction) -> list[Wanted]:
-        there = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0
+    def _worth_loading(self, depth: int, prediction: Prediction) -> list[tuple[float, int, int, int]]:
+        resident = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0
         for expert in self._queue.in_flight(prediction.layer):
-            there |= prediction.experts == expert
-        if there.all():
+            resident |= prediction.experts == expert
+        if resident.all():
             return []
         if self.options.policy == "next_layer":
             gains = prediction.loads.astype(np.float64)
         else:
-            gains = self._gains(prediction, there) * self.precision.of(depth, prediction)
-        worth = np.flatnonzero(~there & (gains > LEAST_GAIN_MS))
-        return [Wanted(prediction.layer, int(prediction.experts[at]), depth, float(gains[at])) for at in worth]
+            gains = self._gains(prediction, resident) * self._precision.of(depth, prediction)
+        worth = np.flatnonzero(~resident & (gains > MIN_GAIN_MS))
+        return [(-float(gains[at]), depth, prediction.layer, int(prediction.experts[at])) for at in worth]
 
     def promote(self, layer: int, served: Sequence[int], priority: Callable[[int], NDArray[np.float64]]) -> None:
-        """Asks for the best of the experts that the CPU served, if the link is idle and it ranks above one that is there."""
+        """Request the best of the experts that the CPU served, if the link is idle and it ranks above a resident one."""
         if not self.options.promote or not served or not self._queue.idle or self._slots.capacity_of(layer) == 0:
             return
         ranks = priority(layer)
         best = max(served, key=ranks.__getitem__)
-        there = self._slots.slot_of(layer) >= 0
-        if not self._slots.full(layer) or (there.any() and ranks[best] > ranks[there].min()):
+        resident = self._slots.slot_of(layer) >= 0
+        if not self._slots.full(layer) or (resident.any() and ranks[best] > ranks[resident].min()):
             self._queue.request(layer, best, Urgency.PROMOTION)
+
+
+class VerificationPrefetcher:
+    """While a draft is drawn, loads what its next layer needs, then what the draft's verification will need."""
+
+    def __init__(self, slots: SlotTable, queue: TransferQueue, statistics: EngineStatistics) -> None:
+        self._slots = slots
+        self._queue = queue
+        self._statistics = statistics
+        # Of each layer and expert: the drafted tokens that will need it, and whether it was requested.
+        self._tokens: NDArray[np.int64] = np.zeros((slots.layers, slots.num_experts), np.int64)
+        self._requested: NDArray[np.bool_] = np.zeros((slots.layers, slots.num_experts), np.bool_)
+
+    def drafted(self, step: LayerStep, draft: DraftStep) -> None:
+        """Learn from a layer of a draft, and request what is worth loading now."""
+        self._tokens[step.layer] += np.bincount(draft.chosen[draft.chosen >= 0], minlength=self._slots.num_experts)
+        soon = self._for_draft(step, draft)
+        wanted = [*soon, *(each for each in self._for_verification() if each not in soon)][:MAX_REQUESTS]
+        self._queue.replan(set(wanted), started=True)
+        for layer, expert in wanted:
+            self._requested[layer, expert] = True
+            self._queue.request(layer, expert, Urgency.NEXT if (layer, expert) in soon else Urgency.DEEPER)
+
+    def verified(self, step: LayerStep) -> None:
+        """Count what helped a layer that computes with all its experts, and forget what was expected of it."""
+        requested, tokens = self._requested[step.layer], self._tokens[step.layer]
+        if not tokens.any() and not requested.any():
+            return
+        resident = self._slots.slot_of(step.layer)[step.experts] >= 0
+        self._statistics.loaded_for_verification += int((requested[step.experts] & resident).sum())
+        if tokens.any():
+            self._statistics.shared_in_verification += int((step.loads[~resident] - 1).sum())
+        requested[:], tokens[:] = False, 0
+
+    def _for_draft(self, step: LayerStep, draft: DraftStep) -> list[tuple[int, int]]:
+        """The (layer, expert) pairs that the next layer will draft with; none where a draft uses resident experts alone."""
+        if draft.resident or not step.predictions:
+            return []
+        following = step.predictions[0]
+        missing = (following.ranks < draft.top_k) & (self._slots.slot_of(following.layer)[following.experts] < 0)
+        return [(following.layer, expert) for expert in following.experts[missing].tolist()]
+
+    def _for_verification(self) -> list[tuple[int, int]]:
+        """The missing (layer, expert) pairs, most drafted tokens first; per layer as many as it has slots."""
+        resident = self._slots.table >= 0
+        found: list[tuple[int, int, int]] = []
+        for layer in np.flatnonzero((self._tokens > 0).any(axis=1)).tolist():
+            tokens = self._tokens[layer]
+            # Of equals the resident ones, which cost nothing.
+            order = np.lexsort((~resident[layer], -tokens))[: self._slots.capacity_of(layer)]
+            best = order[tokens[order] > 0]
+            self._slots.set_keep(layer, best.tolist())
+            found += [(-int(tokens[expert]), layer, expert) for expert in best[~resident[layer][best]].tolist()]
+        return [(layer, expert) for _, layer, expert in sorted(found)]

@@ -24,7 +24,8 @@ int compare(Format format, WeightType type, int groups, int tokens) {
   for (int token = 0; token < tokens; ++token) {
     std::vector<float> x(static_cast<std::size_t>(cols));
     for (int i = 0; i < cols; ++i) x[static_cast<std::size_t>(i)] = value_at(static_cast<unsigned>(7919 * token + i));
-    scalar_kernels().encode[static_cast<int>(format)](x.data(), groups, records.data() + token * words, static_cast<std::size_t>(words * tokens));
+    scalar_kernels().encode[static_cast<int>(format)](x.data(), groups, records.data() + token * words,
+                                                      static_cast<std::size_t>(words * tokens));
   }
   std::vector<float> out(static_cast<std::size_t>(tokens) * kBlockRows), expected(out.size());
   TileArgs args{block, records.data(), groups, tokens, out.data(), block, 1};

@@ -11,15 +11,19 @@
 
 #include "core/float_conversion.h"
 #include "core/runtime.h"
-#include "scheduler/optimum.h"
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 #include "simd/isa.h"
 
 using namespace moegraft;
 
+namespace moegraft {
+double optimum(const LayerProblem& given);  // tests/support/optimum.cpp
+}
+
 namespace {
 
-constexpr WeightType kPlainTypes[] = {WeightType::kFloat32, WeightType::kFloat16, WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4};
+constexpr WeightType kPlainTypes[] = {WeightType::kFloat32, WeightType::kFloat16, WeightType::kBFloat16, WeightType::kInt8,
+                                      WeightType::kInt4};
 
 void expect(bool condition, const char* what) {
   if (condition) return;
@@ -221,7 +225,7 @@ void schedules() {
       gpu_ms[i] = std::abs(random[3 * i + 1]);
       arrival_ms[i] = i % 3 == 0 ? 0.0 : i % 8 == 5 ? 1.0 + random[3 * i + 2] : HUGE_VAL;
     }
-    const LayerProblem problem = {experts, loads.data(), cpu_ms.data(), gpu_ms.data(), arrival_ms.data(), 0.3,
+    const LayerProblem problem = {experts, loads.data(), cpu_ms.data(), gpu_ms.data(), arrival_ms.data(),         0.3,
                                   0.1,     0.0,          0.2,           0.0,           static_cast<int>(seed % 7)};
     check(problem);
     const double best_ms = optimum(problem);
@@ -253,7 +257,9 @@ void attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind k
   const auto view = [](const std::vector<std::byte>& data, int of_heads, int rows, int columns) {
     return HeadsView{data.data(), static_cast<std::int64_t>(of_heads) * rows * columns, static_cast<std::int64_t>(rows) * columns, columns};
   };
-  const auto count = [](int a, int b, int c, int d) { return static_cast<std::size_t>(a) * static_cast<std::size_t>(b) * static_cast<std::size_t>(c) * static_cast<std::size_t>(d); };
+  const auto count = [](int a, int b, int c, int d) {
+    return static_cast<std::size_t>(a) * static_cast<std::size_t>(b) * static_cast<std::size_t>(c) * static_cast<std::size_t>(d);
+  };
   const auto query = typed(type, count(2, heads, queries, dim), 1), key = typed(type, count(2, kv_heads, keys, dim), 2);
   const auto value = typed(type, count(2, kv_heads, keys, value_dim), 3), added = typed(type, count(1, 1, queries, keys), 4);
   std::vector<std::byte> shown(count(1, 1, queries, keys));
@@ -261,15 +267,16 @@ void attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind k
   std::vector<std::byte> out(count(2, queries, heads, value_dim) * element_bytes(type));
   const std::vector<float> sinks = values(static_cast<std::size_t>(heads), 5);
   const MaskView mask = {kind, kind == MaskKind::kBool ? shown.data() : added.data(), 0, 0, keys, 1};
-  runtime.attention({type, view(query, heads, queries, dim), view(key, kv_heads, keys, dim), view(value, kv_heads, keys, value_dim), out.data(), mask,
-                     sinks.data(), 2, heads, kv_heads, queries, keys, dim, value_dim, 0.2f, 0.0f});
+  runtime.attention({type, view(query, heads, queries, dim), view(key, kv_heads, keys, dim), view(value, kv_heads, keys, value_dim),
+                     out.data(), mask, sinks.data(), 2, heads, kv_heads, queries, keys, dim, value_dim, 0.2f, 0.0f});
 }
 
 void attention_paths(const std::string& isa) {
   Runtime runtime(3, isa, false);
   for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16})
     for (const int queries : {1, 3, 50})
-      for (const MaskKind kind : {MaskKind::kNone, MaskKind::kCausal, MaskKind::kBool, MaskKind::kAdded}) attention_of(runtime, type, queries, kind);
+      for (const MaskKind kind : {MaskKind::kNone, MaskKind::kCausal, MaskKind::kBool, MaskKind::kAdded})
+        attention_of(runtime, type, queries, kind);
 }
 
 std::vector<std::byte> elements(ActivationType type, const std::vector<float>& source) {
@@ -291,7 +298,8 @@ void small_parts(const std::string& isa) {
     }
     for (const std::int64_t tokens : {1, 11}) {
       const int hidden = 45, experts = 12, top_k = 3;
-      const auto x = elements(type, values(static_cast<std::size_t>(tokens) * hidden, 3)), weight = elements(type, values(std::size_t{experts} * hidden, 4));
+      const auto x = elements(type, values(static_cast<std::size_t>(tokens) * hidden, 3)),
+                 weight = elements(type, values(std::size_t{experts} * hidden, 4));
       const auto bias = values(experts, 5);
       const Selection selection = {Score::kSigmoid, experts, top_k, bias.data(), 4, 2, GroupScore::kTwoLargest, true, 2.5f};
       std::vector<std::byte> logits(static_cast<std::size_t>(tokens) * experts * element_bytes(type));

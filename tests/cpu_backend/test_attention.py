@@ -190,17 +190,17 @@ def test_refusals(runtime: Runtime) -> None:
         with pytest.raises(error, match=message):
             runtime.attention(**given)
 
-    refused("do not share 3 key heads evenly", key=np.zeros((1, 3, 6, 8), np.float32))
-    refused(r"value has shape \(1, 2, 5, 8\)", value=np.zeros((1, 2, 5, 8), np.float32))
+    refused("not a multiple of 3 key heads", key=np.zeros((1, 3, 6, 8), np.float32))
+    refused(r"value: expected shape .*, found \(1, 2, 5, 8\)", value=np.zeros((1, 2, 5, 8), np.float32))
     refused("differ in columns", key=np.zeros((1, 2, 6, 4), np.float32), value=np.zeros((1, 2, 6, 4), np.float32))
-    refused("out has shape", out=np.zeros((1, 4, 2, 8), np.float32))
+    refused("out: expected shape", out=np.zeros((1, 4, 2, 8), np.float32))
     refused("differ in dtype", TypeError, key=np.zeros((1, 2, 6, 8), np.float16))
     refused("last dimension is not contiguous", key=np.zeros((1, 2, 8, 6), np.float32).transpose(0, 1, 3, 2))
-    refused("mask has shape", mask=np.zeros((1, 1, 2, 5), np.bool_))
-    refused("mask is neither bool nor", TypeError, mask=np.zeros((1, 1, 2, 6), np.float16))
-    refused("give one of them", mask=np.zeros((1, 1, 2, 6), np.bool_), causal=True)
+    refused("mask: expected shape", mask=np.zeros((1, 1, 2, 5), np.bool_))
+    refused("mask: expected dtype bool or that of query", TypeError, mask=np.zeros((1, 1, 2, 6), np.float16))
+    refused("found both", mask=np.zeros((1, 1, 2, 6), np.bool_), causal=True)
     refused(
-        "causal needs a key for each query", query=np.zeros((1, 4, 9, 8), np.float32), out=np.zeros((1, 9, 4, 8), np.float32), causal=True
+        "at least as many keys as queries", query=np.zeros((1, 4, 9, 8), np.float32), out=np.zeros((1, 9, 4, 8), np.float32), causal=True
     )
     refused("scale must be positive", scale=0.0)
     refused("softcap must be at least 0", softcap=-1.0)

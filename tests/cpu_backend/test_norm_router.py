@@ -66,7 +66,7 @@ def route(
     logits = torch.full((tokens, experts), torch.nan, dtype=types.get("logits", torch.float32))
     weights = torch.full((tokens, top_k), torch.nan, dtype=types.get("weights", torch.float32))
     index = torch.full((tokens, top_k), -7)
-    runtime.route_at(spec, x.data_ptr(), weight.data_ptr(), tokens, logits.data_ptr(), weights.data_ptr(), index.data_ptr())
+    runtime.route(spec, x, weight, logits, weights, index)
     return [logits, weights, index]
 
 
@@ -143,15 +143,15 @@ def test_of_equals_the_first_is_chosen_and_nan_is_the_largest(runtime: Runtime) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 9}, "top_k is 9 of 8 experts"),
+        ({"top_k": 9}, "top_k is 9; it must be from 1 to 8"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"groups": 3}, "8 experts in 3 groups"),
+        ({"groups": 3}, "8 experts cannot be divided into 3 equal groups"),
         ({"groups": 4, "kept_groups": 5}, "kept_groups"),
         ({"groups": 4, "kept_groups": 1}, "fewer than top_k"),
-        ({"score": "argmax"}, "'argmax' is no score"),
-        ({"group_score": "mean"}, "'mean' is no score of groups"),
-        ({"element_type": "int8"}, "'int8' is no element type"),
-        ({"choice_bias": np.zeros(7, np.float32)}, r"choice_bias has shape \(7,\)"),
+        ({"score": "argmax"}, "unknown score 'argmax'; expected one of softmax, sigmoid, chosen_softmax"),
+        ({"group_score": "mean"}, "unknown group_score 'mean'"),
+        ({"element_type": "int8"}, "unknown element type 'int8'"),
+        ({"choice_bias": np.zeros(7, np.float32)}, r"choice_bias: expected shape \(8,\), found \(7,\)"),
     ],
 )
 def test_a_router_that_cannot_be(change: dict[str, Any], message: str) -> None:
@@ -163,5 +163,34 @@ def test_a_router_that_cannot_be(change: dict[str, Any], message: str) -> None:
 
 def test_a_norm_that_cannot_be() -> None:
     for given in (("float64", 4, 1e-6), ("float32", 0, 1e-6), ("float32", 4, -1.0), ("float32", 4, float("nan"))):
-        with pytest.raises(ValueError, match=r"element type|columns|epsilon"):
+        with pytest.raises(ValueError, match=r"element type|cols|epsilon"):
             NormSpec(*given)
+
+
+def test_unsuitable_tensors_of_a_norm_and_a_router(runtime: Runtime) -> None:
+    norm = NormSpec("bfloat16", 4, 1e-6)
+    x = torch.zeros(2, 4).bfloat16()
+    for given, error, message in (
+        ((x.float(), None, x), TypeError, "x: expected dtype bfloat16, found float32"),
+        ((x, torch.zeros(3).bfloat16(), x), ValueError, r"weight: expected shape \(4,\), found \(3,\)"),
+        ((x, torch.zeros(4), x), TypeError, "weight: expected dtype bfloat16, found float32"),
+        ((x, None, x[:1]), ValueError, r"out: expected shape \(2, 4\), found \(1, 4\)"),
+    ):
+        with pytest.raises(error, match=message):
+            runtime.norm(norm, *given)
+    router = RouterSpec(4, 6, 2, element_type="float32", logits_type="float32", weights_type="float32")
+    tensors = {"x": torch.zeros(3, 4), "weight": torch.zeros(6, 4), "logits": torch.zeros(3, 6), "weights": torch.zeros(3, 2)}
+    runtime.route(router, **tensors, index=torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="index: expected dtype int64, found int32"):
+        runtime.route(router, **tensors, index=torch.zeros(3, 2, dtype=torch.int32))
+    for name, tensor in tensors.items():
+        with pytest.raises(ValueError, match=f"{name}: expected shape"):
+            runtime.route(router, **{**tensors, name: tensor[:, :-1].contiguous()}, index=torch.zeros(3, 2, dtype=torch.int64))
+
+
+def test_a_router_rejects_unknown_and_missing_keywords() -> None:
+    types = {"element_type": "float32", "logits_type": "float32", "weights_type": "float32"}
+    with pytest.raises(TypeError, match="unknown keyword argument 'normalize'"):
+        RouterSpec(4, 8, 2, **types, normalize=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="missing keyword argument 'logits_type'"):
+        RouterSpec(4, 8, 2, element_type="float32", weights_type="float32")  # type: ignore[call-arg]

@@ -18,7 +18,7 @@ import torch
 from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
-from moegraft.cpu_backend._kernel import cores_of_cpu_max, partition_blocks, select_isas
+from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isas
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -125,23 +125,6 @@ def test_container_quota(text: str, cores: int) -> None:
     assert cores_of_cpu_max(text) == cores
 
 
-@pytest.mark.parametrize(
-    ("blocks", "threads"),
-    [(64, [8]), (64, [8, 8]), (65, [8, 4, 4]), (3, [4, 4]), (0, [1, 1]), (24, [2, 0, 2])],
-)
-def test_each_row_block_has_one_node(blocks: int, threads: list[int]) -> None:
-    # Among the cases: fewer blocks than threads, and a node without threads.
-    ranges = partition_blocks(blocks, threads)
-    assert [block for first, end in ranges for block in range(first, end)] == list(range(blocks))
-    for (first, end), count in zip(ranges, threads, strict=True):
-        assert abs((end - first) - blocks * count / sum(threads)) < 1
-
-
-def test_a_partition_needs_a_thread() -> None:
-    with pytest.raises(ValueError, match="no node has a thread"):
-        partition_blocks(4, [0, 0])
-
-
 def refused(change: Callable[[dict], None], error: type[Exception], message: str) -> None:  # type: ignore[type-arg]
     layer = make_layer()
     hidden, index, weights = numpy_batch(3, layer)
@@ -155,24 +138,34 @@ def refused(change: Callable[[dict], None], error: type[Exception], message: str
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("hidden_states", np.zeros((3, 63), np.float32), ValueError, r"hidden_states has shape \(3, 63\) where \(tokens, 64\)"),
+        ("hidden_states", np.zeros((3, 63), np.float32), ValueError, r"hidden_states: expected shape \(tokens, 64\), found \(3, 63\)"),
         ("hidden_states", np.zeros((64, 3), np.float32).T, ValueError, "hidden_states is not C-contiguous"),
-        ("hidden_states", np.zeros((3, 64)), TypeError, "hidden_states has dtype float64"),
-        ("hidden_states", np.zeros(64, np.float32), ValueError, r"hidden_states has shape \(64,\) where 2 dimensions"),
-        ("top_k_index", np.zeros((3, 2), np.int32), TypeError, "top_k_index has dtype int32 where int64"),
-        ("top_k_index", np.zeros((2, 2), np.int64), ValueError, r"top_k_index has shape \(2, 2\) where \(3, K\)"),
+        (
+            "hidden_states",
+            np.zeros((3, 64)),
+            TypeError,
+            "hidden_states: expected dtype float32, float16 or bfloat16 .as uint16., found float64",
+        ),
+        ("hidden_states", np.zeros(64, np.float32), ValueError, r"hidden_states: expected 2 dimensions, found shape \(64,\)"),
+        ("top_k_index", np.zeros((3, 2), np.int32), TypeError, "top_k_index: expected dtype int64, found int32"),
+        (
+            "top_k_index",
+            np.zeros((2, 2), np.int64),
+            ValueError,
+            r"top_k_index: expected shape \(3, K\), one row for each token, found \(2, 2\)",
+        ),
         ("top_k_index", np.zeros((3, 4), np.int64)[:, ::2], ValueError, "top_k_index is not C-contiguous"),
         ("top_k_index", np.array([[0, 1], [2, 5], [0, 1]]), ValueError, r"top_k_index\[1, 1\] is 5: expert ids are 0 to 3, and -1 or 4"),
         ("top_k_index", np.array([[0, 1], [2, 3], [-2, 1]]), ValueError, r"top_k_index\[2, 0\] is -2"),
-        ("top_k_weights", np.zeros((3, 2)), TypeError, "top_k_weights has dtype float64 where float32"),
+        ("top_k_weights", np.zeros((3, 2)), TypeError, "top_k_weights: expected dtype float32, found float64"),
         (
             "top_k_weights",
             np.zeros((3, 3), np.float32),
             ValueError,
-            r"top_k_weights has shape \(3, 3\) where that of top_k_index, \(3, 2\)",
+            r"top_k_weights: expected shape \(3, 2\), that of top_k_index, found \(3, 3\)",
         ),
-        ("out", np.zeros((3, 32), np.float32), ValueError, r"out has shape \(3, 32\) where \(3, 64\)"),
-        ("out", np.zeros((3, 64), np.float16), TypeError, "out has dtype float16 where the input's, float32"),
+        ("out", np.zeros((3, 32), np.float32), ValueError, r"out: expected shape \(3, 64\), found \(3, 32\)"),
+        ("out", np.zeros((3, 64), np.float16), TypeError, "out: expected dtype float32 as hidden_states, found float16"),
         ("out", np.broadcast_to(np.float32(0), (3, 64)), ValueError, "out is"),
         ("threshold", -0.5, ValueError, "threshold is -0.5"),
         ("threshold", float("nan"), ValueError, "threshold is"),

@@ -121,7 +121,9 @@ def test_packing_codes_requantises_down_alone() -> None:
 
 def test_a_dense_layout_refuses_a_threshold(runtime: Runtime) -> None:
     layer = make_layer()
-    with pytest.raises(ValueError, match=r"threshold is 0.5 but the experts are dense; pack them with PackedExperts\(..., sparse=True\)"):
+    with pytest.raises(
+        ValueError, match=r"need experts in the sparse layout, and these are dense; pack them with PackedExperts\(..., sparse=True\)"
+    ):
         layer.forward(runtime, *make_batch(1, 1, layer), threshold=0.5)
 
 
@@ -174,10 +176,10 @@ def test_counts_of_submitted_work_and_of_no_token(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"neuron_counts": np.zeros(3, np.int64)}, r"neuron_counts has shape \(3,\) where \(2,\) is expected"),
-        ({"neuron_counts": np.zeros(2, np.int32)}, "neuron_counts has dtype int32 where int64 is expected"),
-        ({"acted": np.zeros((1, 1, 63), np.float32)}, r"acted has shape \(1, 1, 63\) where that of top_k_index, \(1, 1\), and 64 neurons"),
-        ({"acted": np.zeros((1, 1, 64))}, "acted has dtype float64 where float32 is expected"),
+        ({"neuron_counts": np.zeros(3, np.int64)}, r"neuron_counts: expected shape \(2,\) for the active neurons and all, found \(3,\)"),
+        ({"neuron_counts": np.zeros(2, np.int32)}, "neuron_counts: expected dtype int64, found int32"),
+        ({"acted": np.zeros((1, 1, 63), np.float32)}, r"acted: expected shape \(1, 1, 64\), found \(1, 1, 63\)"),
+        ({"acted": np.zeros((1, 1, 64))}, "acted: expected dtype float32, found float64"),
     ],
 )
 def test_what_takes_counts_must_fit(runtime: Runtime, keywords: dict[str, np.ndarray], message: str) -> None:  # type: ignore[type-arg]
@@ -190,7 +192,7 @@ def test_what_takes_counts_must_fit(runtime: Runtime, keywords: dict[str, np.nda
 def test_a_dense_layout_counts_nothing(runtime: Runtime) -> None:
     layer = make_layer()
     x, index, weights = make_batch(1, 1, layer)
-    with pytest.raises(ValueError, match="neurons are to be counted or shown but the experts are dense"):
+    with pytest.raises(ValueError, match="need experts in the sparse layout, and these are dense"):
         counts = np.zeros(2, np.int64)
         runtime.forward(layer.packed, x.numpy(), index.numpy(), weights.numpy(), torch.empty_like(x).numpy(), neuron_counts=counts)
 

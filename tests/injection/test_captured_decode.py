@@ -16,11 +16,10 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload import decode_steps
-from moegraft.operators.offload.captured import CapturedLayer, fixed, grown
-from moegraft.operators.offload.decode_steps import STEPS, DecodeSteps
+from moegraft.operators.offload.captured import CapturedLayer
+from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.model_experts import GpuGroups
 
 RULES = """
 version: 1
@@ -56,8 +55,8 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
-    return group.engines[0]
+    (engine,) = model.moegraft.context.gpu_engines
+    return engine
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -95,7 +94,7 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
-    monkeypatch.setattr(decode_steps, "why_unseen_positions", lambda arguments, cache: None)
+    monkeypatch.setattr(decode_steps, "why_counted_in_python", lambda arguments, cache: None)
     model, ids = load("gpt_oss"), prompt(10)
     expected = model(input_ids=ids).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -126,9 +125,9 @@ def test_a_cache_that_is_fixed_and_grown_again_goes_on_as_it_was(model_type: str
     expected = model(input_ids=ids, past_key_values=DynamicCache(config=config)).logits[:, length:]
     held = DynamicCache(config=config)
     model(input_ids=ids[:, :length], past_key_values=held)
-    cache: Any = fixed(held, config, length + 12)
+    cache: Any = to_static(held, config, length + 12)
     found = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(length, length + 6)]
-    cache = grown(cache, config)
+    cache = to_dynamic(cache, config)
     assert cache.get_seq_length() == length + 6
     found.append(model(input_ids=ids[:, length + 6 :], past_key_values=cache).logits)
     assert difference(torch.cat(found, dim=1), expected) < 1e-5
@@ -167,7 +166,7 @@ def test_several_sequences_are_captured_too(load) -> None:  # type: ignore[no-un
     [
         ("qwen3_moe", {"cache_implementation": "dynamic"}, "the key-value cache (DynamicCache of DynamicLayer) is not of fixed size"),
         ("qwen3_moe", {"use_cache": False}, None),  # no step has one token
-        ("qwen3_moe", {"ids": prompt(5, batch=5)}, "a step of 5 sequences is decided layer by layer; up to 4 are captured"),
+        ("qwen3_moe", {"ids": prompt(5, batch=5)}, "a step of 5 sequences is scheduled layer by layer; up to 4 are captured"),
         ("qwen3_next", {}, "LinearAttentionLayer) is not of fixed size, full attention and sliding windows"),
     ],
 )
@@ -204,7 +203,7 @@ def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-
             model.generate(prompt(5), max_new_tokens=NEW, do_sample=False)
     said = [record.message for record in caplog.records if record.message.startswith("decode steps run layer by layer: ")]
     assert len([each for each in said if says in each]) == 1, caplog.text
-    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.shared(GpuGroups, GpuGroups) for engine in group.engines)
+    assert all(engine.statistics.replayed == 0 for engine in model.moegraft.context.gpu_engines)
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
@@ -264,11 +263,11 @@ def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ign
 
 def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """On an emulated device nothing can be measured, so its own clock stands in."""
-    tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * STEPS)
-    monkeypatch.setattr(DecodeSteps, "_obstacle", lambda self, model: None)
+    tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * TIMED_STEPS)
+    monkeypatch.setattr(DecodeSteps, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
-    assert answer(model, max_new_tokens=4 * STEPS)[0] == tokens
-    assert model.moegraft.decode_steps._trial.winner in ("eager", "graph")
+    assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
+    assert model.moegraft.context.decode_steps.mode in ("eager", "graph")
 
 
 def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
@@ -280,15 +279,15 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 
 
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RuleFileError, match=r"decode: graph computes on the GPU what has a slot.*which schedule: all_cpu does not"):
+    with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
-    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.decode_steps is None
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.decode_steps is None
 
 
 def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     answer(model)
-    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.decode_steps)]
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.decode_steps)]
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3

@@ -56,7 +56,7 @@ def deepseek_v3() -> nn.Module:
 GOLDEN = (
     (
         mixtral,
-        "mixtral",
+        "cpu",
         """
 model.layers.{0-2}.self_attn                 attention (cpu.yaml:19)  cpu_attention                   0 B
 model.layers.{0-2}.self_attn.q_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  12.8 KiB cpu
@@ -75,7 +75,7 @@ in all: 138.3 KiB cpu
     ),
     (
         qwen3_moe,
-        "qwen3_moe",
+        "cpu",
         """
 model.layers.{0-4}.self_attn                 attention (cpu.yaml:19)  cpu_attention                   0 B
 model.layers.{0-4}.self_attn.q_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  21.2 KiB cpu
@@ -99,7 +99,7 @@ in all: 190.1 KiB cpu
     ),
     (
         deepseek_v3,
-        "deepseek_v3",
+        "cpu",
         """
 model.layers.{0-3}.self_attn                     attention (cpu.yaml:19)  cpu_attention                   0 B
 model.layers.{0-3}.self_attn.q_a_proj            linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
@@ -141,7 +141,7 @@ def test_planning_changes_nothing_and_repeats_itself() -> None:
     before = [(path, id(module), sorted(vars(module))) for path, module in model.named_modules()]
     parameters = [(name, id(parameter), parameter.device.type) for name, parameter in model.named_parameters()]
     registry = load_registry()
-    rules = read_rules("qwen3_moe", registry=registry)
+    rules = read_rules("cpu", registry=registry)
     first, second = (plan(model, rules, registry=registry, dtype=torch.bfloat16) for _ in range(2))
     assert first == second
     assert before == [(path, id(module), sorted(vars(module))) for path, module in model.named_modules()]
@@ -158,7 +158,7 @@ MATCHES = (
     ("{name: experts}", [1, 2, 3]),  # also the activation inside, which goes with them
     (r"{name: '^model\.layers\.\d+\.mlp\.experts$'}", [1, 2, 3]),
     ("{class: TinyExperts}", [1, 2, 3]),
-    ("{class: rule_support.TinyExperts}", [1, 2, 3]),
+    ("{class: support.rule_support.TinyExperts}", [1, 2, 3]),
     ("{name: experts$, class: torch.nn.Module}", [1, 2, 3]),
     ("{kind: experts, layers: 2}", [2]),
     ('{kind: experts, layers: "1,3"}', [1, 3]),
@@ -229,9 +229,9 @@ def test_nothing_to_replace_is_said(tmp_path: Path) -> None:
     assert found.describe().startswith("nothing is replaced\nreplaced: 0 B become 0 B")
 
 
-def test_requires_takes_the_type_from_the_config() -> None:
+def test_requires_takes_the_type_from_the_config(tmp_path: Path) -> None:
     registry = load_registry()
-    rules = read_rules("mixtral", registry=registry)
+    rules = read_rules(write(tmp_path, "extends: cpu\nrequires: {model_type: mixtral}\n"), registry=registry)
     assert plan(mixtral(), rules, registry=registry, dtype=torch.bfloat16).swaps
     (found,) = findings_of(lambda: plan(qwen3_moe(), rules, registry=registry, dtype=torch.bfloat16))
     assert found.message == "this rule file is for models of type 'mixtral', and this model is of type 'qwen3_moe'"

@@ -13,11 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.shared_overlap import SHARED_NAMES, SharedOverlap
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.executors import CallExecutor
+from moegraft.operators.offload.shared_overlap import SharedOverlap
+from moegraft.operators.structure import SHARED_NAMES
 
 RULES = """
 version: 1
@@ -41,7 +43,7 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def layers_of(model: PreTrainedModel) -> list[SharedOverlap]:
     operators = [module for module in model.modules() if isinstance(module, HybridExperts)]
-    found = [operator._on_gpu.beside for operator in operators if operator._on_gpu is not None]
+    found = [operator.gpu_layer.shared_overlap for operator in operators if operator.gpu_layer is not None]
     assert found and None not in found
     return found  # type: ignore[return-value] # just asserted
 
@@ -83,9 +85,9 @@ def test_the_cpu_is_at_work_when_they_run(model_type: str, load, monkeypatch: py
     _, model = load(model_type)
     model(input_ids=prompt(9))
     order: list[str] = []
-    start, learn = Engine._start_cpu, Engine._learn
-    monkeypatch.setattr(Engine, "_start_cpu", lambda *given: (order.append("submitted"), start(*given))[1])
-    monkeypatch.setattr(Engine, "_learn", lambda *given: (order.append("waited"), learn(*given))[1])
+    submit, join = VirtualDevice.submit_cpu, CallExecutor.join
+    monkeypatch.setattr(VirtualDevice, "submit_cpu", lambda *given: (order.append("submitted"), submit(*given))[1])
+    monkeypatch.setattr(CallExecutor, "join", lambda *given: (order.append("waited"), join(*given))[1])
     with told(model, lambda number: order.append("shared")):
         model(input_ids=prompt(1))
     assert order == ["submitted", "shared", "waited"] * len(layers_of(model))
@@ -98,18 +100,18 @@ def test_drafts_and_failing_devices_change_nothing(model_type: str, load, monkey
     ids = prompt(7)
     expected = stock(input_ids=ids).logits
     model(input_ids=ids)
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     with switch.drafting(DraftSettings(top_k=1)):
         drafted = model(input_ids=ids).logits
         assert not torch.allclose(drafted, expected)
         assert torch.equal(model(input_ids=ids).logits.argmax(-1), drafted.argmax(-1))
-    run = Engine._start_resident
+    launch = VirtualDevice.launch
 
     def failing(*given: object) -> None:
         raise DeviceError("injected")
 
-    monkeypatch.setattr(Engine, "_start_resident", failing)
+    monkeypatch.setattr(VirtualDevice, "launch", failing)
     found = model(input_ids=ids).logits
-    monkeypatch.setattr(Engine, "_start_resident", run)
+    monkeypatch.setattr(VirtualDevice, "launch", launch)
     for logits in (found, model(input_ids=ids).logits):
         assert (logits - expected).norm() / expected.norm() < 1e-5

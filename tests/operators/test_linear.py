@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
 
 from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
-from moegraft.operators.base import BuildContext
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import Machine
@@ -46,7 +46,7 @@ def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def make(linear: nn.Linear, weights: str) -> QuantizedLinear:
-    context = BuildContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=2)
+    context = InjectionContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=2)
     operator = QuantizedLinear.build(linear, QuantizedLinearOptions(weights), context)  # type: ignore[arg-type]
     operator.load(ArraySource(linear.weight.detach(), None if linear.bias is None else linear.bias.detach()), lambda size: None)
     return operator
@@ -159,7 +159,7 @@ def test_only_plain_linears_are_replaced(tmp_path: Path) -> None:
 
 def test_without_a_gpu_it_stays_on_the_cpu_and_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("moegraft.operators.linear.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
-    context = BuildContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     linear, options = nn.Linear(64, 48), QuantizedLinearOptions("int8", gpu="auto")
     made = [QuantizedLinear.build(linear, options, context) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["quantized_linear stays on the CPU: PyTorch finds no CUDA GPU"]

@@ -15,18 +15,18 @@ from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, CostTables
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.executors import CpuPart, HostExecution, HostTokens, SlotArena
+from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
-from moegraft.operators.offload.scheduler import ScheduleName, make_scheduler
-from moegraft.operators.offload.statistics import Observer
+from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
+from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from support.kernel_cases import Layer, make_batch, make_layer
-from support.loading_rig import make_device
+from support.transfer_harness import make_device
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 3
-# An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans differ with what is where.
+# An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans differ with what is resident.
 MACHINE = MachineProfile("even", cpu_gb_s=0.03, cpu_gflop_s=1.0, gpu_gb_s=1.0, gpu_tflop_s=1.0, link_gb_s=0.025)
 TABLES = CostTables(
     cpu_ms=((1, 0.8), (64, 8.0)), gpu_ms=((1, 0.1), (64, 0.2)), transfer_ms=((1, 1.0 / 24576), (24576, 1.0)), first_cpu_ms=0.2
@@ -35,7 +35,7 @@ TABLES = CostTables(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an engine is made with."""
+    """The configuration of an engine."""
 
     schedule: ScheduleName = "two_threshold"
     capacity: int | tuple[int, ...] = (2,) * LAYERS
@@ -47,7 +47,7 @@ class Setting:
 
 
 class EngineRig:
-    """Calls layers as a model would, one after another, with predictions that are right now and then."""
+    """Calls layers as a model would, one after another, with predictions that are sometimes right."""
 
     def __init__(self, setting: Setting, dtype: torch.dtype = torch.float32) -> None:
         self.layers: list[Layer] = [make_layer(num_experts=EXPERTS, hidden=64, intermediate=32, seed=seed) for seed in range(LAYERS)]
@@ -56,28 +56,36 @@ class EngineRig:
         device = make_device(setting.kind, MACHINE, **setting.device)
         store = ExpertStore.of_packed([layer.packed for layer in self.layers])
         policy = make_policy(CacheOptions(policy=setting.policy), LAYERS, EXPERTS, TOP_K)  # type: ignore[arg-type]
-        observer = Observer(device)
-        options = LoadingOptions(SlotPlan(setting.capacity, setting.staging), chunk_bytes=8192)
-        loading = open_loading(device, store, policy.priority, options, on_span=observer.on_span, on_transfer=observer.on_transfer)
+        timings = TimingRecorder(device)
+        slots = SlotPlan(setting.capacity, setting.staging)
+        loading = open_loading(
+            device, store, slots, policy.priority, chunk_bytes=8192, on_span=timings.on_span, on_transfer=timings.on_transfer
+        )
         assert loading is not None and loading.arena.array is not None, "an emulated device has room"
-        self.arena = SlotArena(self.runtime, self.layers[0].packed, loading.arena.array)
+        self.arena = loading.arena
         gpu_layers = [True, *[False] * (LAYERS - 1)] if setting.schedule == "layer_map" else None
-        scheduler = make_scheduler(setting.schedule, gpu_layers)
-        self.engine = Engine(device, loading, scheduler, CostModel(TABLES), policy, setting.prefetch, observer)
+        scheduler = Scheduler(setting.schedule, gpu_layers)
+        self.engine = Engine(device, loading, scheduler, CostModel(TABLES), policy, setting.prefetch, timings)
         self._rng = np.random.default_rng(0)
 
     def call(self, number: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the engine computes, and what is right."""
+        """Return what the engine computes, and what is right."""
         layer = self.layers[number]
         x, index, weights = make_batch(tokens, TOP_K, layer, self.dtype, seed)
         if seed % 3 == 0 and tokens:
             index[0, 0] = -1  # a padded slot
         scores = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).numpy()
-        host = HostTokens(x, index.numpy(), weights.numpy())
-        cpu = CpuPart(self.runtime, layer.packed, host, torch.empty_like(x))
-        execution = HostExecution(cpu, self.arena, host, EXPERTS)
-        self.engine.run(LayerStep.of(number, index.numpy(), scores, self._predictions(number, tokens)), execution)
-        return execution.result, layer.reference(x, index, weights)
+        executor = self.executor(number, x, index, weights)
+        self.engine.run(LayerStep.of(number, index.numpy(), scores, self._predictions(number, tokens)), executor)
+        return executor.result, layer.reference(x, index, weights)
+
+    def engine_layers(self) -> EngineLayers:
+        packed = [layer.packed for layer in self.layers]
+        return EngineLayers(self.engine.device.torch_device, self.runtime, packed, [], [None] * LAYERS, self.arena)
+
+    def executor(self, number: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> CallExecutor:
+        layers, tokens = self.engine_layers(), Tokens(x, index, weights)
+        return CallExecutor(layers, layers.packed[number], None, layers.slot_kernel(number), tokens, tokens)
 
     def _predictions(self, number: int, tokens: int) -> list[Prediction]:
         later = range(number + 1, min(number + 4, LAYERS))

@@ -12,7 +12,8 @@ from torch import nn
 
 from moegraft.injection.plan import Plan, plan
 from moegraft.injection.rules import Diagnostic, RuleErrors, RuleFile, read_rules
-from moegraft.operators.base import BuildContext, Footprint, InPlaceOperator, Operator
+from moegraft.operators.base import Footprint, InPlaceOperator, Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.weights import WeightSource
 
@@ -74,7 +75,7 @@ class Idle(Operator):
         return Footprint({"cpu": sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize})
 
     @classmethod
-    def build(cls, module: nn.Module, options: Any, context: BuildContext) -> Self:
+    def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> Self:
         raise NotImplementedError
 
     def placement(self) -> str:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from support import ROOT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -23,23 +19,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.5e-2 if INTERPRETED else 8e-3}
 
 
-def numeric_tests_run() -> bool:
-    """Whether this process can run kernels: it interprets them, or has a GPU."""
-    return INTERPRETED or torch.cuda.is_available()
-
-
-def run_interpreted(path: Path) -> None:
-    """Runs test files in a process of their own: Triton decides when a kernel is defined whether it is interpreted."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout[-2000:]
-
-
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory from `torch.empty` holds NaN, or a number that is far out of range as an index."""
+    """Fill memory from `torch.empty` with NaN, or a number far out of range as an index; silence the interpreter's warnings."""
     empty = torch.empty
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -48,6 +30,8 @@ def poisoned() -> Iterator[None]:
 
     torch.empty = poison
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         torch.empty = empty

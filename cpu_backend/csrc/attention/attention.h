@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/memory.h"
+#include "core/thread_pool.h"
 #include "core/types.h"
-#include "simd/attention_kernels.h"
+#include "simd/kernels.h"
 
 namespace moegraft {
 
@@ -58,7 +60,8 @@ struct AttentionArgs {
 };
 
 inline const std::byte* row_of(const HeadsView& view, ActivationType type, int batch, int head, int row) {
-  return view.data + static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
+  return view.data +
+         static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
 }
 
 struct QueryRow {
@@ -101,6 +104,85 @@ class VisibleKeys {
   int heads_ = 1;
   int queries_ = 0;
   std::vector<Range> ranges_;
+};
+
+// Attention of few queries: the cache is read as it lies, once for all query heads that share it.
+//
+// Units: a part of the keys of one KV head, whose rows' sums are kept apart; then, for each KV head, the parts are joined. A unit's result
+// does not depend on who computes it.
+
+struct AttentionPhases {
+  Phase* first;
+  Phase* second;
+};
+
+class AttentionRowsJob final : public Job {
+ public:
+  AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                   const AttentionPhases& phases);
+
+  void prepare(AlignedMemory& parts, AlignedMemory* workers);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Sums;  // of one part's rows
+  Sums sums_of(int unit) const;
+  void attend(int unit, std::byte* scratch);
+  void join(int unit, std::byte* scratch);
+
+  const Kernels& kernels_;
+  const AttentionArgs& args_;
+  const VisibleKeys& visible_;
+  const int workers_;
+  const AttentionPhases phases_;
+  int splits_ = 1;
+  std::size_t part_floats_ = 0;
+  std::byte* parts_ = nullptr;
+  AlignedMemory* scratch_ = nullptr;
+};
+
+// Attention of many queries, by the register tiles of the linear layers: keys are packed as the rows of one weight matrix, values as the
+// rows of another, transposed, and every tile of queries passes over both (FlashAttention's order: Dao et al. 2022, arXiv:2205.14135).
+//
+// Units: a chunk of keys of one KV head to pack; then some rows of one KV head to compute. A unit's result does not depend on who
+// computes it.
+
+class AttentionTilesJob final : public Job {
+ public:
+  AttentionTilesJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
+                    const AttentionPhases& phases);
+
+  void prepare(AlignedMemory& keys, AlignedMemory& values, AlignedMemory* workers);  // throws std::bad_alloc
+  void run(int worker) noexcept override;
+
+ private:
+  struct Worker;
+  struct Rows;  // the rows of a unit
+  Worker worker_of(int worker) const;
+  std::size_t worker_bytes() const;
+  void pack(int unit);
+  void pack_keys(int head, int chunk);
+  void pack_values(int head, int chunk);
+  void attend(int unit, Worker& mine);
+  void encode_queries(const Rows& rows, Worker& mine);
+  void step(const Rows& rows, int chunk, int first, int count, Worker& mine);
+  void write(const Rows& rows, Worker& mine);
+
+  const Kernels& kernels_;
+  const AttentionArgs& args_;
+  const VisibleKeys& visible_;
+  const int workers_;
+  const AttentionPhases phases_;
+  const WeightType weights_;
+  const Format format_;
+  const int tile_rows_;
+  const int unit_rows_;
+  const int chunks_;
+  const std::size_t key_bytes_;    // of a packed chunk
+  const std::size_t value_bytes_;
+  std::byte* keys_ = nullptr;
+  std::byte* values_ = nullptr;
+  AlignedMemory* scratch_ = nullptr;
 };
 
 }  // namespace moegraft

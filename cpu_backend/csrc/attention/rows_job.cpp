@@ -1,4 +1,4 @@
-#include "attention/rows_job.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -34,7 +34,8 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   // A row's query in float32 and in 16 bits, and the scores of a step.
   const std::size_t row_bytes = static_cast<std::size_t>(args_.padded_dim()) * 6 + sizeof(float) * kKeys;
   for (int worker = 0; worker < workers_; ++worker)
-    workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()), sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
+    workers[worker].reserve(
+        std::max(row_bytes * static_cast<std::size_t>(args_.rows()), sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
   phases_.first->reset(heads * splits_);
   phases_.second->reset(heads);
 }
@@ -70,7 +71,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
     const QueryRow where = query_row(args_, batch, kv_head, row);
     const std::byte* source = row_of(args_.query, args_.type, batch, where.head, where.query);
     kernels_.widen(args_.type, source, query + static_cast<std::ptrdiff_t>(row) * dim, args_.dim);
-    if (args_.type != ActivationType::kFloat32) std::memcpy(halves + static_cast<std::ptrdiff_t>(row) * dim, source, 2 * static_cast<std::size_t>(args_.dim));
+    if (args_.type != ActivationType::kFloat32)
+      std::memcpy(halves + static_cast<std::ptrdiff_t>(row) * dim, source, 2 * static_cast<std::size_t>(args_.dim));
   }
   const KeySpan seen = visible_.seen_by(args_, batch, kv_head, 0, rows);
   const int steps = (seen.count + kKeys - 1) / kKeys;
@@ -82,8 +84,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
     const std::byte* value = row_of(args_.value, args_.type, batch, kv_head, keys.first);
     for (int row = 0; row < rows; row += kAttentionRows) {
       const int some = std::min(kAttentionRows, rows - row);
-      kernels_.attention.score[type]({query + static_cast<std::ptrdiff_t>(row) * dim, halves + static_cast<std::ptrdiff_t>(row) * dim, dim, some, key,
-                                      bytes * args_.key.row_stride, keys.count, args_.dim, scores, kKeys});
+      kernels_.attention.score[type]({query + static_cast<std::ptrdiff_t>(row) * dim, halves + static_cast<std::ptrdiff_t>(row) * dim, dim,
+                                      some, key, bytes * args_.key.row_stride, keys.count, args_.dim, scores, kKeys});
       for (int r = row; r < row + some; ++r) {
         SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
@@ -120,9 +122,12 @@ void AttentionRowsJob::join(int unit, std::byte* scratch) {
     // Nothing seen is nothing said: zeros, as PyTorch has it.
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     for (int d = 0; d < value_dim; ++d) joined[d] *= inverse;
-    const std::size_t index = (static_cast<std::size_t>(batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
-                                  static_cast<std::size_t>(args_.heads) + static_cast<std::size_t>(where.head);
-    kernels_.narrow(args_.type, joined, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim), args_.value_dim);
+    const std::size_t index =
+        (static_cast<std::size_t>(batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
+            static_cast<std::size_t>(args_.heads) +
+        static_cast<std::size_t>(where.head);
+    kernels_.narrow(args_.type, joined, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
+                    args_.value_dim);
   }
 }
 

@@ -1,4 +1,4 @@
-#include "attention/tiles_job.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,19 +8,24 @@
 namespace moegraft {
 namespace {
 
-constexpr int kChunkKeys = 128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 while a unit's rows pass over them
+constexpr int kChunkKeys =
+    128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 while a unit's rows pass over them
 constexpr int kUnitTiles = 8;    // tiles of a unit, which share what was fetched; both chosen by size, not tuned
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {
-  return type == ActivationType::kFloat32 ? WeightType::kFloat32 : type == ActivationType::kFloat16 ? WeightType::kFloat16 : WeightType::kBFloat16;
+  return type == ActivationType::kFloat32   ? WeightType::kFloat32
+         : type == ActivationType::kFloat16 ? WeightType::kFloat16
+                                            : WeightType::kBFloat16;
 }
 
 // Columns of `count` rows become lanes: one element of a row every 32 (float32, float16) or every pair of elements every 32 (bfloat16).
 template <class Word>
 void pack_rows(const std::byte* source, std::ptrdiff_t stride_bytes, int rows, int words, Word* target) {
   for (int row = 0; row < rows; ++row, source += stride_bytes)
-    for (int word = 0; word < words; ++word) std::memcpy(target + static_cast<std::ptrdiff_t>(word) * kBlockRows + row, source + sizeof(Word) * static_cast<std::size_t>(word), sizeof(Word));
+    for (int word = 0; word < words; ++word)
+      std::memcpy(target + static_cast<std::ptrdiff_t>(word) * kBlockRows + row, source + sizeof(Word) * static_cast<std::size_t>(word),
+                  sizeof(Word));
 }
 
 }  // namespace
@@ -132,7 +137,8 @@ void AttentionTilesJob::pack_keys(int head, int chunk) {
       pack_rows(source, stride, rows, args_.dim / 2, reinterpret_cast<std::uint32_t*>(target));
       if (args_.dim % 2 != 0) {
         auto* last = reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(args_.dim / 2) * kBlockRows * 2;
-        for (int row = 0; row < rows; ++row) std::memcpy(last + 2 * row, source + row * stride + 2 * static_cast<std::ptrdiff_t>(args_.dim - 1), 2);
+        for (int row = 0; row < rows; ++row)
+          std::memcpy(last + 2 * row, source + row * stride + 2 * static_cast<std::ptrdiff_t>(args_.dim - 1), 2);
       }
     }
   }
@@ -153,7 +159,8 @@ void AttentionTilesJob::pack_values(int head, int chunk) {
         for (int r = 0; r < present; ++r) std::memcpy(pairs + 2 * r, source + 2 * static_cast<std::ptrdiff_t>(d + r), 2);
       } else {
         const std::size_t bytes = element_bytes(args_.type);
-        std::memcpy(rows + bytes * static_cast<std::size_t>(k * kBlockRows), source + bytes * static_cast<std::size_t>(d), bytes * static_cast<std::size_t>(present));
+        std::memcpy(rows + bytes * static_cast<std::size_t>(k * kBlockRows), source + bytes * static_cast<std::size_t>(d),
+                    bytes * static_cast<std::size_t>(present));
       }
     }
   }
@@ -216,7 +223,8 @@ void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, 
   for (int row = 0; row < count; ++row) {
     const int index = first + row;
     SoftmaxArgs softmax{mine.scores + row * kChunkKeys, kChunkKeys, 1.0f, 0.0f, mine.largest[index], mine.sum[index]};
-    const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + index), keys, softmax);
+    const float factor =
+        visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + index), keys, softmax);
     mine.largest[index] = softmax.largest;
     mine.sum[index] = softmax.sum;
     float* sums = mine.sums + static_cast<std::ptrdiff_t>(index) * value_dim;
@@ -232,7 +240,8 @@ void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, 
     tile.ahead = tile.block;
     kernels_.tile[format](tile);
     for (int row = 0; row < count; ++row)
-      kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + row) * value_dim + d, mine.tile + row * kBlockRows, nullptr, 1.0f);
+      kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + row) * value_dim + d, mine.tile + row * kBlockRows, nullptr,
+                          1.0f);
   }
 }
 
@@ -250,9 +259,12 @@ void AttentionTilesJob::write(const Rows& rows, Worker& mine) {
     // Nothing seen is nothing said: zeros, as PyTorch has it.
     const float inverse = sum == 0.0f ? 0.0f : share / sum;
     for (int d = 0; d < value_dim; ++d) sums[d] *= inverse;
-    const std::size_t index = (static_cast<std::size_t>(rows.batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
-                                  static_cast<std::size_t>(args_.heads) + static_cast<std::size_t>(where.head);
-    kernels_.narrow(args_.type, sums, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim), args_.value_dim);
+    const std::size_t index =
+        (static_cast<std::size_t>(rows.batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
+            static_cast<std::size_t>(args_.heads) +
+        static_cast<std::size_t>(where.head);
+    kernels_.narrow(args_.type, sums, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
+                    args_.value_dim);
   }
 }
 

@@ -1,9 +1,7 @@
-#include "bindings/attention.h"
+#include "bindings/bindings.h"
 
 #include <cmath>
 #include <string>
-
-#include "bindings/arrays.h"
 
 namespace py = pybind11;
 
@@ -11,10 +9,11 @@ namespace moegraft {
 namespace {
 
 void require_columns(const py::array& array, const char* name) {
-  if (array.ndim() != 4) refuse(std::string(name) + " has shape " + shape_text(array) + " where 4 dimensions are expected");
-  if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != array.itemsize()) refuse(std::string(name) + ": its last dimension is not contiguous");
+  if (array.ndim() != 4) raise_value_error(std::string(name) + ": expected 4 dimensions, found shape " + shape_text(array));
+  if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != array.itemsize())
+    raise_value_error(std::string(name) + ": the last dimension is not contiguous");
   for (int i = 0; i < 3; ++i)
-    if (array.strides(i) % array.itemsize() != 0) refuse(std::string(name) + ": a stride is no multiple of its elements");
+    if (array.strides(i) % array.itemsize() != 0) raise_value_error(std::string(name) + ": a stride is not a multiple of the element size");
 }
 
 HeadsView view_of(const py::array& array) {
@@ -24,23 +23,26 @@ HeadsView view_of(const py::array& array) {
 
 void require_shape(const py::array& array, const char* name, py::ssize_t batch, py::ssize_t heads, py::ssize_t rows) {
   if (array.shape(0) != batch || array.shape(1) != heads || array.shape(2) != rows)
-    refuse(std::string(name) + " has shape " + shape_text(array) + " where (" + std::to_string(batch) + ", " + std::to_string(heads) + ", " +
-           std::to_string(rows) + ", columns) is expected");
+    raise_shape_error(array, name, "(" + std::to_string(batch) + ", " + std::to_string(heads) + ", " + std::to_string(rows) + ", columns)");
 }
 
 MaskView mask_of(const AttentionCall& call, ActivationType type) {
   if (call.mask.is_none()) return {call.causal ? MaskKind::kCausal : MaskKind::kNone, nullptr, 0, 0, 0, 1};
-  if (call.causal) refuse("a mask and causal=True: give one of them");
+  if (call.causal) raise_value_error("expected a mask or causal=True, found both");
   const auto mask = py::cast<py::array>(call.mask);
   require_columns(mask, "mask");
   const bool shown = mask.dtype().kind() == 'b';
-  if (!shown && activation_type_of(mask, "mask") != type) throw py::type_error("mask is neither bool nor of the query's dtype");
-  if (mask.shape(2) != call.query.shape(2) || mask.shape(3) != call.key.shape(2) || (mask.shape(0) != 1 && mask.shape(0) != call.query.shape(0)) ||
-      (mask.shape(1) != 1 && mask.shape(1) != call.query.shape(1)))
-    refuse("mask has shape " + shape_text(mask) + " where (1 or batch, 1 or heads, " + std::to_string(call.query.shape(2)) + ", " +
-           std::to_string(call.key.shape(2)) + ") is expected");
+  if (!shown && activation_type_of(mask, "mask") != type) throw py::type_error("mask: expected dtype bool or that of query");
+  if (mask.shape(2) != call.query.shape(2) || mask.shape(3) != call.key.shape(2) ||
+      (mask.shape(0) != 1 && mask.shape(0) != call.query.shape(0)) || (mask.shape(1) != 1 && mask.shape(1) != call.query.shape(1)))
+    raise_shape_error(mask, "mask",
+                      "(1 or batch, 1 or heads, " + std::to_string(call.query.shape(2)) + ", " + std::to_string(call.key.shape(2)) + ")");
   const HeadsView view = view_of(mask);
-  return {shown ? MaskKind::kBool : MaskKind::kAdded, view.data, mask.shape(0) == 1 ? 0 : view.batch_stride, view.head_stride, view.row_stride,
+  return {shown ? MaskKind::kBool : MaskKind::kAdded,
+          view.data,
+          mask.shape(0) == 1 ? 0 : view.batch_stride,
+          view.head_stride,
+          view.row_stride,
           static_cast<int>(mask.shape(1))};
 }
 
@@ -49,7 +51,7 @@ const float* sinks_of(const AttentionCall& call) {
   const auto sinks = py::cast<py::array>(call.sinks);
   if (sinks.ndim() != 1 || sinks.shape(0) != call.query.shape(1) || sinks.dtype().kind() != 'f' || sinks.itemsize() != 4 ||
       !(sinks.flags() & py::array::c_style))
-    refuse("sinks must be contiguous float32 of shape (" + std::to_string(call.query.shape(1)) + ",)");
+    raise_value_error("sinks must be contiguous float32 of shape (" + std::to_string(call.query.shape(1)) + ",)");
   return static_cast<const float*>(sinks.data());
 }
 
@@ -61,20 +63,24 @@ void attention(Runtime& runtime, const AttentionCall& call) {
   require_columns(call.value, "value");
   require_columns(call.out, "out");
   const ActivationType type = activation_type_of(call.query, "query");
-  if (activation_type_of(call.key, "key") != type || activation_type_of(call.value, "value") != type || activation_type_of(call.out, "out") != type)
+  if (activation_type_of(call.key, "key") != type || activation_type_of(call.value, "value") != type ||
+      activation_type_of(call.out, "out") != type)
     throw py::type_error("query, key, value and out differ in dtype");
   const py::ssize_t batch = call.query.shape(0), heads = call.query.shape(1), queries = call.query.shape(2);
   const py::ssize_t kv_heads = call.key.shape(1), keys = call.key.shape(2);
-  if (kv_heads < 1 || heads % kv_heads != 0) refuse(std::to_string(heads) + " query heads do not share " + std::to_string(kv_heads) + " key heads evenly");
+  if (kv_heads < 1 || heads % kv_heads != 0)
+    raise_value_error(std::to_string(heads) + " query heads are not a multiple of " + std::to_string(kv_heads) + " key heads");
   require_shape(call.key, "key", batch, kv_heads, keys);
   require_shape(call.value, "value", batch, kv_heads, keys);
   require_shape(call.out, "out", batch, queries, heads);
-  if (call.key.shape(3) != call.query.shape(3)) refuse("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
-  if (call.out.shape(3) != call.value.shape(3)) refuse("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
-  if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) refuse("out must be C-contiguous and writeable");
-  if (call.causal && queries > keys) refuse("causal needs a key for each query");
-  if (!(call.scale > 0.0f) || !std::isfinite(call.scale)) refuse("scale must be positive");
-  if (!(call.softcap >= 0.0f)) refuse("softcap must be at least 0, which is none");
+  if (call.key.shape(3) != call.query.shape(3))
+    raise_value_error("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
+  if (call.out.shape(3) != call.value.shape(3))
+    raise_value_error("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
+  if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) raise_value_error("out must be C-contiguous and writeable");
+  if (call.causal && queries > keys) raise_value_error("causal attention needs at least as many keys as queries");
+  if (!(call.scale > 0.0f) || !std::isfinite(call.scale)) raise_value_error("scale must be positive");
+  if (!(call.softcap >= 0.0f)) raise_value_error("softcap must be at least 0, which disables it");
   const AttentionArgs args = {type,
                               view_of(call.query),
                               view_of(call.key),

@@ -1,11 +1,8 @@
-// What small operators know of a norm or a router, checked once; their calls then take addresses of tensors, because looking at arrays
-// takes longer than the work.
-#include "bindings/ops.h"
-
+// Linear layers, norms and routers: what a decode step calls dozens of times, so that checking must take less than the work.
 #include <cmath>
-#include <string>
+#include <utility>
 
-#include "bindings/arrays.h"
+#include "bindings/bindings.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -13,24 +10,29 @@ using namespace py::literals;
 namespace moegraft {
 namespace {
 
+template <class Value, std::size_t N>
+Value parse(const std::string& name, const char* what, const std::pair<const char*, Value> (&known)[N]) {
+  std::string names;
+  for (const auto& [text, value] : known) {
+    if (name == text) return value;
+    names += (names.empty() ? "" : ", ") + std::string(text);
+  }
+  raise_value_error("unknown " + std::string(what) + " '" + name + "'; expected one of " + names);
+}
+
 ActivationType parse_element_type(const std::string& name) {
-  if (name == "float32") return ActivationType::kFloat32;
-  if (name == "float16") return ActivationType::kFloat16;
-  if (name == "bfloat16") return ActivationType::kBFloat16;
-  throw py::value_error("'" + name + "' is no element type; they are float32, float16 and bfloat16");
+  return parse<ActivationType>(
+      name, "element type",
+      {{"float32", ActivationType::kFloat32}, {"float16", ActivationType::kFloat16}, {"bfloat16", ActivationType::kBFloat16}});
 }
 
 Score parse_score(const std::string& name) {
-  if (name == "softmax") return Score::kSoftmax;
-  if (name == "sigmoid") return Score::kSigmoid;
-  if (name == "chosen_softmax") return Score::kChosenSoftmax;
-  throw py::value_error("'" + name + "' is no score; they are softmax, sigmoid and chosen_softmax");
+  return parse<Score>(name, "score",
+                      {{"softmax", Score::kSoftmax}, {"sigmoid", Score::kSigmoid}, {"chosen_softmax", Score::kChosenSoftmax}});
 }
 
 GroupScore parse_group_score(const std::string& name) {
-  if (name == "largest") return GroupScore::kLargest;
-  if (name == "two_largest") return GroupScore::kTwoLargest;
-  throw py::value_error("'" + name + "' is no score of groups; they are largest and two_largest");
+  return parse<GroupScore>(name, "group_score", {{"largest", GroupScore::kLargest}, {"two_largest", GroupScore::kTwoLargest}});
 }
 
 std::vector<float> values_of(const py::object& object, const char* name, int experts) {
@@ -38,17 +40,57 @@ std::vector<float> values_of(const py::object& object, const char* name, int exp
   const auto array = py::cast<py::array>(object);
   require_layout(array, name, 1);
   require_dtype(array, name, 'f', 4, "float32");
-  if (array.shape(0) != experts) refuse(std::string(name) + " has shape " + shape_text(array) + " where (" + std::to_string(experts) + ",) is expected");
+  if (array.shape(0) != experts) raise_shape_error(array, name, "(" + std::to_string(experts) + ",)");
   const auto* values = static_cast<const float*>(array.data());
   return {values, values + experts};
+}
+
+// Keyword arguments by name. What is not taken is reported.
+class Keywords {
+ public:
+  explicit Keywords(const py::kwargs& given) : left_(given) {}
+  template <class T>
+  T take(const char* name) {
+    if (!left_.contains(name)) throw py::type_error("RouterSpec: missing keyword argument '" + std::string(name) + "'");
+    return left_.attr("pop")(name).template cast<T>();
+  }
+  template <class T>
+  T take(const char* name, T fallback) {
+    return left_.contains(name) ? take<T>(name) : fallback;
+  }
+  void require_empty() const {
+    if (!left_.empty()) throw py::type_error("RouterSpec: unknown keyword argument '" + left_.begin()->first.cast<std::string>() + "'");
+  }
+
+ private:
+  py::dict left_;
+};
+
+RouterOptions router_options(const py::kwargs& given) {
+  Keywords keywords(given);
+  RouterOptions options;
+  options.type = keywords.take<std::string>("element_type");
+  options.logits_type = keywords.take<std::string>("logits_type");
+  options.weights_type = keywords.take<std::string>("weights_type");
+  options.rounds_logits = keywords.take("rounds_logits", false);
+  options.score = keywords.take<std::string>("score", "softmax");
+  options.normalise = keywords.take("normalise", false);
+  options.scale = keywords.take("scale", 1.0f);
+  options.groups = keywords.take("groups", 1);
+  options.kept_groups = keywords.take("kept_groups", 1);
+  options.group_score = keywords.take<std::string>("group_score", "two_largest");
+  options.choice_bias = keywords.take<py::object>("choice_bias", py::none());
+  options.logit_bias = keywords.take<py::object>("logit_bias", py::none());
+  keywords.require_empty();
+  return options;
 }
 
 }  // namespace
 
 PyNorm::PyNorm(const std::string& type_name, int cols_of_row, float epsilon, float weight_offset, bool rounds_first)
     : type(parse_element_type(type_name)), cols(cols_of_row), form{epsilon, weight_offset, rounds_first} {
-  if (cols < 1) refuse("a norm of " + std::to_string(cols) + " columns");
-  if (!(epsilon >= 0.0f) || !std::isfinite(epsilon)) refuse("epsilon must be a number of at least 0");
+  if (cols < 1) raise_value_error("NormSpec: cols is " + std::to_string(cols) + "; it must be at least 1");
+  if (!(epsilon >= 0.0f) || !std::isfinite(epsilon)) raise_value_error("NormSpec: epsilon must be finite and at least 0");
 }
 
 PyRouter::PyRouter(int hidden_size, int experts, int top_k, const RouterOptions& options)
@@ -59,30 +101,101 @@ PyRouter::PyRouter(int hidden_size, int experts, int top_k, const RouterOptions&
       rounds_logits(options.rounds_logits),
       choice_bias(values_of(options.choice_bias, "choice_bias", experts)),
       logit_bias(values_of(options.logit_bias, "logit_bias", experts)),
-      selection{parse_score(options.score), experts, top_k, nullptr, options.groups, options.kept_groups, parse_group_score(options.group_score),
-                options.normalise, options.scale} {
-  if (hidden < 1 || experts < 1) refuse("a router needs columns and experts");
-  if (top_k < 1 || top_k > experts) refuse("top_k is " + std::to_string(top_k) + " of " + std::to_string(experts) + " experts");
-  if (options.groups < 1 || experts % options.groups != 0) refuse(std::to_string(experts) + " experts in " + std::to_string(options.groups) + " groups");
-  if (options.kept_groups < 1 || options.kept_groups > options.groups) refuse("kept_groups must be from 1 to groups");
-  if (top_k > experts / options.groups * options.kept_groups) refuse("the kept groups have fewer than top_k experts");
+      selection{parse_score(options.score),
+                experts,
+                top_k,
+                nullptr,
+                options.groups,
+                options.kept_groups,
+                parse_group_score(options.group_score),
+                options.normalise,
+                options.scale} {
+  if (hidden < 1 || experts < 1) raise_value_error("RouterSpec: hidden and experts must be at least 1");
+  if (top_k < 1 || top_k > experts)
+    raise_value_error("RouterSpec: top_k is " + std::to_string(top_k) + "; it must be from 1 to " + std::to_string(experts) +
+                      ", the number of experts");
+  if (options.groups < 1 || experts % options.groups != 0)
+    raise_value_error("RouterSpec: " + std::to_string(experts) + " experts cannot be divided into " + std::to_string(options.groups) +
+                      " equal groups");
+  if (options.kept_groups < 1 || options.kept_groups > options.groups)
+    raise_value_error("RouterSpec: kept_groups must be from 1 to groups");
+  if (top_k > experts / options.groups * options.kept_groups)
+    raise_value_error("RouterSpec: the kept groups have fewer than top_k experts");
   if (!choice_bias.empty()) selection.bias = choice_bias.data();
 }
 
-void bind_tokens(py::module_& module) {
+void linear(Runtime& runtime, const PackedLinear& linear, py::handle x, py::handle out) {
+  const TensorView input(x, "x"), output(out, "out");
+  const ActivationType type = input.float_type();
+  const std::int64_t tokens = input.rows(linear.cols());
+  output.require_float(type);
+  output.require_rows_of(input, linear.rows());
+  output.require_writable();
+  const LinearArgs args = {&linear, input.data(), output.data(), type, tokens};
+  py::gil_scoped_release release;
+  runtime.linear(args);
+}
+
+void norm(Runtime& runtime, const PyNorm& norm, py::handle x, py::handle weight_or_none, py::handle out) {
+  const TensorView input(x, "x"), output(out, "out");
+  input.require_float(norm.type);
+  const std::int64_t rows = input.rows(norm.cols);
+  output.require_float(norm.type);
+  output.require_rows_of(input, norm.cols);
+  output.require_writable();
+  const std::byte* weight = nullptr;
+  if (!weight_or_none.is_none()) {
+    const TensorView view(weight_or_none, "weight");
+    view.require_float(norm.type);
+    view.require_shape({norm.cols});
+    weight = view.data();
+  }
+  const NormArgs args = {input.data(), weight, output.data(), norm.type, rows, norm.cols, norm.form};
+  py::gil_scoped_release release;
+  runtime.norm(args);
+}
+
+void route(Runtime& runtime, const PyRouter& router, const RouterCall& call) {
+  const TensorView x(call.x, "x"), weight(call.weight, "weight"), logits(call.logits, "logits");
+  const TensorView weights(call.weights, "weights"), index(call.index, "index");
+  const int experts = router.selection.experts, top_k = router.selection.top_k;
+  x.require_float(router.type);
+  const std::int64_t tokens = x.rows(router.hidden);
+  weight.require_float(router.type);
+  weight.require_shape({experts, router.hidden});
+  logits.require_float(router.logits_type);
+  logits.require_shape({tokens, experts});
+  weights.require_float(router.weights_type);
+  weights.require_shape({tokens, top_k});
+  index.require_int64();
+  index.require_shape({tokens, top_k});
+  for (const TensorView* result : {&logits, &weights, &index}) result->require_writable();
+  const RouterArgs args = {x.data(),
+                           weight.data(),
+                           router.logit_bias.empty() ? nullptr : router.logit_bias.data(),
+                           router.type,
+                           tokens,
+                           router.hidden,
+                           router.rounds_logits,
+                           router.selection,
+                           logits.data(),
+                           router.logits_type,
+                           weights.data(),
+                           router.weights_type,
+                           reinterpret_cast<std::int64_t*>(index.data())};
+  py::gil_scoped_release release;
+  runtime.route(args);
+}
+
+void bind_ops(py::module_& module) {
   py::class_<PyNorm>(module, "NormSpec")
-      .def(py::init<const std::string&, int, float, float, bool>(), "element_type"_a, "cols"_a, "epsilon"_a, "weight_offset"_a = 0.0f, "rounds_first"_a = false);
+      .def(py::init<const std::string&, int, float, float, bool>(), "element_type"_a, "cols"_a, "epsilon"_a, "weight_offset"_a = 0.0f,
+           "rounds_first"_a = false);
   py::class_<PyRouter>(module, "RouterSpec")
-      .def(py::init([](int hidden, int experts, int top_k, const std::string& element_type, const std::string& logits_type, const std::string& weights_type,
-                       bool rounds_logits, const std::string& score, bool normalise, float scale, int groups, int kept_groups, const std::string& group_score,
-                       const py::object& choice_bias, const py::object& logit_bias) {
-             return std::make_unique<PyRouter>(hidden, experts, top_k,
-                                               RouterOptions{element_type, logits_type, weights_type, rounds_logits, score, normalise, scale, groups,
-                                                             kept_groups, group_score, choice_bias, logit_bias});
+      .def(py::init([](int hidden, int experts, int top_k, const py::kwargs& keywords) {
+             return std::make_unique<PyRouter>(hidden, experts, top_k, router_options(keywords));
            }),
-           "hidden"_a, "experts"_a, "top_k"_a, py::kw_only(), "element_type"_a, "logits_type"_a, "weights_type"_a, "rounds_logits"_a = false,
-           "score"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "groups"_a = 1, "kept_groups"_a = 1, "group_score"_a = "two_largest",
-           "choice_bias"_a = py::none(), "logit_bias"_a = py::none());
+           "hidden"_a, "experts"_a, "top_k"_a);
 }
 
 }  // namespace moegraft

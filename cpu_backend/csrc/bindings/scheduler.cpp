@@ -1,5 +1,5 @@
 // The schedules for Python. A problem is any object with the fields of LayerProblem. The GIL is kept: a plan takes microseconds.
-#include "bindings/scheduler.h"
+#include "bindings/bindings.h"
 
 #include <pybind11/numpy.h>
 
@@ -7,8 +7,7 @@
 #include <limits>
 #include <string>
 
-#include "scheduler/optimum.h"
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -87,12 +86,6 @@ class PyPlanner {
   Planner planner_;
 };
 
-double py_optimum(const py::handle& problem) {
-  const PyProblem py_problem(problem);
-  py::gil_scoped_release release;
-  return optimum(py_problem.view());
-}
-
 }  // namespace
 
 void bind_scheduler(py::module_& module) {
@@ -102,7 +95,6 @@ void bind_scheduler(py::module_& module) {
       .def("makespan", &PyPlanner::makespan, "problem"_a, py::arg("on_cpu").noconvert())
       .def("gains", &PyPlanner::gains, "problem"_a);
   module.def("check_problem", [](const py::handle& problem) { PyProblem checked(problem); }, "problem"_a);
-  module.def("optimum", &py_optimum, "problem"_a);
 }
 
 }  // namespace moegraft

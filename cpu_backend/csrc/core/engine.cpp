@@ -5,8 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "attention/rows_job.h"
-#include "attention/tiles_job.h"
+#include "attention/attention.h"
 #include "experts/job.h"
 #include "ops/linear.h"
 #include "sparse/job.h"
@@ -58,7 +57,8 @@ void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, c
 void Engine::forward(const ForwardArgs& args, const OpenMp* shared) {
   const ExpertsPhases phases = {&encode_phase_, &neurons_phase_, &rows_phase_, &sums_phase_};
   if (args.experts->kind() == LayoutKind::kSparse) {
-    SparseJob job(kernels_, *args.experts, args.activations, {args.threshold, args.neuron_counts, args.acted, args.top_k}, pool_.threads(), phases);
+    SparseJob job(kernels_, *args.experts, args.activations, {args.threshold, args.neuron_counts, args.acted, args.top_k}, pool_.threads(),
+                  phases);
     run_passes(job, args, kSparsePassTokens, shared);
   } else {
     ExpertsJob job(kernels_, *args.experts, args.activations, pool_.threads(), phases);

@@ -14,7 +14,8 @@ constexpr int kMostThreads = 1024;
 
 int checked_threads(int threads) {
   if (threads < 0 || threads > kMostThreads)
-    throw std::invalid_argument("threads is " + std::to_string(threads) + "; give 0 (one for each physical core) to " + std::to_string(kMostThreads));
+    throw std::invalid_argument("threads is " + std::to_string(threads) + "; give 0 (one for each physical core) to " +
+                                std::to_string(kMostThreads));
   return threads == 0 ? default_threads() : threads;
 }
 
@@ -48,7 +49,8 @@ Runtime::~Runtime() {
 
 void Runtime::check_process() const {
   if (getpid() != owner_)
-    throw std::runtime_error("this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
+    throw std::runtime_error(
+        "this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
 }
 
 void Runtime::forward(const ForwardArgs& args, const OpenMp* shared) {

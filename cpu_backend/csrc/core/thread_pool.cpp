@@ -2,8 +2,6 @@
 
 #include <chrono>
 
-#include "core/partition.h"
-
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -117,7 +115,9 @@ void ThreadPool::run(Job& job, const OpenMp* shared) {
   gate_.fetch_and(~kClosed);
   epoch_.fetch_add(1);
   if (sleepers_.load() > 0) {
-    { const std::lock_guard<std::mutex> lock(mutex_); }  // a worker between its last look and its sleep must get the notice
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }  // a worker between its last look and its sleep must get the notice
     wake_.notify_all();
   }
   job.run(0);
@@ -150,9 +150,9 @@ void Phase::reset(int units) {
   units_ = units;
   done_.store(0);
   for (int worker = 0; worker < workers; ++worker) {
-    const UnitRange own = share_of(units, worker, 1, workers);
-    cursors_[worker].next.store(own.first);
-    cursors_[worker].end = own.end;
+    const auto first_unit = [&](int of) { return static_cast<int>(static_cast<long long>(units) * of / workers); };
+    cursors_[worker].next.store(first_unit(worker));
+    cursors_[worker].end = first_unit(worker + 1);
   }
 }
 

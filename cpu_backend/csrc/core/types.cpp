@@ -7,7 +7,7 @@ namespace moegraft {
 namespace {
 
 constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = {"float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"};
-constexpr std::array<const char*, kActivations> kActivationNames = {"silu", "gelu",     "gelu_tanh", "relu",
+constexpr std::array<const char*, kActivations> kActivationNames = {"silu",  "gelu",     "gelu_tanh", "relu",
                                                                     "relu2", "identity", "sigmoid",   "tanh"};
 constexpr std::array<const char*, 3> kPartNames = {"gate", "up", "down"};
 
@@ -23,9 +23,7 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
 
 }  // namespace
 
-WeightType parse_weight_type(const std::string& name) {
-  return static_cast<WeightType>(index_of(kWeightTypeNames, name, "weight type"));
-}
+WeightType parse_weight_type(const std::string& name) { return static_cast<WeightType>(index_of(kWeightTypeNames, name, "weight type")); }
 const char* name_of(WeightType type) { return kWeightTypeNames[static_cast<std::size_t>(type)]; }
 
 WeightTypes parse_weight_types(const std::string& name) {
@@ -38,9 +36,7 @@ std::string name_of(WeightTypes types) {
   return types.gate_up == types.down ? name_of(types.gate_up) : std::string(name_of(types.gate_up)) + "+" + name_of(types.down);
 }
 
-Activation parse_activation(const std::string& name) {
-  return static_cast<Activation>(index_of(kActivationNames, name, "activation"));
-}
+Activation parse_activation(const std::string& name) { return static_cast<Activation>(index_of(kActivationNames, name, "activation")); }
 const char* name_of(Activation activation) { return kActivationNames[static_cast<std::size_t>(activation)]; }
 
 Part parse_part(const std::string& name) { return static_cast<Part>(index_of(kPartNames, name, "part")); }

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "experts/prefetch.h"
-#include "experts/records.h"
+#include "experts/routing.h"
 
 namespace moegraft {
 namespace {
@@ -13,21 +12,21 @@ constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // activations of
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough to even out, few enough to read in long runs
 constexpr int kMaxUnitBlocks = 8;
 
-
 }  // namespace
 
 struct ExpertsJob::Worker {
   explicit Worker(std::byte* memory, std::size_t gathered_words)
       : gathered(reinterpret_cast<std::uint32_t*>(memory)), sums(reinterpret_cast<float*>(memory + gathered_words * 4)) {}
 
-  std::uint32_t* gathered;        // the records of one segment, tile by tile
-  float* sums;                    // (tokens, unit rows); also one token's hidden state while encoding
+  std::uint32_t* gathered;  // the records of one segment, tile by tile
+  float* sums;  // (tokens, unit rows); also one token's hidden state while encoding
   int gathered_segment = -1;
   alignas(64) float rows[kMostTileTokens * kBlockRows];
   alignas(64) float neurons[kMostTileTokens * kBlockRows];
 };
 
-ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const ExpertsPhases& phases)
+ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers,
+                       const ExpertsPhases& phases)
     : kernels_(kernels),
       experts_(experts),
       layout_(experts.layout()),
@@ -55,7 +54,8 @@ void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratc
   unit_blocks_ = std::clamp(layout_.down_blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
   scratch.records->reserve(tokens * hidden_words_ * 4);
   scratch.neurons->reserve(batch.routing->pairs().size() * neuron_words_ * 4);
-  const std::size_t sums = std::max(tokens * static_cast<std::size_t>(unit_blocks_) * kBlockRows, static_cast<std::size_t>(hidden_groups_) * kGroup);
+  const std::size_t sums =
+      std::max(tokens * static_cast<std::size_t>(unit_blocks_) * kBlockRows, static_cast<std::size_t>(hidden_groups_) * kGroup);
   for (int worker = 0; worker < workers_; ++worker)
     scratch.workers[worker].reserve((static_cast<std::size_t>(segment_pairs()) * hidden_words_ + sums) * 4);
   phases_.encode->reset(batch.tokens);
@@ -81,7 +81,8 @@ void ExpertsJob::run(int worker) noexcept {
 void ExpertsJob::encode_token(int token, Worker& mine) {
   const int hidden = experts_.shape().hidden;
   const int padded = hidden_groups_ * kGroup;
-  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums, hidden);
+  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums,
+                 hidden);
   std::memset(mine.sums + hidden, 0, sizeof(float) * static_cast<std::size_t>(padded - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
   kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
@@ -93,7 +94,8 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
   const ExpertsShape& shape = experts_.shape();
   const std::byte* expert = experts_.expert(segment.expert);
-  const auto* gate_bias = shape.bias && shape.gated ? reinterpret_cast<const float*>(expert + layout_.gate_bias_offset) + group * kGroup : nullptr;
+  const auto* gate_bias =
+      shape.bias && shape.gated ? reinterpret_cast<const float*>(expert + layout_.gate_bias_offset) + group * kGroup : nullptr;
   const auto* up_bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.up_bias_offset) + group * kGroup : nullptr;
   const int blocks = shape.gated ? 2 : 1;
   const int width = kGroup / blocks;
@@ -136,7 +138,8 @@ void ExpertsJob::compute_rows(int unit, Worker& mine) {
   for (const Segment& segment : batch_.routing->segments()) {
     const std::byte* expert = experts_.expert(segment.expert);
     const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-    const auto* records = reinterpret_cast<const std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
+    const auto* records =
+        reinterpret_cast<const std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
     const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.down_bias_offset) : nullptr;
     const Tiling tiling(segment.pairs, max_tokens_);
     for (int b = 0; b < blocks; ++b) {
@@ -150,7 +153,8 @@ void ExpertsJob::compute_rows(int unit, Worker& mine) {
         kernels_.tile[static_cast<int>(down_format_)](args);
         for (int i = 0; i < tile.tokens; ++i) {
           const Pair& pair = pairs[tile.first + i];
-          kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, mine.rows + i * kBlockRows, block_bias, pair.weight);
+          kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, mine.rows + i * kBlockRows,
+                              block_bias, pair.weight);
         }
       }
     }

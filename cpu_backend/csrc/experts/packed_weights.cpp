@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/super_blocks.h"
+#include "experts/block_layout.h"
 
 namespace moegraft {
 namespace {
@@ -37,7 +37,9 @@ WeightTypes checked(const ExpertsShape& shape, WeightTypes types, LayoutKind kin
   return types;
 }
 
-const char* packer_of(WeightType type) { return has_super_blocks(type) ? "pack_super_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack"; }
+const char* packer_of(WeightType type) {
+  return has_super_blocks(type) ? "pack_super_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack";
+}
 
 void check_floats(WeightType type) {
   if (has_super_blocks(type)) refuse(std::string("pack: the weights are ") + name_of(type) + "; use pack_super_blocks");
@@ -96,7 +98,8 @@ PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, We
   data_ = memory_.data();
 }
 
-PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind, const ExternalBuffer& buffer)
+PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind,
+                             const ExternalBuffer& buffer)
     : shape_(checked(shape)),
       gate_(gate),
       types_(types),
@@ -107,7 +110,8 @@ PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, We
       complete_mask_(mask_of(shape)),
       packed_(static_cast<std::size_t>(shape.num_experts)) {
   if (buffer.bytes != bytes())
-    refuse("PackedExperts: buffer has " + std::to_string(buffer.bytes) + " bytes where this shape and type need " + std::to_string(bytes()));
+    refuse("PackedExperts: buffer has " + std::to_string(buffer.bytes) + " bytes where this shape and type need " +
+           std::to_string(bytes()));
   if (reinterpret_cast<std::uintptr_t>(buffer.data) % 64 != 0) refuse("PackedExperts: buffer does not start at a multiple of 64 bytes");
   if (!writable_)
     for (auto& mask : packed_) mask.store(complete_mask_);
@@ -130,7 +134,8 @@ bool PackedExperts::in_rows(Part part) const {
 HalfBlock PackedExperts::half_block(int index, Part part, int chunk) const {
   std::byte* base = data_ + layout_.expert_bytes * static_cast<std::size_t>(index);
   if (part == Part::kDown) return {base + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
-  if (!shape_.gated || kind_ == LayoutKind::kSparse) return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
+  if (!shape_.gated || kind_ == LayoutKind::kSparse)
+    return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk / 2), chunk % 2};
   return {base + layout_.gate_up_block_bytes * static_cast<std::size_t>(chunk), part == Part::kUp ? 1 : 0};
 }
 
@@ -186,8 +191,11 @@ void PackedExperts::pack_bias(int expert, Part part, const float* values, int co
   if (count != rows_of(part))
     refuse(std::string("bias of part '") + name_of(part) + "' has " + std::to_string(count) + " values where " +
            std::to_string(rows_of(part)) + " are expected");
-  const std::size_t offset = part == Part::kDown ? layout_.down_bias_offset : part == Part::kUp ? layout_.up_bias_offset : layout_.gate_bias_offset;
-  std::memcpy(data_ + layout_.expert_bytes * static_cast<std::size_t>(expert) + offset, values, sizeof(float) * static_cast<std::size_t>(count));
+  const std::size_t offset = part == Part::kDown ? layout_.down_bias_offset
+                             : part == Part::kUp ? layout_.up_bias_offset
+                                                 : layout_.gate_bias_offset;
+  std::memcpy(data_ + layout_.expert_bytes * static_cast<std::size_t>(expert) + offset, values,
+              sizeof(float) * static_cast<std::size_t>(count));
   mark(expert, 3 + static_cast<int>(part));
 }
 
@@ -258,7 +266,8 @@ void PackedLinear::pack_super_blocks(const SuperBlockRowsView& rows) {
 }
 
 void PackedLinear::pack_bias(const float* values, int count) {
-  if (count != rows_) refuse("PackedLinear: bias has " + std::to_string(count) + " values where " + std::to_string(rows_) + " are expected");
+  if (count != rows_)
+    refuse("PackedLinear: bias has " + std::to_string(count) + " values where " + std::to_string(rows_) + " are expected");
   bias_.assign(values, values + count);
   bias_.resize(static_cast<std::size_t>(blocks()) * kBlockRows, 0.0f);
 }

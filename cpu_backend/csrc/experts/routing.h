@@ -1,8 +1,11 @@
 // Which tokens go to which expert: the (token, expert) pairs sorted by expert, cut into segments and tiles.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#include "simd/kernels.h"
 
 namespace moegraft {
 
@@ -66,5 +69,51 @@ class Routing {
   std::vector<Pair> pairs_;
   std::vector<Segment> segments_;
 };
+
+// How tokens' records are laid side by side for a tile.
+
+constexpr int kMostTileTokens = 16;  // no kernel's tile is wider
+
+// The records of all tokens of a pass, (tokens, words), group by group.
+struct Records {
+  const std::uint32_t* data;
+  std::size_t words;
+  std::size_t group_words;
+  const std::uint32_t* of(int token) const { return data + static_cast<std::size_t>(token) * words; }
+};
+
+// Tile by tile; a lone record is left out, it is read where it is.
+void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target);
+
+inline const std::uint32_t* tile_records(const Records& records, const Pair* pairs, Tile tile, const std::uint32_t* gathered) {
+  return tile.tokens == 1 ? records.of(pairs[tile.first].token) : gathered + static_cast<std::size_t>(tile.first) * records.words;
+}
+
+// A token's record with 16 groups of columns side by side, as the rows of the sparse layout lie; missing groups are zero.
+void lay_in_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);
+
+// What a tile prefetches while it computes.
+
+// A lone tile reads its block once, so it runs ahead in its own stream (which goes on in the next block). Where several tiles share a
+// block, the later ones find it in cache and fetch the next block meanwhile, each a share of it.
+inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles) {
+  constexpr int kAheadBytes = 4096;  // tuned on EPYC Zen 5
+  const std::size_t bytes = block_bytes(type, groups * kGroup);
+  TileArgs args{};
+  args.block = block;
+  args.groups = groups;
+  args.tokens = tile.tokens;
+  if (tiles == 1) {
+    args.ahead = block + kAheadBytes;
+    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // no whole lines with Q6_K: 105 for 8 groups
+    args.ahead_lines = static_cast<int>((args.ahead_stride + 63) / 64);
+  } else {
+    const std::size_t bursts = static_cast<std::size_t>(groups) * static_cast<std::size_t>(tiles);
+    args.ahead_lines = static_cast<int>((bytes / 64 + bursts - 1) / bursts);
+    args.ahead_stride = static_cast<std::size_t>(args.ahead_lines) * 64;
+    args.ahead = block + bytes + args.ahead_stride * static_cast<std::size_t>(groups) * static_cast<std::size_t>(tile_index);
+  }
+  return args;
+}
 
 }  // namespace moegraft

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "experts/prefetch.h"
-#include "experts/records.h"
 #include "experts/routing.h"
 
 namespace moegraft {
@@ -31,7 +29,8 @@ void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   scratch_ = scratch;
   unit_blocks_ = std::clamp(linear_.blocks() / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
   scratch.records->reserve(static_cast<std::size_t>(batch.tokens) * words_ * 4);
-  for (int worker = 0; worker < workers_; ++worker) scratch.workers[worker].reserve(static_cast<std::size_t>(groups_) * kGroup * sizeof(float));
+  for (int worker = 0; worker < workers_; ++worker)
+    scratch.workers[worker].reserve(static_cast<std::size_t>(groups_) * kGroup * sizeof(float));
   phases_.encode->reset(batch.tokens);
   phases_.rows->reset((linear_.blocks() + unit_blocks_ - 1) / unit_blocks_);
 }
@@ -80,7 +79,8 @@ void LinearJob::compute_rows(int unit) {
           for (int r = 0; r < kBlockRows; ++r) biased[r] = result[r] + bias[r];
           result = biased;
         }
-        const std::size_t element = static_cast<std::size_t>(tile.first + i) * linear_.rows() + static_cast<std::size_t>(block) * kBlockRows;
+        const std::size_t element =
+            static_cast<std::size_t>(tile.first + i) * linear_.rows() + static_cast<std::size_t>(block) * kBlockRows;
         kernels_.narrow(activations_, result, batch_.out + element_bytes(activations_) * element, present);
       }
     }

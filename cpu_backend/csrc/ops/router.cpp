@@ -1,8 +1,91 @@
 #include "ops/router.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 
 namespace moegraft {
+namespace {
+
+constexpr float kSmallestSum = 1e-20f;  // what families add before they divide by a sum of weights
+
+// Orders as floats do, NaN above all, and of equals the lower index first when sorted downwards.
+std::uint64_t sortable(float value, int index) {
+  std::uint32_t bits;
+  if (value != value) value = std::numeric_limits<float>::quiet_NaN();
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return std::uint64_t{bits} << 32 | static_cast<std::uint32_t>(~index);
+}
+
+int index_of(std::uint64_t key) { return static_cast<int>(~static_cast<std::uint32_t>(key)); }
+
+// The `count` largest of values[0 .. size), best first, at the front of `keys`.
+void find_largest(const float* values, int size, int count, std::vector<std::uint64_t>& keys) {
+  keys.resize(static_cast<std::size_t>(size));
+  for (int i = 0; i < size; ++i) keys[static_cast<std::size_t>(i)] = sortable(values[i], i);
+  std::partial_sort(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
+}
+
+void softmax(const float* logits, int count, float* out) {
+  float largest = -std::numeric_limits<float>::infinity();
+  for (int i = 0; i < count; ++i) largest = logits[i] > largest ? logits[i] : largest;
+  float sum = 0.0f;
+  for (int i = 0; i < count; ++i) sum += out[i] = std::exp(logits[i] - largest);
+  for (int i = 0; i < count; ++i) out[i] /= sum;
+}
+
+// Experts of the groups that are not kept can no longer be chosen.
+void leave_groups_out(const Selection& selection, SelectionScratch& scratch) {
+  const int size = selection.experts / selection.groups;
+  std::vector<float> scores(static_cast<std::size_t>(selection.groups));
+  for (int group = 0; group < selection.groups; ++group) {
+    float best = -std::numeric_limits<float>::infinity(), second = best;
+    for (int i = 0; i < size; ++i) {
+      const float value = scratch.choice[static_cast<std::size_t>(group * size + i)];
+      second = std::max(second, std::min(best, value));
+      best = std::max(best, value);
+    }
+    scores[static_cast<std::size_t>(group)] = selection.group_score == GroupScore::kLargest || size < 2 ? best : best + second;
+  }
+  find_largest(scores.data(), selection.groups, selection.kept_groups, scratch.keys);
+  for (int i = 0; i < selection.kept_groups; ++i)
+    scores[static_cast<std::size_t>(index_of(scratch.keys[static_cast<std::size_t>(i)]))] = std::numeric_limits<float>::quiet_NaN();
+  for (int group = 0; group < selection.groups; ++group)
+    if (scores[static_cast<std::size_t>(group)] == scores[static_cast<std::size_t>(group)])
+      std::fill_n(scratch.choice.begin() + group * size, size, -std::numeric_limits<float>::infinity());
+}
+
+}  // namespace
+
+void select_experts(const Selection& selection, const float* logits, SelectionScratch& scratch, std::int64_t* index, float* weights) {
+  const int experts = selection.experts;
+  scratch.scores.resize(static_cast<std::size_t>(experts));
+  float* scores = scratch.scores.data();
+  switch (selection.score) {
+    case Score::kSoftmax: softmax(logits, experts, scores); break;
+    case Score::kSigmoid:
+      for (int i = 0; i < experts; ++i) scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+      break;
+    case Score::kChosenSoftmax: std::copy_n(logits, experts, scores); break;
+  }
+  scratch.choice.assign(scores, scores + experts);
+  if (selection.bias != nullptr)
+    for (int i = 0; i < experts; ++i) scratch.choice[static_cast<std::size_t>(i)] += selection.bias[i];
+  if (selection.kept_groups < selection.groups) leave_groups_out(selection, scratch);
+  find_largest(scratch.choice.data(), experts, selection.top_k, scratch.keys);
+  float sum = 0.0f;
+  for (int k = 0; k < selection.top_k; ++k) {
+    index[k] = index_of(scratch.keys[static_cast<std::size_t>(k)]);
+    sum += weights[k] = scores[index[k]];
+  }
+  if (selection.score == Score::kChosenSoftmax) softmax(weights, selection.top_k, weights);
+  else if (selection.normalise)
+    for (int k = 0; k < selection.top_k; ++k) weights[k] /= sum + kSmallestSum;
+  for (int k = 0; k < selection.top_k; ++k) weights[k] *= selection.scale;
+}
+
 namespace {
 
 constexpr int kUnitsPerWorker = 4;
@@ -33,9 +116,9 @@ void RouterJob::run(int worker) noexcept {
   int count = 0;
   for (int unit = rows_.take(worker); unit >= 0; unit = rows_.take(worker), ++count) {
     const int first = unit * unit_experts_;
-    kernels_.attention.score[static_cast<int>(args_.type)]({states_, halves_, args_.hidden, tokens_, args_.weight + row_bytes * static_cast<std::size_t>(first),
-                                                            static_cast<std::ptrdiff_t>(row_bytes), std::min(unit_experts_, experts - first), args_.hidden,
-                                                            logits_ + first, experts});
+    kernels_.attention.score[static_cast<int>(args_.type)](
+        {states_, halves_, args_.hidden, tokens_, args_.weight + row_bytes * static_cast<std::size_t>(first),
+         static_cast<std::ptrdiff_t>(row_bytes), std::min(unit_experts_, experts - first), args_.hidden, logits_ + first, experts});
   }
   rows_.finish(count);
   rows_.wait();

@@ -1,4 +1,4 @@
-#include "scheduler/greedy.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "scheduler/layer_problem.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "scheduler/planner.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -51,21 +51,13 @@ void Planner::split(const LayerProblem& problem, Schedule schedule) {
   groups_.sort(problem);
   on_cpu_.resize(static_cast<std::size_t>(problem.experts));
   switch (schedule) {
-    case Schedule::kAllCpu:
-      std::fill(on_cpu_.begin(), on_cpu_.end(), std::uint8_t{1});
-      break;
+    case Schedule::kAllCpu: std::fill(on_cpu_.begin(), on_cpu_.end(), std::uint8_t{1}); break;
     case Schedule::kFixed:
       for (int i = 0; i < problem.experts; ++i) on_cpu_[i] = problem.arrival_ms[i] != 0.0;
       break;
-    case Schedule::kOnDemand:
-      bring_most(problem);
-      break;
-    case Schedule::kGreedy:
-      greedy_.split(problem, groups_, on_cpu_.data());
-      break;
-    case Schedule::kTwoThreshold:
-      two_threshold_.split(problem, groups_, on_cpu_.data());
-      break;
+    case Schedule::kOnDemand: bring_most(problem); break;
+    case Schedule::kGreedy: greedy_.split(problem, groups_, on_cpu_.data()); break;
+    case Schedule::kTwoThreshold: two_threshold_.split(problem, groups_, on_cpu_.data()); break;
   }
 }
 

@@ -1,4 +1,4 @@
-#include "scheduler/two_threshold.h"
+#include "scheduler/scheduler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -47,7 +47,8 @@ void TwoThresholdSchedule::tabulate(const LayerProblem& problem, const ExpertGro
   const std::vector<int>& in_flight = groups.in_flight();
   double work = 0.0;
   in_flight_cpu_ms_ = 0.0;
-  for (const int expert : in_flight) (on_cpu[expert] ? in_flight_cpu_ms_ : work) += (on_cpu[expert] ? problem.cpu_ms : problem.gpu_ms)[expert];
+  for (const int expert : in_flight)
+    (on_cpu[expert] ? in_flight_cpu_ms_ : work) += (on_cpu[expert] ? problem.cpu_ms : problem.gpu_ms)[expert];
   double clock = 0.0;
   double link = problem.link_free_ms;
   std::size_t next = 0;
@@ -69,12 +70,15 @@ void TwoThresholdSchedule::tabulate(const LayerProblem& problem, const ExpertGro
   }
 }
 
-void TwoThresholdSchedule::sweep(const LayerProblem& problem, const std::vector<int>& in_flight, int in_flight_on_cpu, Thresholds& best) const {
+void TwoThresholdSchedule::sweep(const LayerProblem& problem, const std::vector<int>& in_flight, int in_flight_on_cpu,
+                                 Thresholds& best) const {
   const int residents = static_cast<int>(resident_.size()), missing = static_cast<int>(missing_.size());
   const bool in_flight_on_gpu = in_flight_on_cpu < static_cast<int>(in_flight.size());
   const int fewest = std::max(0, missing - problem.max_transfers);
   const double cpu_start = problem.cpu_free_ms + problem.first_cpu_ms + in_flight_cpu_ms_;
-  const auto cpu_end = [&](int b, int a) { return a + b + in_flight_on_cpu > 0 ? cpu_start + resident_cpu_ms_[b] + missing_cpu_ms_[a] : 0.0; };
+  const auto cpu_end = [&](int b, int a) {
+    return a + b + in_flight_on_cpu > 0 ? cpu_start + resident_cpu_ms_[b] + missing_cpu_ms_[a] : 0.0;
+  };
   const auto gpu_end = [&](int b, int a) {
     const int m = missing - a;
     if (b == residents && m == 0 && !in_flight_on_gpu) return 0.0;
@@ -103,7 +107,9 @@ void TwoThresholdSchedule::find_near(const LayerProblem& problem, const Threshol
   add(*best.in_flight_order, best.in_flight);
   add(resident_, best.resident);
   add(missing_, best.missing);
-  const auto alike = [&](int expert) { return problem.cpu_ms[expert] == problem.cpu_ms[near_[0]] && problem.gpu_ms[expert] == problem.gpu_ms[near_[0]]; };
+  const auto alike = [&](int expert) {
+    return problem.cpu_ms[expert] == problem.cpu_ms[near_[0]] && problem.gpu_ms[expert] == problem.gpu_ms[near_[0]];
+  };
   // Between experts that cost the same the sweep has tried every number of each.
   if (std::all_of(near_.begin(), near_.end(), alike)) near_.clear();
 }

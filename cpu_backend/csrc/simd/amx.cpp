@@ -107,7 +107,8 @@ Kernels make() {
   kernels.tile[static_cast<int>(Format::kBFloat16Dot)] = tile_or_matrix<Format::kBFloat16Dot>;
   kernels.tile[static_cast<int>(Format::kInt8)] = tile_or_matrix<Format::kInt8>;
   kernels.tile[static_cast<int>(Format::kInt4)] = tile_or_matrix<Format::kInt4>;
-  for (const Format format : {Format::kBFloat16Dot, Format::kInt8, Format::kInt4}) kernels.max_tokens[static_cast<int>(format)] = kTileTokens;
+  for (const Format format : {Format::kBFloat16Dot, Format::kInt8, Format::kInt4})
+    kernels.max_tokens[static_cast<int>(format)] = kTileTokens;
   return kernels;
 }
 

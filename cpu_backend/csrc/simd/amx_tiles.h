@@ -15,9 +15,9 @@ namespace {
 
 // Registers 0 and 1 are sums, 2 the activations, 3 and 4 weights.
 struct TileShape {
-  int tokens;        // rows of the sums and of the activations
-  int depth_bytes;   // bytes of a row of activations
-  int weight_rows;   // rows of the weights: depth_bytes / 4
+  int tokens;  // rows of the sums and of the activations
+  int depth_bytes;  // bytes of a row of activations
+  int weight_rows;  // rows of the weights: depth_bytes / 4
 };
 
 #if defined(MOEGRAFT_EMULATED_AMX)
@@ -31,7 +31,9 @@ thread_local EmulatedTiles tiles;
 inline void configure(const TileShape& shape) { tiles.shape = shape; }
 inline void release() {}
 template <int Register>
-inline void zero() { std::memset(tiles.registers[Register], 0, sizeof tiles.registers[Register]); }
+inline void zero() {
+  std::memset(tiles.registers[Register], 0, sizeof tiles.registers[Register]);
+}
 template <int Register>
 inline void load(const void* source, std::size_t stride) {
   const int rows = Register == 2 ? tiles.shape.tokens : tiles.shape.weight_rows;
@@ -40,7 +42,8 @@ inline void load(const void* source, std::size_t stride) {
 }
 template <int Register>
 inline void store(void* target, std::size_t stride) {
-  for (int row = 0; row < tiles.shape.tokens; ++row) std::memcpy(static_cast<char*>(target) + row * stride, tiles.registers[Register][row], 64);
+  for (int row = 0; row < tiles.shape.tokens; ++row)
+    std::memcpy(static_cast<char*>(target) + row * stride, tiles.registers[Register][row], 64);
 }
 // sums (tokens, 16) int32 += signed bytes times unsigned bytes
 template <int Sums, int Weights>

@@ -75,7 +75,8 @@ struct Avx2 {
   template <int Index>
   static I top_byte(I x) {
     constexpr char kFrom = Index;
-    const __m128i order = _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    const __m128i order =
+        _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
     return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(order));
   }
   static I minus_bytes(I x, int value) { return _mm256_sub_epi8(x, _mm256_set1_epi8(static_cast<char>(value))); }
@@ -89,7 +90,10 @@ struct Avx2 {
   // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
   template <int Index>
   static I with_bits(I nibbles, I upper) {
-    const I moved = Index == 0 ? _mm256_slli_epi32(upper, 4) : Index == 1 ? _mm256_slli_epi32(upper, 2) : Index == 2 ? upper : _mm256_srli_epi32(upper, 2);
+    const I moved = Index == 0   ? _mm256_slli_epi32(upper, 4)
+                    : Index == 1 ? _mm256_slli_epi32(upper, 2)
+                    : Index == 2 ? upper
+                                 : _mm256_srli_epi32(upper, 2);
     return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
   }
 

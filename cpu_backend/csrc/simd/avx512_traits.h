@@ -60,7 +60,8 @@ struct Avx512Base {
   template <int Index>
   static I top_byte(I x) {
     constexpr char kFrom = Index;
-    const __m128i order = _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
+    const __m128i order =
+        _mm_setr_epi8(-128, -128, -128, kFrom, -128, -128, -128, kFrom + 4, -128, -128, -128, kFrom + 8, -128, -128, -128, kFrom + 12);
     return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(order));
   }
   static I minus_bytes(I x, int value) { return _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(value))); }
@@ -74,7 +75,10 @@ struct Avx512Base {
   // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
   template <int Index>
   static I with_bits(I nibbles, I upper) {
-    const I moved = Index == 0 ? _mm512_slli_epi32(upper, 4) : Index == 1 ? _mm512_slli_epi32(upper, 2) : Index == 2 ? upper : _mm512_srli_epi32(upper, 2);
+    const I moved = Index == 0   ? _mm512_slli_epi32(upper, 4)
+                    : Index == 1 ? _mm512_slli_epi32(upper, 2)
+                    : Index == 2 ? upper
+                                 : _mm512_srli_epi32(upper, 2);
     return _mm512_or_si512(nibbles, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
   }
 

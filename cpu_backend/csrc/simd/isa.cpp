@@ -55,7 +55,8 @@ CpuFeatures detect_cpu() {
   CpuFeatures cpu;
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
   // The compiler's checks include that the system saves the registers.
-  cpu.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  cpu.avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
   cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl");
   cpu.vnni = __builtin_cpu_supports("avx512vnni");

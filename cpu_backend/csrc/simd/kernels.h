@@ -17,13 +17,12 @@
 
 #include "core/types.h"
 #include "experts/block_layout.h"
-#include "simd/attention_kernels.h"
-#include "simd/sparse_kernels.h"
 
 namespace moegraft {
 
 // A weight type together with the arithmetic that is used on it.
 enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4, kQ4K, kQ6K };
+constexpr int kFormats = 8;
 
 constexpr int words_per_group(Format format) {
   switch (format) {
@@ -51,41 +50,212 @@ constexpr Format format_of(WeightType weights, ActivationType activations) {
 }
 
 struct TileArgs {
-  const std::byte* block;        // one block of 32 rows
+  const std::byte* block;  // one block of 32 rows
   const std::uint32_t* records;  // `tokens` records, interleaved
-  int groups;                    // columns / 32
-  int tokens;                    // 1 to Kernels::max_tokens
-  float* out;                    // (tokens, 32)
-  const std::byte* ahead;        // what will be read next: `ahead_lines` lines of it are prefetched with each group
+  int groups;  // columns / 32
+  int tokens;  // 1 to Kernels::max_tokens
+  float* out;  // (tokens, 32)
+  const std::byte* ahead;  // what will be read next: `ahead_lines` lines of it are prefetched with each group
   int ahead_lines;
-  std::size_t ahead_stride;      // bytes from one group's burst to the next one's
+  std::size_t ahead_stride;  // bytes from one group's burst to the next one's
 };
 
 struct GateArgs {
   const GateSpec* spec;
-  const float* rows;       // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
+  const float* rows;  // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
   const float* gate_bias;  // 16, or null
-  const float* up_bias;    // 16 (32 when ungated), or null
+  const float* up_bias;  // 16 (32 when ungated), or null
   int tokens;
   bool gated;
-  float* out;              // (tokens, 32): 16 values are written at `out` when gated, 32 when not
+  float* out;  // (tokens, 32): 16 values are written at `out` when gated, 32 when not
 };
 
 // A root-mean-square norm as families have it: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
 struct NormForm {
   float epsilon;
   float weight_offset;  // 1 where weights are stored around 0
-  bool rounds_first;    // the quotient is rounded to the row's type before it meets the weight
+  bool rounds_first;  // the quotient is rounded to the row's type before it meets the weight
 };
 
 struct NormRowArgs {
-  const std::byte* x;       // (cols)
+  const std::byte* x;  // (cols)
   const std::byte* weight;  // (cols), or null
-  std::byte* out;           // (cols)
-  ActivationType type;      // of all three
+  std::byte* out;  // (cols)
+  ActivationType type;  // of all three
   int cols;
   NormForm form;
 };
+
+// The kernels of the sparse layout: a part of the function table of kernels.h, by format. Weights are finite: a row may be multiplied with a
+// coefficient of zero.
+//
+// Where several tokens share rows of down, two rows at a time are widened into items of 32-bit words, which every token then adds up:
+//   floats   an item is one row, a word is one weight
+//   pairs    an item is two rows, a word is a weight of each in bfloat16, and a coefficient is two bfloat16 as well (in_pairs)
+// A tile of items holds 4 columns of each of 16 groups: (items, 4, 16) words.
+
+constexpr int kMostRows = 4;  // in one call of dot_rows and add_rows: rows that lie apart are read faster together (EPYC Zen 5)
+constexpr int kTileColumns = 4;  // of each group, in a tile of items
+constexpr int kTileWords = kTileColumns * 16;
+constexpr int kTiles = 8;  // of a chunk
+
+// Rows times tokens, whose records are in lanes: word w of group 16 * chunk + lane at (chunk * words + w) * 16 + lane.
+struct RowDotsArgs {
+  const std::byte* rows[kMostRows];  // each begins with its scales
+  int places[kMostRows];  // where a row's products go in each token's `out`
+  int row_count;
+  int tokens;
+  const std::uint32_t* const* lanes;  // one a token
+  float* const* out;  // one a token
+  std::size_t line_offset;  // from a row's start to its lines
+  int chunks;
+  const std::byte* const* ahead;  // (row_count) rows that come next, fetched line by line while these are read; or null
+};
+
+// sums += coefficients * rows, for one chunk. Column k of a line's groups goes to sums[k * 16 + lane].
+struct RowAddArgs {
+  const std::byte* scales[kMostRows];
+  const std::byte* lines[kMostRows];
+  float coefficients[kMostRows];
+  float* sums;
+  const std::byte* ahead[kMostRows];  // the chunk's lines of rows that come next, fetched while these are read; or null
+};
+
+// One chunk of two rows, as one item (pairs) or two.
+struct RowWidenArgs {
+  const std::byte* scales[2];
+  const std::byte* lines[2];
+  std::uint32_t* items;  // in the first tile
+  std::size_t tile_stride;  // words
+};
+
+// sums += coefficients * items, for some tokens and one tile; the columns' sums lie as in RowAddArgs.
+struct ItemsAddArgs {
+  const std::uint32_t* items;
+  int item_count;
+  int tokens;
+  const std::uint32_t* const* coefficients;  // one a token: (items)
+  float* const* sums;  // one a token, the tile's (4, 16) beginning at sums_offset
+  std::size_t sums_offset;
+};
+
+// The same for one token, some of the items and all tiles.
+struct ItemsPickArgs {
+  const std::uint32_t* items;
+  std::size_t tile_stride;
+  const int* picked;  // items, ascending
+  int picked_count;
+  const std::uint32_t* coefficients;  // (items)
+  float* sums;  // (32, 16)
+};
+
+struct NeuronsArgs {
+  const GateSpec* spec;
+  float threshold;
+  float weight;  // the token's share
+  const float* up;  // 32, those of inactive neurons are not looked at; or null: ungated
+  const float* up_bias;  // 32, or null
+  float* neurons;  // 32: act(gate)
+};
+
+struct SparseKernels {
+  int dot_rows_at_once;
+  bool in_pairs[kFormats];
+  // All null for formats that have no sparse layout. Products and sums for a token do not depend on the other tokens of the call.
+  void (*dot_rows[kFormats])(const RowDotsArgs& args);
+  void (*add_rows[kFormats])(const RowAddArgs& args);
+  void (*widen_rows[kFormats])(const RowWidenArgs& args);
+  void (*add_items[kFormats])(const ItemsAddArgs& args);
+  void (*add_picked[kFormats])(const ItemsPickArgs& args);
+  // Bit i: whether |acted[i]| reaches the threshold, for 32; a NaN does, it must be seen.
+  std::uint32_t (*reached)(const float* acted, float threshold);
+  // neurons = weight * neurons * (clamp(up + bias) + offset), or weight * neurons when ungated; zero where the threshold is not reached.
+  void (*finish)(const NeuronsArgs& args);
+};
+
+// Plain loops, which each instruction set's file compiles for itself.
+namespace {
+
+inline std::uint32_t reached_bits(const float* acted, float threshold) {
+  std::uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<std::uint32_t>(!(__builtin_fabsf(acted[i]) < threshold)) << i;
+  return bits;
+}
+
+inline void finish_neurons(const NeuronsArgs& args) {
+  static constexpr float kNone[32] = {};
+  const float limit = static_cast<float>(args.spec->up_limit), offset = static_cast<float>(args.spec->up_offset);
+  const float* bias = args.up_bias ? args.up_bias : kNone;
+  for (int i = 0; i < 32; ++i) {
+    float factor = args.weight;
+    if (args.up) {
+      const float up = args.up[i] + bias[i];
+      factor *= (up > limit ? limit : up < -limit ? -limit : up) + offset;
+    }
+    const float product = args.neurons[i] * factor;
+    args.neurons[i] = __builtin_fabsf(args.neurons[i]) < args.threshold ? 0.0f : product;
+  }
+}
+
+}  // namespace
+
+// What an instruction set does for attention, beside the tiles of kernels.h. Part of its function table.
+
+constexpr int kAttentionRows = 8;  // that the functions below take at once
+
+// scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys that lie as the cache has them.
+struct ScoreArgs {
+  const float* query;  // (rows, query_stride)
+  const std::uint16_t* halves;  // the same in bfloat16, (rows, query_stride); read where keys are bfloat16 alone
+  int query_stride;
+  int rows;
+  const std::byte* keys;
+  std::ptrdiff_t key_bytes;  // from a key to the next
+  int count;
+  int dim;
+  float* scores;  // (rows, score_stride)
+  int score_stride;
+};
+
+// sums[r] += shares[r][j] * value j.
+struct MixArgs {
+  const float* shares;  // (rows, share_stride)
+  int share_stride;
+  int rows;
+  const std::byte* values;
+  std::ptrdiff_t value_bytes;
+  int count;
+  int dim;
+  float* sums;  // (rows, sum_stride)
+  int sum_stride;
+};
+
+// A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
+struct SoftmaxArgs {
+  float* scores;  // becomes e^(score - largest), of scores that were scaled and capped
+  int count;  // a multiple of 16; what is hidden is -infinity
+  float scale;
+  float softcap;  // 0: none
+  float largest;  // in and out
+  float sum;  // in and out
+};
+
+// The step of a row of which no score is a number above -infinity: NaN makes it NaN, else nothing changes. `static`, as numbers.h has it.
+static inline float nothing_seen(SoftmaxArgs& args) {
+  for (int i = 0; i < args.count; ++i) {
+    if (args.scores[i] != args.scores[i]) args.largest = args.sum = args.scores[i];
+    args.scores[i] = 0.0f;
+  }
+  return 1.0f;
+}
+
+struct AttentionKernels {
+  void (*score[3])(const ScoreArgs& args);  // by ActivationType of the keys
+  void (*mix[3])(const MixArgs& args);  // by ActivationType of the values
+  float (*softmax)(SoftmaxArgs& args);  // returns what earlier sums are to be multiplied with
+};
+
+const AttentionKernels& scalar_attention();
 
 struct Kernels {
   const char* isa;
@@ -97,7 +267,7 @@ struct Kernels {
   void (*gate)(const GateArgs& args);
   // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
   void (*act)(const GateArgs& args);
-  RowKernels rows;
+  SparseKernels sparse;
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.
   void (*accumulate)(float* sum, const float* rows, const float* bias, float weight);
   void (*widen)(ActivationType type, const void* source, float* target, int count);

@@ -1,13 +1,16 @@
 // The scalar kernels: the oracle that the vector versions are tested against, and what other architectures run.
+
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "core/float_conversion.h"
-#include "experts/super_blocks.h"
+#include "core/types.h"
+#include "experts/block_layout.h"
 #include "simd/kernels.h"
-#include "simd/scalar_norm.h"
-#include "simd/scalar_sparse.h"
 
 namespace moegraft {
 namespace {
@@ -243,7 +246,228 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
   }
 }
 
+// The scalar kernels of the sparse layout's rows.
+
+// A weight of a chunk, or an integer code with its offset: line k / step of the chunk, as in a block of 16 lanes.
+template <Format F>
+float sparse_weight(const std::byte* lines, int k, int lane) {
+  if constexpr (F == Format::kFloat32) return reinterpret_cast<const float*>(lines)[k * kLanes + lane];
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(lines);
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(lines);
+  if constexpr (F == Format::kFloat16) return float_from_f16(halves[k * kLanes + lane]);
+  if constexpr (F == Format::kBFloat16 || F == Format::kBFloat16Dot) return float_from_bf16(halves[(k / 2) * 32 + lane * 2 + k % 2]);
+  if constexpr (F == Format::kInt8) return static_cast<float>(bytes[(k / 4) * 64 + lane * 4 + k % 4]);
+  return static_cast<float>((bytes[(k / 8) * 64 + lane * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15);
+}
+
+constexpr WeightType weights_of(Format format) {
+  switch (format) {
+    case Format::kFloat32: return WeightType::kFloat32;
+    case Format::kFloat16: return WeightType::kFloat16;
+    case Format::kInt8: return WeightType::kInt8;
+    case Format::kInt4: return WeightType::kInt4;
+    default: return WeightType::kBFloat16;
+  }
+}
+
+constexpr bool has_codes(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
+
+template <Format F>
+float dot_row(const std::byte* row, std::size_t line_offset, const std::uint32_t* lanes, int chunks) {
+  constexpr int kWords = words_per_group(F);
+  float sum = 0.0f;
+  for (int chunk = 0; chunk < chunks; ++chunk, lanes += kWords * kLanes) {
+    const std::byte* lines = row + line_offset + chunk * lines_per_chunk(weights_of(F)) * line_bytes(weights_of(F));
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if constexpr (has_codes(F)) {
+        int dot = static_cast<std::int32_t>(lanes[kLanes + lane]);
+        for (int k = 0; k < kGroup; ++k) {
+          const auto code = static_cast<std::int8_t>(lanes[(2 + k / 4) * kLanes + lane] >> (8 * (k % 4)));
+          dot += static_cast<int>(sparse_weight<F>(lines, k, lane)) * code;
+        }
+        const float scale = float_from_f16(reinterpret_cast<const std::uint16_t*>(row)[chunk * kLanes + lane]);
+        sum += static_cast<float>(dot) * (scale * float_from_bits(lanes[lane]));
+      } else {
+        for (int k = 0; k < kGroup; ++k) {
+          float value;
+          if constexpr (F == Format::kBFloat16Dot) {
+            const std::uint32_t pair = lanes[(k / 2) * kLanes + lane];
+            value = float_from_bf16(static_cast<std::uint16_t>(k % 2 ? pair >> 16 : pair & 0xffffu));
+          } else {
+            value = float_from_bits(lanes[k * kLanes + lane]);
+          }
+          sum += sparse_weight<F>(lines, k, lane) * value;
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+template <Format F>
+void dot_rows(const RowDotsArgs& args) {
+  for (int row = 0; row < args.row_count; ++row)
+    for (int token = 0; token < args.tokens; ++token)
+      args.out[token][args.places[row]] = dot_row<F>(args.rows[row], args.line_offset, args.lanes[token], args.chunks);
+}
+
+// Of down: dequantised.
+template <Format F>
+float down_weight(const std::byte* scales, const std::byte* lines, int k, int lane) {
+  const float weight = sparse_weight<F>(lines, k, lane);
+  if constexpr (!has_codes(F)) return weight;
+  return (weight - (F == Format::kInt8 ? 128.0f : 8.0f)) * float_from_f16(reinterpret_cast<const std::uint16_t*>(scales)[lane]);
+}
+
+template <Format F>
+void add_rows(const RowAddArgs& args) {
+  for (int k = 0; k < kGroup; ++k)
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int row = 0; row < kMostRows; ++row)
+        args.sums[k * kLanes + lane] += args.coefficients[row] * down_weight<F>(args.scales[row], args.lines[row], k, lane);
+}
+
+template <Format F>
+void widen_rows(const RowWidenArgs& args) {
+  for (int row = 0; row < 2; ++row) {
+    for (int k = 0; k < kGroup; ++k) {
+      std::uint32_t* tile = args.items + static_cast<std::size_t>(k / kTileColumns) * args.tile_stride;
+      std::uint32_t* target = tile + row * kTileWords + k % kTileColumns * kLanes;
+      for (int lane = 0; lane < kLanes; ++lane) target[lane] = bits_from_float(down_weight<F>(args.scales[row], args.lines[row], k, lane));
+    }
+  }
+}
+
+void add_item(const std::uint32_t* item, std::uint32_t coefficient, float* sums) {
+  for (int word = 0; word < kTileWords; ++word) sums[word] += float_from_bits(item[word]) * float_from_bits(coefficient);
+}
+
+void add_items(const ItemsAddArgs& args) {
+  for (int token = 0; token < args.tokens; ++token)
+    for (int i = 0; i < args.item_count; ++i)
+      add_item(args.items + i * kTileWords, args.coefficients[token][i], args.sums[token] + args.sums_offset);
+}
+
+void add_picked(const ItemsPickArgs& args) {
+  for (int tile = 0; tile < kTiles; ++tile)
+    for (int i = 0; i < args.picked_count; ++i)
+      add_item(args.items + static_cast<std::size_t>(tile) * args.tile_stride + args.picked[i] * kTileWords,
+               args.coefficients[args.picked[i]], args.sums + tile * kTileWords);
+}
+
+SparseKernels scalar_sparse() {
+  using K = Format;
+  return {
+      kMostRows,
+      {},
+      {dot_rows<K::kFloat32>, dot_rows<K::kFloat16>, dot_rows<K::kBFloat16>, dot_rows<K::kBFloat16Dot>, dot_rows<K::kInt8>,
+       dot_rows<K::kInt4>, nullptr, nullptr},
+      {add_rows<K::kFloat32>, add_rows<K::kFloat16>, add_rows<K::kBFloat16>, add_rows<K::kBFloat16Dot>, add_rows<K::kInt8>,
+       add_rows<K::kInt4>, nullptr, nullptr},
+      {widen_rows<K::kFloat32>, widen_rows<K::kFloat16>, widen_rows<K::kBFloat16>, widen_rows<K::kBFloat16Dot>, widen_rows<K::kInt8>,
+       widen_rows<K::kInt4>, nullptr, nullptr},
+      {add_items, add_items, add_items, add_items, add_items, add_items, nullptr, nullptr},
+      {add_picked, add_picked, add_picked, add_picked, add_picked, add_picked, nullptr, nullptr},
+      reached_bits,
+      finish_neurons,
+  };
+}
+
 }  // namespace
+
+// The oracle of the norm: plain loops. `static`, as numbers.h has it.
+
+static inline float widened(ActivationType type, const std::byte* row, int index) {
+  if (type == ActivationType::kFloat32) {
+    float value;
+    std::memcpy(&value, row + 4 * static_cast<std::ptrdiff_t>(index), sizeof value);
+    return value;
+  }
+  std::uint16_t half;
+  std::memcpy(&half, row + 2 * static_cast<std::ptrdiff_t>(index), sizeof half);
+  return type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+}
+
+static inline float rounded_to(ActivationType type, float value) {
+  if (type == ActivationType::kFloat32) return value;
+  return type == ActivationType::kFloat16 ? float_from_f16(f16_from_float(value)) : float_from_bf16(bf16_from_float(value));
+}
+
+static inline void scalar_norm(const NormRowArgs& args) {
+  float squares = 0.0f;
+  for (int i = 0; i < args.cols; ++i) squares += widened(args.type, args.x, i) * widened(args.type, args.x, i);
+  const float factor = 1.0f / std::sqrt(squares / static_cast<float>(args.cols) + args.form.epsilon);
+  for (int i = 0; i < args.cols; ++i) {
+    float value = widened(args.type, args.x, i) * factor;
+    if (args.form.rounds_first) value = rounded_to(args.type, value);
+    if (args.weight != nullptr) value *= args.form.weight_offset + widened(args.type, args.weight, i);
+    scalar_kernels().narrow(args.type, &value, args.out + element_bytes(args.type) * static_cast<std::size_t>(i), 1);
+  }
+}
+
+// The oracle of the attention kernels: plain loops.
+
+namespace {
+
+template <ActivationType Type>
+float element(const std::byte* row, int index) {
+  if constexpr (Type == ActivationType::kFloat32) {
+    float value;
+    std::memcpy(&value, row + 4 * static_cast<std::ptrdiff_t>(index), sizeof value);
+    return value;
+  } else {
+    std::uint16_t half;
+    std::memcpy(&half, row + 2 * static_cast<std::ptrdiff_t>(index), sizeof half);
+    return Type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+  }
+}
+
+template <ActivationType Type>
+void score(const ScoreArgs& args) {
+  for (int r = 0; r < args.rows; ++r)
+    for (int j = 0; j < args.count; ++j) {
+      const std::byte* key = args.keys + j * args.key_bytes;
+      float sum = 0.0f;
+      for (int d = 0; d < args.dim; ++d) sum += args.query[r * args.query_stride + d] * element<Type>(key, d);
+      args.scores[r * args.score_stride + j] = sum;
+    }
+}
+
+template <ActivationType Type>
+void mix(const MixArgs& args) {
+  for (int r = 0; r < args.rows; ++r)
+    for (int j = 0; j < args.count; ++j) {
+      const float share = args.shares[r * args.share_stride + j];
+      for (int d = 0; d < args.dim; ++d) args.sums[r * args.sum_stride + d] += share * element<Type>(args.values + j * args.value_bytes, d);
+    }
+}
+
+float softmax(SoftmaxArgs& args) {
+  float largest = args.largest;
+  for (int i = 0; i < args.count; ++i) {
+    args.scores[i] *= args.scale;
+    if (args.softcap > 0.0f) args.scores[i] = args.softcap * std::tanh(args.scores[i] / args.softcap);
+    if (args.scores[i] > largest) largest = args.scores[i];  // a NaN is met again below
+  }
+  if (largest == -std::numeric_limits<float>::infinity()) return nothing_seen(args);
+  const float factor = std::exp(args.largest - largest);
+  float sum = 0.0f;
+  for (int i = 0; i < args.count; ++i) sum += args.scores[i] = std::exp(args.scores[i] - largest);
+  args.sum = args.sum * factor + sum;
+  args.largest = largest;
+  return factor;
+}
+
+}  // namespace
+
+const AttentionKernels& scalar_attention() {
+  static const AttentionKernels kernels = {
+      {score<ActivationType::kFloat32>, score<ActivationType::kFloat16>, score<ActivationType::kBFloat16>},
+      {mix<ActivationType::kFloat32>, mix<ActivationType::kFloat16>, mix<ActivationType::kBFloat16>},
+      softmax,
+  };
+  return kernels;
+}
 
 const Kernels& scalar_kernels() {
   static const Kernels kernels = {
@@ -255,7 +479,7 @@ const Kernels& scalar_kernels() {
        encode_integer<Format::kQ4K>, encode_integer<Format::kQ6K>},
       gate,
       act,
-      scalar_rows(),
+      scalar_sparse(),
       accumulate,
       widen,
       narrow,

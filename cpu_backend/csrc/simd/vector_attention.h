@@ -8,7 +8,7 @@
 
 #include "core/float_conversion.h"
 #include "core/types.h"
-#include "simd/attention_kernels.h"
+#include "simd/kernels.h"
 #include "simd/vector_activations.h"
 
 namespace moegraft {

@@ -1,4 +1,4 @@
-// The kernels of every vector instruction set, as templates over a traits struct that an isa_*.cpp file defines before including this.
+// The kernels of every vector instruction set, as templates over a traits struct that the file of an instruction set defines before including this.
 //
 // One trap shapes this file: it is compiled several times with different flags, and the linker keeps one copy of any inline function
 // with external linkage, whichever was compiled first. So everything is in an anonymous namespace and no std:: template is called.
@@ -10,9 +10,7 @@
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"
 #include "simd/vector_attention.h"
-#include "simd/vector_items.h"
-#include "simd/vector_norm.h"
-#include "simd/vector_super_blocks.h"
+#include "simd/vector_sparse.h"
 #include "simd/vector_tiles.h"
 
 namespace moegraft {
@@ -70,7 +68,7 @@ Kernels vector_kernels(const char* isa) {
        encode_integer<T, Format::kQ4K>, encode_integer<T, Format::kQ6K>},
       gate<T>,
       act<T>,
-      row_kernels<T>(),
+      sparse_kernels<T>(),
       accumulate<T>,
       widen<T>,
       narrow<T>,

@@ -151,4 +151,144 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
 }
 
 }  // namespace
+
+// The tiles of Q4_K and Q6_K: codes as unsigned bytes times signed codes of the activations, in integers for as many columns as share a
+// scale. Templates over the traits of vector_kernels.h (whose first comment holds here too); block_layout.h has the order of the weights.
+
+namespace {
+
+template <class T, int V>
+inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int first_vector) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) target[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(halves) + (first_vector + v) * T::kWidth);
+}
+
+// Lines of nibbles, each for 8 columns, times `codes`, whose tokens are `stride` words apart; `Upper` says whether bits 4 and 5 of each code
+// come from `upper`.
+template <class T, int V, int N, int Lines, bool Upper>
+inline void dot_nibbles(typename T::I (&dots)[N][V], const std::byte* line, const std::uint32_t* codes, int stride,
+                        const typename T::I (&upper)[V]) {
+  using I = typename T::I;
+#pragma GCC unroll 4
+  for (int step = 0; step < Lines; ++step, line += kWordsBytes) {
+    I low[V], high[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const I pairs = T::load_int(line + v * T::kWidth * 4);
+      low[v] = T::low_nibbles(pairs);
+      high[v] = T::high_nibbles(pairs);
+      if constexpr (Upper) {
+        low[v] = step == 0 ? T::template with_bits<0>(low[v], upper[v]) : T::template with_bits<2>(low[v], upper[v]);
+        high[v] = step == 0 ? T::template with_bits<1>(high[v], upper[v]) : T::template with_bits<3>(high[v], upper[v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const I first = T::broadcast_int(codes + n * stride + 2 * step);
+      const I second = T::broadcast_int(codes + n * stride + 2 * step + 1);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int4(T::dot_int4(dots[n][v], low[v], first), high[v], second);
+    }
+  }
+}
+
+template <class T, int V, int N>
+inline void tile_q4_k(const TileArgs& args, int first_vector) {
+  using F = typename T::F;
+  using I = typename T::I;
+  constexpr int kWords = words_per_group(Format::kQ4K);
+  F sums[N][V] = {};
+  const int start = first_vector * T::kWidth * 4;  // of this tile's rows in a line
+  const std::byte* block = args.block;
+  const std::uint32_t* words = args.records;
+  for (int first = 0; first < args.groups; first += kSuperGroups, block += kQ4KBytes) {
+    F scale_of_scales[V], scale_of_minima[V];
+    load_halves<T, V>(scale_of_scales, block, first_vector);
+    load_halves<T, V>(scale_of_minima, block + kScaleBytes, first_vector);
+    const std::byte* packed = block + 2 * kScaleBytes + start;
+    const std::byte* line = packed + kQ4KScaleWords * kWordsBytes;
+    for (int half = 0; half < 2; ++half) {
+      I scales[V], minima[V];  // four groups' in the bytes of a word
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        const std::byte* at = packed + v * T::kWidth * 4;
+        const I first_four = T::load_int(at), second_four = T::load_int(at + kWordsBytes), lower = T::load_int(at + 2 * kWordsBytes);
+        scales[v] = half == 0 ? T::six_bits(first_four) : T::template with_bits<3>(T::low_nibbles(lower), first_four);
+        minima[v] = half == 0 ? T::six_bits(second_four) : T::template with_bits<3>(T::high_nibbles(lower), second_four);
+      }
+      for (int j = 0; j < kSuperGroups / 2; ++j, line += kQ4KGroupBytes, words += kWords * N) {
+        prefetch_ahead(args, first + half * kSuperGroups / 2 + j);
+        I dots[N][V] = {};
+        dot_nibbles<T, V, N, 4, false>(dots, line, words + first_code_word(Format::kQ4K), kWords, scales);
+        F scale[V], minimum[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          scale[v] = T::mul(scale_of_scales[v], T::to_float(T::low_bytes(scales[v])));
+          minimum[v] = T::sub(T::zero(), T::mul(scale_of_minima[v], T::to_float(T::low_bytes(minima[v]))));
+          scales[v] = T::next_bytes(scales[v]);
+          minima[v] = T::next_bytes(minima[v]);
+        }
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+          const F share = T::broadcast_float(words + n * kWords), total = T::broadcast_float(words + n * kWords + 1);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v)
+            sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scale[v], share), T::fma(minimum[v], total, sums[n][v]));
+        }
+      }
+    }
+  }
+  store_tile<T, V, N>(sums, args.out, first_vector);
+}
+
+template <class T, int V, int N>
+inline void tile_q6_k(const TileArgs& args, int first_vector) {
+  using F = typename T::F;
+  using I = typename T::I;
+  constexpr int kWords = words_per_group(Format::kQ6K);
+  F sums[N][V] = {};
+  const int start = first_vector * T::kWidth * 4;
+  const std::byte* block = args.block;
+  const std::uint32_t* words = args.records;
+  for (int first = 0; first < args.groups; first += kSuperGroups, block += kQ6KBytes) {
+    F scale_of_scales[V];
+    load_halves<T, V>(scale_of_scales, block, first_vector);
+    const std::byte* packed = block + kScaleBytes + start;
+    const std::byte* line = packed + kQ6KScaleWords * kWordsBytes;
+    for (int group = 0; group < kSuperGroups; ++group, line += kQ6KGroupBytes, words += kWords * N) {
+      prefetch_ahead(args, first + group);
+      I scales[V];  // two groups' in the bytes of a word
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        scales[v] = T::load_int(packed + group / 2 * kWordsBytes + v * T::kWidth * 4);
+        if (group % 2 == 1) scales[v] = T::next_bytes(T::next_bytes(scales[v]));
+      }
+      for (int part = 0; part < 2; ++part) {  // 16 columns with a scale of their own
+        I upper[V], dots[N][V];
+        F scale[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          upper[v] = T::load_int(line + kNibbleBytes + part * kWordsBytes + v * T::kWidth * 4);
+          scale[v] = T::mul(scale_of_scales[v], T::to_float(T::signed_low_bytes(scales[v])));
+          scales[v] = T::next_bytes(scales[v]);
+        }
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) dots[n][v] = T::broadcast_int(words + n * kWords + 1 + part);
+        dot_nibbles<T, V, N, 2, true>(dots, line + part * 2 * kWordsBytes, words + first_code_word(Format::kQ6K) + part * 4, kWords, upper);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+          const F share = T::broadcast_float(words + n * kWords);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scale[v], share), sums[n][v]);
+        }
+      }
+    }
+  }
+  store_tile<T, V, N>(sums, args.out, first_vector);
+}
+
+}  // namespace
+
 }  // namespace moegraft

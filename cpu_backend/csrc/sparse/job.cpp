@@ -1,17 +1,120 @@
 #include "sparse/job.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 
-#include "sparse/worker.h"
+#include "experts/routing.h"
 
 namespace moegraft {
+
 namespace {
+
+constexpr int kRunNeurons =
+    64;  // whose rows of down are widened together: a chunk of them is 128 KiB of floats, beside a 1 MiB L2 (EPYC Zen 5)
+
+// The first lines of a row: the rest follows by the hardware's own prefetching, which reads rows that lie apart as fast as they come when it
+// has several at once (EPYC Zen 5).
+void prefetch_start(const std::byte* row) {
+  for (int at = 0; at < 256; at += 64) __builtin_prefetch(row + at, 0, 3);
+}
+
+int first_bit(std::uint32_t mask) { return __builtin_ctz(mask); }
+
+// Consecutive arrays in one piece of memory, each on a line of its own; without memory only their bytes are counted.
+class Arrays {
+ public:
+  explicit Arrays(std::byte* memory) : memory_(memory) {}
+  std::size_t bytes() const { return bytes_; }
+  template <class Element>
+  Element* take(std::size_t count) {
+    std::byte* start = memory_ != nullptr ? memory_ + bytes_ : nullptr;
+    bytes_ += (count * sizeof(Element) + 63) / 64 * 64;
+    return reinterpret_cast<Element*>(start);
+  }
+
+ private:
+  std::byte* memory_;
+  std::size_t bytes_ = 0;
+};
 
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // as for the dense layout
 constexpr int kUnitsPerWorker = 4;  // of the rows phase: enough to even out; rows are read whole where there are as many segments
 
+// Share of a group's products that are wanted, up to which the rows are multiplied with their own tokens alone (tuned on EPYC Zen 5).
+constexpr float kPickedProducts = 0.25f;
+
+constexpr int kMostPicked = 64;  // tokens in one call
+
+// Neurons by fours (kernels' rows at once), as a kernel takes them.
+struct RowBatch {
+  int neurons[kMostRows];
+  int count;
+};
+
+RowBatch take_rows(std::uint32_t& left, int most) {
+  RowBatch batch{};
+  for (; left != 0 && batch.count < most; left &= left - 1) batch.neurons[batch.count++] = first_bit(left);
+  return batch;
+}
+
+void prefetch_starts(const std::byte* rows, std::size_t row_bytes, const RowBatch& batch) {
+  for (int i = 0; i < batch.count; ++i) prefetch_start(rows + row_bytes * static_cast<std::size_t>(batch.neurons[i]));
+}
+
+constexpr int kFewPairs = 4;  // of a segment: up to these, each reads the rows by itself, the second from cache (tuned on EPYC Zen 5)
+// Share of the items that a token needs, up to which it adds these alone and does not go along with the others (tuned on EPYC Zen 5).
+constexpr float kPickedItems = 0.45f;
+
 }  // namespace
+
+struct SparseSizes {
+  std::size_t pairs;  // of a segment
+  std::size_t neurons;
+  std::size_t hidden_words;
+  std::size_t hidden;
+};
+
+struct SparseJob::Worker {
+  Worker(std::byte* memory, const SparseSizes& sizes) {
+    Arrays arrays(memory);
+    gathered = arrays.take<std::uint32_t>(sizes.pairs * sizes.hidden_words);
+    hidden = arrays.take<float>(sizes.hidden);
+    ups = arrays.take<float>(sizes.pairs * kGroup);
+    row_tokens = arrays.take<int>(sizes.pairs * kGroup);
+    lanes = arrays.take<const std::uint32_t*>(sizes.pairs);
+    outs = arrays.take<float*>(sizes.pairs);
+    neurons = arrays.take<int>(sizes.neurons);
+    items = arrays.take<std::uint32_t>(std::size_t{kRunNeurons + 1} * kChunk);
+    coefficients = arrays.take<std::uint32_t>(sizes.pairs * kRunNeurons);
+    picked = arrays.take<int>(sizes.pairs * (kRunNeurons + 1));
+    picked_counts = arrays.take<int>(sizes.pairs);
+    bytes = arrays.bytes();
+  }
+
+  std::size_t bytes;
+  std::uint32_t* gathered;  // the records of one segment, tile by tile
+  float* hidden;  // one token's, while encoding
+  float* ups;  // (pairs, 32)
+  int* row_tokens;  // (32, pairs): for which of a segment's pairs a neuron is active
+  const std::uint32_t** lanes;  // pointers of one call of a kernel
+  float** outs;
+  int* neurons;  // of one segment, those that are active
+  std::uint32_t* items;
+  std::uint32_t* coefficients;  // (pairs, items)
+  int* picked;  // (pairs, items and one)
+  int* picked_counts;  // -1: all items
+  int gathered_segment = -1;
+  // 32 neurons whose active rows of up are being fetched while the next gate rows are computed.
+  const Segment* pending = nullptr;
+  int pending_group = 0;
+  std::uint32_t pending_active = 0;
+  std::uint32_t active = 0;  // of the group whose gate was computed last
+  std::int64_t active_neurons = 0;
+  alignas(64) float rows[kMostTileTokens * kBlockRows];
+  alignas(64) float acted[kMostTileTokens * kBlockRows];
+};
 
 SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, const SparseArgs& args, int workers,
                      const ExpertsPhases& phases)
@@ -77,7 +180,8 @@ std::size_t SparseJob::lay_out(std::byte* memory) {
 SparseSizes SparseJob::sizes() const {
   int pairs = 1;
   for (const Segment& segment : batch_.routing->segments()) pairs = std::max(pairs, segment.pairs);
-  return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_, static_cast<std::size_t>(hidden_groups_ * kGroup)};
+  return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_,
+          static_cast<std::size_t>(hidden_groups_ * kGroup)};
 }
 
 void SparseJob::run(int worker) noexcept {
@@ -105,11 +209,383 @@ void SparseJob::add_counts(std::int64_t active, bool all) const {
 
 void SparseJob::encode_token(int token, Worker& mine) {
   const int hidden = experts_.shape().hidden;
-  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.hidden, hidden);
+  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.hidden,
+                 hidden);
   std::memset(mine.hidden + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
   kernels_.encode[static_cast<int>(format_)](mine.hidden, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
   lay_in_lanes(record, hidden_groups_, format_, lanes_of(token));
+}
+
+// The neurons phase of a sparse job: gate for all tokens, then up for the active neurons.
+
+void SparseJob::compute_neurons(int unit, Worker& mine) {
+  const int segment_index = unit / neuron_groups_;
+  const int group = unit % neuron_groups_;
+  const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
+  if (mine.gathered_segment != segment_index) {
+    const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
+                            static_cast<std::size_t>(words_per_group(format_))};
+    gather_segment(hidden, batch_.routing->pairs().data() + segment.first_pair, Tiling(segment.pairs, max_tokens_), mine.gathered);
+    mine.gathered_segment = segment_index;
+  }
+  compute_gate(segment, group, mine);
+  const std::uint32_t active = mine.active;
+  masks_[static_cast<std::size_t>(segment_index) * neuron_groups_ + group] = active;
+  if (experts_.shape().gated) {
+    const std::byte* rows =
+        experts_.expert(segment.expert) + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
+    std::uint32_t ahead = active;
+    prefetch_starts(rows, layout_.neuron_bytes, take_rows(ahead, kernels_.sparse.dot_rows_at_once));
+  }
+  compute_pending(mine);
+  mine.pending = &segment;
+  mine.pending_group = group;
+  mine.pending_active = active;
+}
+
+void SparseJob::compute_gate(const Segment& segment, int group, Worker& mine) {
+  const ExpertsShape& shape = experts_.shape();
+  const std::byte* expert = experts_.expert(segment.expert);
+  const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group);
+  const std::size_t bias_offset = shape.gated ? layout_.gate_bias_offset : layout_.up_bias_offset;
+  const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + bias_offset) + group * kGroup : nullptr;
+  const int present = std::min(kGroup, shape.intermediate - group * kGroup);
+  const std::uint32_t exists = 0xffffffffu >> (kGroup - present);
+  const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
+  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
+                          static_cast<std::size_t>(words_per_group(format_))};
+  const Tiling tiling(segment.pairs, max_tokens_);
+  mine.active = 0;
+  for (int index = 0; index < tiling.count(); ++index) {
+    const Tile tile = tiling[index];
+    TileArgs args = tile_args(block, type_, hidden_groups_, tile, index, tiling.count());
+    args.records = tile_records(hidden, pairs, tile, mine.gathered);
+    args.out = mine.rows;
+    kernels_.tile[static_cast<int>(format_)](args);
+    const GateArgs gate = {&experts_.gate(), mine.rows, shape.gated ? bias : nullptr, bias, tile.tokens, false, mine.acted};
+    shape.gated ? kernels_.act(gate) : kernels_.gate(gate);
+    for (int token = 0; token < tile.tokens; ++token) {
+      float* neurons = neurons_of(segment.first_pair + tile.first + token) + group * kGroup;
+      std::memcpy(neurons, mine.acted + token * kBlockRows, sizeof(float) * kGroup);
+      const std::uint32_t reached = kernels_.sparse.reached(neurons, args_.threshold) & exists;
+      mine.active |= reached;
+      mine.active_neurons += __builtin_popcount(reached);
+      if (args_.acted == nullptr) continue;
+      const std::size_t slot =
+          first_token_ * static_cast<std::size_t>(args_.top_k) + static_cast<std::size_t>(pairs[tile.first + token].slot);
+      std::memcpy(args_.acted + slot * static_cast<std::size_t>(shape.intermediate) + group * kGroup, neurons,
+                  sizeof(float) * static_cast<std::size_t>(present));
+    }
+  }
+}
+
+void SparseJob::compute_pending(Worker& mine) {
+  if (mine.pending == nullptr) return;
+  compute_up(*mine.pending, mine.pending_group, mine.pending_active, mine);
+  mine.pending = nullptr;
+}
+
+void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t active, Worker& mine) {
+  const ExpertsShape& shape = experts_.shape();
+  const std::byte* expert = experts_.expert(segment.expert);
+  const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.up_bias_offset) + group * kGroup : nullptr;
+  const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
+  const int present = std::min(kGroup, shape.intermediate - group * kGroup);
+  if (shape.gated) {
+    const std::byte* rows = expert + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
+    int wanted = 0;
+    for (int i = 0; i < segment.pairs; ++i)
+      wanted += __builtin_popcount(active & kernels_.sparse.reached(neurons_of(segment.first_pair + i) + group * kGroup, args_.threshold));
+    const bool most = static_cast<float>(wanted) > kPickedProducts * static_cast<float>(__builtin_popcount(active) * segment.pairs);
+    for (int i = 0; i < segment.pairs; ++i) mine.outs[i] = mine.ups + i * kGroup;
+    for (int i = 0; i < segment.pairs; ++i) mine.lanes[i] = lanes_of(pairs[i].token);
+    most ? dot_all_tokens(segment, rows, active, mine) : dot_active_tokens(segment, rows, group, active, mine);
+  }
+  for (int i = 0; i < segment.pairs; ++i) {
+    float* neurons = neurons_of(segment.first_pair + i) + group * kGroup;
+    kernels_.sparse.finish(
+        {&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
+    // Padded neurons come from padded rows: an infinite activation would leave a NaN in them.
+    if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
+  }
+}
+
+// The products of neurons that are inactive for a token are not looked at.
+void SparseJob::dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const {
+  const int at_once = kernels_.sparse.dot_rows_at_once;
+  RowBatch next = take_rows(active, at_once);  // these are on their way already
+  while (next.count > 0) {
+    const RowBatch batch = next;
+    next = take_rows(active, at_once);
+    // A lone token's rows are always read together: what is missing is the last one again.
+    const int count = segment.pairs == 1 ? at_once : batch.count;
+    RowDotsArgs args = {{}, {}, count, segment.pairs, mine.lanes, mine.outs, scale_bytes_, chunks_, nullptr};
+    const std::byte* ahead[kMostRows];
+    for (int i = 0; i < count; ++i) {
+      args.places[i] = batch.neurons[std::min(i, batch.count - 1)];
+      args.rows[i] = rows + layout_.neuron_bytes * static_cast<std::size_t>(args.places[i]);
+      ahead[i] = i < next.count ? rows + layout_.neuron_bytes * static_cast<std::size_t>(next.neurons[i]) : args.rows[i];
+    }
+    // Several tokens compute for long, while the next rows may come whole.
+    if (segment.pairs > 1) args.ahead = ahead;
+    else prefetch_starts(rows, layout_.neuron_bytes, next);
+    kernels_.sparse.dot_rows[static_cast<int>(format_)](args);
+  }
+}
+
+void SparseJob::dot_active_tokens(const Segment& segment, const std::byte* rows, int group, std::uint32_t active, Worker& mine) const {
+  int counts[kGroup] = {};
+  for (int i = 0; i < segment.pairs; ++i) {
+    std::uint32_t own = active & kernels_.sparse.reached(neurons_of(segment.first_pair + i) + group * kGroup, args_.threshold);
+    for (; own != 0; own &= own - 1) {
+      const int neuron = first_bit(own);
+      mine.row_tokens[neuron * segment.pairs + counts[neuron]++] = i;
+    }
+  }
+  std::uint32_t ahead = active;
+  take_rows(ahead, kernels_.sparse.dot_rows_at_once);  // these are on their way already
+  const std::uint32_t* lanes[kMostPicked];
+  float* outs[kMostPicked];
+  for (; active != 0; active &= active - 1) {
+    const int neuron = first_bit(active);
+    const std::byte* next = rows + layout_.neuron_bytes * static_cast<std::size_t>(first_bit(ahead != 0 ? ahead : active));
+    ahead &= ahead - (ahead != 0);
+    for (int first = 0; first < counts[neuron]; first += kMostPicked) {
+      const int tokens = std::min(kMostPicked, counts[neuron] - first);
+      const int* own = mine.row_tokens + neuron * segment.pairs + first;
+      for (int i = 0; i < tokens; ++i) lanes[i] = mine.lanes[own[i]];
+      for (int i = 0; i < tokens; ++i) outs[i] = mine.outs[own[i]];
+      const std::byte* row = rows + layout_.neuron_bytes * static_cast<std::size_t>(neuron);
+      kernels_.sparse.dot_rows[static_cast<int>(format_)]({{row}, {neuron}, 1, tokens, lanes, outs, scale_bytes_, chunks_, &next});
+    }
+  }
+}
+
+// The last phases of a sparse job: rows of down times the neurons' values, for a segment and a range of columns; then each token's sum.
+
+// What one unit covers.
+struct SparseJob::Columns {
+  int first_chunk;
+  int chunks;
+  std::size_t scales;  // from a row's start
+  std::size_t lines;  // from a row's start
+  std::size_t bytes;  // of lines
+};
+
+// Some neurons' rows of down, which are widened together.
+struct SparseJob::Run {
+  const std::byte* down;  // the expert's rows
+  std::size_t row_bytes;
+  const int* neurons;
+  int count;
+  const std::byte* row(int index) const { return down + row_bytes * static_cast<std::size_t>(neurons[index]); }
+};
+
+// Fetches the rows of a run, some lines at a time: a long burst of prefetches made nothing faster (EPYC Zen 5).
+class SparseJob::Ahead {
+ public:
+  Ahead(const Run& run, std::size_t first, std::size_t end) : run_(run), first_(first), end_(end), at_(first) {}
+  int lines() const { return run_.count * static_cast<int>((end_ - first_) / 64); }
+  void fetch(int lines) {
+    for (; lines > 0 && row_ < run_.count; --lines) {
+      __builtin_prefetch(run_.row(row_) + at_, 0, 3);
+      if ((at_ += 64) >= end_) {
+        at_ = first_;
+        ++row_;
+      }
+    }
+  }
+
+ private:
+  const Run run_;
+  const std::size_t first_;  // of each row's bytes
+  const std::size_t end_;
+  std::size_t at_;
+  int row_ = 0;
+};
+
+SparseJob::Columns SparseJob::columns_of(int part) const {
+  Columns columns{};
+  columns.first_chunk = part * unit_chunks_;
+  columns.chunks = std::min(unit_chunks_, chunks_ - columns.first_chunk);
+  columns.scales = static_cast<std::size_t>(columns.first_chunk) * kLanes * 2;
+  columns.lines = scale_bytes_ + chunk_bytes_ * static_cast<std::size_t>(columns.first_chunk);
+  columns.bytes = chunk_bytes_ * static_cast<std::size_t>(columns.chunks);
+  return columns;
+}
+
+// Whole rows begin with their scales; of parts of rows only the lines are fetched.
+SparseJob::Ahead SparseJob::ahead_of(const Run& run, const Columns& columns) const {
+  return {run, columns.chunks == chunks_ ? 0 : columns.lines, columns.lines + columns.bytes};
+}
+
+int SparseJob::active_neurons(int segment_index, int* neurons) const {
+  const std::uint32_t* mask = masks_ + static_cast<std::size_t>(segment_index) * static_cast<std::size_t>(neuron_groups_);
+  int count = 0;
+  for (int group = 0; group < neuron_groups_; ++group)
+    for (std::uint32_t left = mask[group]; left != 0; left &= left - 1) neurons[count++] = group * kGroup + first_bit(left);
+  return count;
+}
+
+void SparseJob::compute_rows(int unit, Worker& mine) {
+  const Columns columns = columns_of(unit % parts_);
+  const int segment_index = unit / parts_;
+  const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
+  for (int i = 0; i < segment.pairs; ++i)
+    std::memset(sums_of(segment.first_pair + i) + columns.first_chunk * kChunk, 0,
+                sizeof(float) * static_cast<std::size_t>(columns.chunks * kChunk));
+  const int count = active_neurons(segment_index, mine.neurons);
+  segment.pairs <= kFewPairs ? add_few(segment, count, columns, mine) : add_many(segment, count, columns, mine);
+  if (experts_.shape().bias) add_bias(segment, columns);
+}
+
+void SparseJob::add_few(const Segment& segment, int count, const Columns& columns, Worker& mine) const {
+  const Run rows = {experts_.expert(segment.expert) + layout_.down_offset, layout_.neuron_bytes, mine.neurons, count};
+  for (int k = 0; k < count; k += kMostRows) {
+    for (int next = k + kMostRows; next < std::min(count, k + 2 * kMostRows) && scale_bytes_ != 0; ++next)
+      __builtin_prefetch(rows.row(next) + columns.scales, 0, 3);
+    for (int i = 0; i < segment.pairs; ++i) {
+      const float* values = neurons_of(segment.first_pair + i);
+      RowAddArgs args{};
+      args.sums = sums_of(segment.first_pair + i) + columns.first_chunk * kChunk;
+      bool any = false;
+      for (int row = 0; row < kMostRows; ++row) {
+        const std::byte* start = rows.row(std::min(k + row, count - 1));  // what is missing is the last one again, with no share
+        args.scales[row] = start + columns.scales;
+        args.lines[row] = start + columns.lines;
+        args.coefficients[row] = k + row < count ? values[rows.neurons[k + row]] : 0.0f;
+        any = any || args.coefficients[row] != 0.0f;
+        if (i == 0 && k + row + kMostRows < count) args.ahead[row] = rows.row(k + row + kMostRows) + columns.lines;
+      }
+      for (int chunk = 0; chunk < columns.chunks && any; ++chunk, args.sums += kChunk) {
+        kernels_.sparse.add_rows[static_cast<int>(format_)](args);
+        for (const std::byte*& ahead : args.ahead) ahead = ahead != nullptr ? ahead + chunk_bytes_ : nullptr;
+        for (int row = 0; row < kMostRows; ++row) args.scales[row] += kLanes * 2;
+        for (int row = 0; row < kMostRows; ++row) args.lines[row] += chunk_bytes_;
+      }
+    }
+  }
+}
+
+void SparseJob::add_many(const Segment& segment, int count, const Columns& columns, Worker& mine) const {
+  const auto run_at = [&](int first) {
+    return Run{experts_.expert(segment.expert) + layout_.down_offset, layout_.neuron_bytes, mine.neurons + first,
+               std::clamp(count - first, 0, kRunNeurons)};
+  };
+  for (int first = 0; first < count; first += kRunNeurons) {
+    const Run run = run_at(first), next = run_at(first + kRunNeurons);
+    take_coefficients(segment, run.neurons, run.count, mine);
+    Ahead ahead = ahead_of(next, columns);
+    // Evenly over the calls of kernels.
+    const int calls = columns.chunks * ((run.count + 1) / 2 + kTiles);
+    const int lines = (ahead.lines() + calls - 1) / calls;
+    for (int chunk = 0; chunk < columns.chunks; ++chunk) {
+      widen_chunk(run, columns, chunk, ahead, lines, mine);
+      add_chunk(segment, run.count, columns.first_chunk + chunk, ahead, lines, mine);
+    }
+  }
+}
+
+// The tokens' values as items need them, and which items a token that needs few adds alone.
+void SparseJob::take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const {
+  const bool pairs = kernels_.sparse.in_pairs[static_cast<int>(format_)];
+  const int items = pairs ? (count + 1) / 2 : count;
+  const std::uint32_t bits = pairs ? 0x7fff7fffu : 0x7fffffffu;  // all but signs
+  for (int i = 0; i < segment.pairs; ++i) {
+    const float* values = neurons_of(segment.first_pair + i);
+    std::uint32_t* coefficients = mine.coefficients + i * kRunNeurons;
+    float taken[kRunNeurons] = {};
+    if (neurons[count - 1] - neurons[0] == count - 1)
+      std::memcpy(taken, values + neurons[0], sizeof(float) * static_cast<std::size_t>(count));
+    else
+      for (int k = 0; k < count; ++k) taken[k] = values[neurons[k]];
+    if (pairs) kernels_.encode[static_cast<int>(Format::kBFloat16Dot)](taken, kRunNeurons / kGroup, coefficients, kGroup / 2);
+    else std::memcpy(coefficients, taken, sizeof taken);
+    int wanted = 0;
+    for (int item = 0; item < items; ++item) wanted += (coefficients[item] & bits) != 0;
+    mine.picked_counts[i] = -1;
+    if (static_cast<float>(wanted) > kPickedItems * static_cast<float>(items)) continue;
+    mine.picked_counts[i] = wanted;
+    int* picked = mine.picked + i * (kRunNeurons + 1);
+    int found = 0;
+    for (int item = 0; item < items; ++item) {
+      picked[found] = item;
+      found += (coefficients[item] & bits) != 0;
+    }
+  }
+}
+
+// One item more than there are: tiles at a distance of whole pages would share their places in L1.
+std::size_t SparseJob::tile_stride() const {
+  return static_cast<std::size_t>(kRunNeurons / (kernels_.sparse.in_pairs[static_cast<int>(format_)] ? 2 : 1) + 1) * kTileWords;
+}
+
+void SparseJob::widen_chunk(const Run& run, const Columns& columns, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const {
+  const bool pairs = kernels_.sparse.in_pairs[static_cast<int>(format_)];
+  const std::size_t scales = columns.scales + static_cast<std::size_t>(chunk) * kLanes * 2;
+  const std::size_t lines = columns.lines + static_cast<std::size_t>(chunk) * chunk_bytes_;
+  for (int k = 0; k < run.count; k += 2) {
+    const std::byte *first = run.row(k), *second = run.row(std::min(k + 1, run.count - 1));
+    ahead.fetch(lines_ahead);
+    kernels_.sparse.widen_rows[static_cast<int>(format_)]({{first + scales, second + scales},
+                                                           {first + lines, second + lines},
+                                                           mine.items + static_cast<std::size_t>(pairs ? k / 2 : k) * kTileWords,
+                                                           tile_stride()});
+  }
+}
+
+void SparseJob::add_chunk(const Segment& segment, int neurons, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const {
+  const int format = static_cast<int>(format_);
+  const int items = kernels_.sparse.in_pairs[format] ? (neurons + 1) / 2 : neurons;
+  int together = 0;
+  for (int i = 0; i < segment.pairs; ++i) {
+    float* sums = sums_of(segment.first_pair + i) + chunk * kChunk;
+    const std::uint32_t* coefficients = mine.coefficients + i * kRunNeurons;
+    if (mine.picked_counts[i] >= 0) {
+      const int* picked = mine.picked + i * (kRunNeurons + 1);
+      kernels_.sparse.add_picked[format]({mine.items, tile_stride(), picked, mine.picked_counts[i], coefficients, sums});
+    } else {
+      mine.lanes[together] = coefficients;
+      mine.outs[together++] = sums;
+    }
+  }
+  for (int tile = 0; tile < kTiles; ++tile) {
+    ahead.fetch(lines_ahead);
+    if (together == 0) continue;
+    kernels_.sparse.add_items[format]({mine.items + static_cast<std::size_t>(tile) * tile_stride(), items, together, mine.lanes, mine.outs,
+                                       static_cast<std::size_t>(tile) * kTileWords});
+  }
+}
+
+void SparseJob::add_bias(const Segment& segment, const Columns& columns) const {
+  const auto* bias = reinterpret_cast<const float*>(experts_.expert(segment.expert) + layout_.down_bias_offset);
+  for (int i = 0; i < segment.pairs; ++i) {
+    const float weight = batch_.routing->pairs()[static_cast<std::size_t>(segment.first_pair + i)].weight;
+    float* sums = sums_of(segment.first_pair + i);
+    for (int chunk = columns.first_chunk; chunk < columns.first_chunk + columns.chunks; ++chunk) {
+      for (int at = 0; at < kChunk; ++at) {
+        const int column = chunk * kChunk + at;
+        if (column < experts_.shape().hidden) sums[chunk * kChunk + at % kGroup * kLanes + at / kGroup] += weight * bias[column];
+      }
+    }
+  }
+}
+
+// Adds up what a token's experts gave to a chunk, in the order of their slots, and turns lanes into columns.
+void SparseJob::write_chunk(int unit, Worker&) {
+  const int token = unit / chunks_, chunk = unit % chunks_;
+  const int hidden = experts_.shape().hidden;
+  float sums[kChunk] = {}, columns[kChunk];
+  for (int slot = token * args_.top_k; slot < (token + 1) * args_.top_k; ++slot) {
+    if (pairs_of_slots_[slot] < 0) continue;
+    const float* own = sums_of(pairs_of_slots_[slot]) + chunk * kChunk;
+    for (int at = 0; at < kChunk; ++at) sums[at] += own[at];
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int k = 0; k < kGroup; ++k) columns[lane * kGroup + k] = sums[k * kLanes + lane];
+  const std::size_t first = static_cast<std::size_t>(token) * static_cast<std::size_t>(hidden) + static_cast<std::size_t>(chunk * kChunk);
+  kernels_.narrow(activations_, columns, batch_.out + element_bytes(activations_) * first, std::min(kChunk, hidden - chunk * kChunk));
 }
 
 }  // namespace moegraft

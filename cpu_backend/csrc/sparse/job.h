@@ -13,14 +13,14 @@
 #include <cstdint>
 
 #include "experts/job.h"
-#include "experts/records.h"
+#include "experts/routing.h"
 
 namespace moegraft {
 
 struct SparseArgs {
-  float threshold;       // of |act(gate)|
+  float threshold;  // of |act(gate)|
   std::int64_t* counts;  // (2): neurons that reached the threshold, and all of them, are added to it; or null
-  float* acted;          // (tokens, top_k, intermediate) takes act(gate), padded slots stay as they are; or null
+  float* acted;  // (tokens, top_k, intermediate) takes act(gate), padded slots stay as they are; or null
   int top_k;
 };
 
@@ -93,12 +93,12 @@ class SparseJob final : public Job {
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
   std::size_t first_token_ = 0;  // of this pass, in the caller's batch
-  int unit_chunks_ = 1;          // chunks in one unit of the rows phase
-  int parts_ = 1;                // units of a segment
-  float* neurons_ = nullptr;           // (pairs, neurons)
-  float* sums_ = nullptr;              // (pairs, chunks, 32, 16): what an expert adds to a token
-  std::uint32_t* masks_ = nullptr;     // (segments, neuron groups): which of 32 neurons are active for some token
-  int* pairs_of_slots_ = nullptr;      // (tokens, top_k): -1 where padded
+  int unit_chunks_ = 1;  // chunks in one unit of the rows phase
+  int parts_ = 1;  // units of a segment
+  float* neurons_ = nullptr;  // (pairs, neurons)
+  float* sums_ = nullptr;  // (pairs, chunks, 32, 16): what an expert adds to a token
+  std::uint32_t* masks_ = nullptr;  // (segments, neuron groups): which of 32 neurons are active for some token
+  int* pairs_of_slots_ = nullptr;  // (tokens, top_k): -1 where padded
 };
 
 }  // namespace moegraft

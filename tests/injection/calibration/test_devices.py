@@ -17,9 +17,8 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_layers
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.offload.statistics import EngineStatistics
-from moegraft.operators.sparsity import WINDOW_TOKENS, SparseLayers
+from moegraft.operators.sparsity import WINDOW_TOKENS
 
 RULES = """
 - match: {{kind: experts}}
@@ -69,8 +68,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
-    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
-    return [engine.statistics for engine in group.engines]
+    return [engine.statistics for engine in model.moegraft.context.gpu_engines]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -143,7 +141,7 @@ def test_statistics_and_drift_count_every_device(tmp_path: Path, caplog: pytest.
     take(model, thresholds_for(load("qwen3_moe", tmp_path, "gpu: none")))
     with torch.no_grad():
         model(input_ids=prompt(9, batch=2))
-    (shown,) = model.moegraft.context.shared(SparseLayers, SparseLayers).statistics()
+    (shown,) = model.moegraft.context.sparse_layers.statistics()
     assert shown["routed_sparsity"] == pytest.approx(SHARE, abs=0.1)
     assert sum(each.on_cpu for each in engines_of(model)) == 0
     for layer in sparse_layers(model).values():

@@ -15,8 +15,9 @@ from support.sparse_models import OSS, SHARED, experts_of, left_out, save_model,
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CALIBRATION_TEXT, CalibrationOptions, sparse_layers
+from moegraft.injection.calibration import CalibrationOptions, sparse_layers
 from moegraft.injection.rules import Position, RuleErrors, read_rules
+from moegraft.injection.texts import read_text
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.registry import load_registry
@@ -33,7 +34,7 @@ def thresholds_of(model: PreTrainedModel) -> dict[str, float]:
 def activations(model: PreTrainedModel) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     """Every |act(gate)| of the stock model on the bundled text."""
     seen: dict[str, list[torch.Tensor]] = {}
-    ids = torch.tensor(byte_tokenizer()(CALIBRATION_TEXT)["input_ids"])
+    ids = torch.tensor(byte_tokenizer()(read_text("calibration"))["input_ids"])
     with torch.no_grad(), left_out(model, dict.fromkeys(experts_of(model), 0.0), seen):
         for window in ids.split(CalibrationOptions().window):
             model(window[None])
@@ -58,7 +59,7 @@ def test_without_a_file_a_calibration_finds_the_quantiles(
         assert exact / 1.001 < threshold <= exact * BIN * 1.001, path  # sums in another order move a value a little
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert message.startswith("sparsity: no thresholds file, so 2 layers were calibrated on ")
-    assert f"on {len(byte_tokenizer()(CALIBRATION_TEXT)['input_ids'])} tokens of a bundled text" in message
+    assert f"on {len(byte_tokenizer()(read_text('calibration'))['input_ids'])} tokens of a bundled text" in message
 
 
 def test_global_is_one_threshold_for_all_layers(load: Load, magnitudes: dict[str, np.ndarray]) -> None:  # type: ignore[type-arg]
@@ -148,9 +149,9 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
     with pytest.raises(RuleErrors) as raised:
         load(f"target: 0.5, counts: routed, thresholds: '{file}'", folder)
     (finding,) = raised.value.diagnostics
-    assert finding.message == f"{file}: made for 'tiny' (qwen2_moe): {message}; calibrate this one with moegraft calibrate".replace(
-        ": has", ": model.layers.1.mlp.experts has"
-    )
+    found = message.replace("has", "model.layers.1.mlp.experts has") if message.startswith("has") else message
+    expected = f"rule 'rule-1': {file}: made for 'tiny' (qwen2_moe): {found}; calibrate this one with moegraft calibrate"
+    assert finding.message == expected
     assert text_at(tmp_path / "rules.yaml", finding.position).startswith(f"'{file}'")
 
 

@@ -12,7 +12,6 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
-from moegraft.operators.offload.model_experts import GpuGroups
 
 RULES = """
 version: 1
@@ -38,8 +37,8 @@ def turns(chat_folder: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
             texts.append(answer.text)
             known.append(answer.stats.kept_tokens)
             said += f"{answer.text}<end><user>{question}<end><assistant>"
-        (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
-        return texts, known, group.engines[0].statistics.replayed
+        (engine,) = model.moegraft.context.gpu_engines
+        return texts, known, engine.statistics.replayed
 
     return turns
 

@@ -33,7 +33,7 @@ def test_all_together_says_what_the_stock_model_says_and_tells_of_it(who: str, t
     drafts, device = work_lines(model)
     found = model.moegraft.model_operator.statistics()
     assert drafts.startswith(f"drafts: {found['rounds']} rounds of ") and " s drafting, " in drafts and "accepted by position" in drafts
-    assert drafts.endswith(f"; {found['schedule']}") and "spared by verifying tokens together: " in device
+    assert drafts.endswith(f"; {found['schedule']}") and "loads shared by tokens verified together: " in device
     assert "experts transferred on demand: " in device and "loaded while drafting for the verification: " in device
 
 

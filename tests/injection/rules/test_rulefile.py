@@ -14,6 +14,8 @@ from moegraft.injection.rules import Match, Position, RuleFile, default_rules, r
 from moegraft.injection.rules.document import parse_value
 from moegraft.injection.rules.rule import KINDS, Layers, grouped, layer_of, runs
 from moegraft.operators.base import Kind
+from moegraft.operators.registry import load_registry
+from moegraft.rules import FORMER_NAMES
 
 FULL = """\
 version: 1
@@ -212,12 +214,18 @@ def test_an_unnamed_rule_replaces_none_of_the_same_number(tmp_path: Path) -> Non
     assert len(read(write(tmp_path, f"extends: base.yaml\nrules:\n{rule}")).rules) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("mixtral", "mixtral"), ("qwen3_5_moe_text", "qwen3_5_moe"), ("deepseek_v3", "deepseek_v3"), ("llama", "cpu"), ("", "cpu")],
-)
-def test_the_file_for_a_model_type(model_type: str, name: str) -> None:
-    assert default_rules(model_type) == name
+@pytest.mark.parametrize("name", sorted(FORMER_NAMES))
+def test_the_former_file_of_a_family_is_cpu_with_a_notice(name: str, tmp_path: Path) -> None:
+    assert default_rules(name) == "cpu"
+    registry = load_registry()
+    named, cpu = read_rules(name, registry=registry), read_rules("cpu", registry=registry)
+    assert named.rules == cpu.rules and named.files == cpu.files and not cpu.notices
+    message = f"notice: the shipped rule file '{name}' is now 'cpu', which serves every family"
+    assert [str(notice) for notice in named.notices] == [f"{name}:1:1: {message}"]
+    path = write(tmp_path, f"version: 1\nextends: {name}\n")
+    extending = read_rules(path, registry=registry)
+    assert extending.files == (str(path), *cpu.files)
+    assert [str(notice) for notice in extending.notices] == [f"{path}:2:10: {message}"]
 
 
 def test_a_shipped_name_and_a_path_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

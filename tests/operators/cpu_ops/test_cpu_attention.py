@@ -1,4 +1,4 @@
-"""`cpu_attention` in a model: the stock model's tokens with every cache, its own kernel where it can, PyTorch's where it must."""
+"""`cpu_attention` in a model: the stock model's tokens with every cache, by the kernel where it can answer and by PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from support.families import build_model, prompt, served_cases
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.cpu_ops import attention as function
-from moegraft.operators.cpu_ops.attention import CpuAttention
+from moegraft.operators.cpu_ops.attention import IMPLEMENTATION, CpuAttention, ImplementationName
 from moegraft.operators.linear import QuantizedLinear
 
 ATTENTION = "- {match: {kind: attention}, replace: {class: cpu_attention}}\n"
@@ -35,14 +34,14 @@ def injected(model: PreTrainedModel, tmp_path: Path, more: str = "") -> PreTrain
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The queries of every call that the kernel answers."""
     calls: list[int] = []
-    compute = function.compute
+    compute = CpuAttention.compute
 
-    def counting(runtime: Any, tensors: Any, *rest: Any) -> torch.Tensor:
+    def counting(self: CpuAttention, tensors: Any, *rest: Any) -> torch.Tensor:
         calls.append(tensors[0].shape[2])
-        return compute(runtime, tensors, *rest)
+        return compute(self, tensors, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(function, "compute", counting)
+        patch.setattr(CpuAttention, "compute", counting)
         yield calls
 
 
@@ -104,7 +103,7 @@ def _with_weights(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("call", [_with_gradient, _with_weights])
-def test_what_the_kernel_cannot_is_left_to_pytorch(
+def test_what_the_kernel_cannot_compute_is_left_to_pytorch(
     call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
@@ -134,7 +133,7 @@ def test_a_graph_with_gradients_is_pytorchs(tmp_path: Path, monkeypatch: pytest.
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_another_implementation_that_is_set_later_holds(tmp_path: Path) -> None:
+def test_an_implementation_that_is_set_later_is_used(tmp_path: Path) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     ids = prompt(9, batch=1)
     with torch.no_grad():
@@ -159,14 +158,15 @@ def test_a_function_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest
     ours = stock("qwen3_moe")
     ours.set_attn_implementation("eager")
     ours = injected(ours, tmp_path)
-    assert "its function computes something of its own" in caplog.text
+    assert "its function computes something else" in caplog.text
     with counted(monkeypatch) as calls:
         assert torch.equal(generated(ours), expected)
     assert not calls
 
 
-def test_a_module_asks_for_the_name_and_hears_what_it_stands_for() -> None:
-    name = function.Implementation.of("sdpa")
+def test_a_name_equals_that_of_the_implementation_it_replaces() -> None:
+    name = ImplementationName(IMPLEMENTATION)
+    name.replaces = "sdpa"
     assert name in ("eager", "sdpa")
     assert name != "eager"
-    assert {function.IMPLEMENTATION: 1}[name] == 1
+    assert {IMPLEMENTATION: 1}[name] == 1

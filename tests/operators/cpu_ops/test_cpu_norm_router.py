@@ -1,4 +1,4 @@
-"""`cpu_norm` and `cpu_router` in models: every family says what it said, the kernel answers what it can, the module the rest."""
+"""`cpu_norm` and `cpu_router` in models: the logits of every family stay, the kernel answers what it can, the module the rest."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
-from moegraft.operators.cpu_ops import norm, router
-from moegraft.operators.cpu_ops.in_place import as_it_was
-from moegraft.operators.cpu_ops.router import form_of
+from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError
+from moegraft.operators.cpu_ops.norm import CpuNorm
+from moegraft.operators.cpu_ops.router import MAX_TOKENS, CpuRouter, recognise
 
 RULES = """
 version: 1
@@ -27,7 +27,7 @@ rules:
 - {match: {kind: norm}, replace: {class: cpu_norm}, expect: any}
 - {match: {kind: router}, replace: {class: cpu_router}, expect: any}
 """
-# Their modules are no root-mean-square norms of one tensor, or choose by a rule that the kernel does not have.
+# Families that keep theirs: no root-mean-square norm of one tensor, or a choice by a rule that the kernel does not have.
 OWN_ROUTERS = {
     "afmoe", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "gemma4_text", "hunyuan_v1_moe", "hy_v3", "inkling_text",
     "kolibri1", "lfm2_moe", "minimax_m2", "phimoe", "zaya",
@@ -51,21 +51,30 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Calls that the kernel answers."""
     calls = {"norm": 0, "router": 0}
 
-    def counting(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(operator: type[CpuForwardOperator], compute: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            calls[name] += 1
-            return compute(*args)
+            answer = compute(*args)
+            calls[operator.kind] += answer is not None
+            return answer
 
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(norm, "normalised", counting("norm", norm.normalised))
-        patch.setattr(router, "routed", counting("router", router.routed))
+        for operator in (CpuNorm, CpuRouter):
+            patch.setattr(operator, "compute", counting(operator, operator.compute))
         yield calls
 
 
+@contextmanager
+def stock_computation(model: PreTrainedModel, module: Any) -> Iterator[None]:
+    """While it lasts, `module` of an injected model computes as the stock model's does."""
+    path = next(path for path, other in model.named_modules() if other is module)
+    with model.moegraft.operators[path].set_aside(module):
+        yield
+
+
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in served_cases()}))
-def test_every_family_says_what_it_said(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_every_family_stay(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(6, batch=1, seed=3)
     model = stock(model_type)
     with torch.no_grad():
@@ -87,7 +96,7 @@ def test_greedy_tokens_are_stock(model_type: str, tmp_path: Path, monkeypatch: p
     ours = injected(model, tmp_path)
     with counted(monkeypatch) as calls:
         assert torch.equal(ours.generate(ids, **options), expected)
-    steps, layers = 23, sum(isinstance(operator, router.CpuRouter) for operator in ours.moegraft.operators.values())
+    steps, layers = 23, sum(isinstance(operator, CpuRouter) for operator in ours.moegraft.operators.values())
     assert calls["router"] == steps * layers  # and PyTorch the prompt's
 
 
@@ -104,7 +113,7 @@ def test_bfloat16_rounds_where_the_module_does(tmp_path: Path) -> None:
     states = torch.randn(4, gate.weight.shape[1]).bfloat16()
     with torch.no_grad():
         ours = gate(states)
-        with as_it_was(gate):
+        with stock_computation(model, gate):
             theirs = gate(states)
     assert [part.dtype for part in ours] == [part.dtype for part in theirs]
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-2, atol=1e-2)
@@ -126,7 +135,7 @@ def _in_another_dtype(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("call", [_with_gradient, _compiled, _in_another_dtype])
-def test_what_the_kernel_cannot_is_the_modules_own(
+def test_what_the_kernel_cannot_compute_is_left_to_the_module(
     call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
@@ -135,10 +144,10 @@ def test_what_the_kernel_cannot_is_the_modules_own(
     assert calls == {"norm": 0, "router": 0}
 
 
-def test_more_tokens_than_a_few_are_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tokens_than_the_limit_are_left_to_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     with counted(monkeypatch) as calls, torch.no_grad():
-        model(prompt(router.FEW_TOKENS + 1, batch=1))
+        model(prompt(MAX_TOKENS + 1, batch=1))
     assert calls["router"] == 0
     assert calls["norm"] > 0
 
@@ -163,7 +172,7 @@ def test_a_norm_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     with caplog.at_level("INFO"), counted(monkeypatch) as calls, torch.no_grad():
         injected(model, tmp_path)(prompt(4, batch=1))
     assert calls["norm"] == 0
-    assert "Qwen3MoeRMSNorm) computes something of its own" in caplog.text
+    assert "Qwen3MoeRMSNorm) keeps its own norm: it is no root-mean-square norm of a form" in caplog.text
 
 
 def test_a_weight_that_is_changed_later_is_read(tmp_path: Path) -> None:
@@ -196,20 +205,21 @@ def test_groups_are_not_taken_for_others(method: str, experts: int, groups: int,
     for seed in range(12):
         module = DeepseekV2TopkRouter(config)
         module.weight.data = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(seed)) / 10
-        form = form_of(module, runtime)
-        if method == "greedy":
-            assert form is not None
-            assert form.groups == 1
-        elif form is not None:
-            same = kept >= top_k  # the best experts are then in the best groups
-            assert (form.groups, form.kept_groups, form.group_score) == ((1, 1, "two_largest") if same else (groups, kept, "largest"))
+        try:
+            rule = recognise(module, runtime, top_k).rule
+        except NotRecognisedError:
+            assert method != "greedy"
+            continue
+        same = method == "greedy" or kept >= top_k  # the best experts are then in the best groups
+        found = tuple(rule.get(name) for name in ("groups", "kept_groups", "group_score"))
+        assert found == ((None, None, None) if same else (groups, kept, "largest"))
 
 
-def test_what_has_changed_since_it_was_loaded_is_the_modules(tmp_path: Path) -> None:
+def test_a_module_that_has_changed_since_it_was_loaded_computes_itself(tmp_path: Path) -> None:
     def agree(module: Any, x: torch.Tensor) -> None:
         with torch.no_grad():
             ours = module(x)
-            with as_it_was(module):
+            with stock_computation(model, module):
                 theirs = module(x)
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == other.dtype
@@ -236,7 +246,7 @@ def test_what_has_changed_since_it_was_loaded_is_the_modules(tmp_path: Path) -> 
     agree(norm_module, rows)
 
 
-def test_windows_of_tokens_are_shaped_as_the_module_does(tmp_path: Path) -> None:
+def test_batches_are_shaped_as_by_the_module(tmp_path: Path) -> None:
     for model_type in ("qwen3_moe", "gpt_oss"):
         model = stock(model_type)
         gate = next(m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router")))
@@ -247,7 +257,7 @@ def test_windows_of_tokens_are_shaped_as_the_module_does(tmp_path: Path) -> None
             assert [part.shape for part in gate(x)] == expected
 
 
-def test_no_hook_is_told_of_made_up_tokens(tmp_path: Path) -> None:
+def test_recognising_a_module_calls_no_hook(tmp_path: Path) -> None:
     model = stock("qwen3_moe")
     calls: list[object] = []
     for module in (router_of(model), model.model.norm):
@@ -256,7 +266,7 @@ def test_no_hook_is_told_of_made_up_tokens(tmp_path: Path) -> None:
     assert not calls
 
 
-def test_the_model_goes_when_it_is_let_go(tmp_path: Path) -> None:
+def test_the_model_is_freed_when_nothing_refers_to_it(tmp_path: Path) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     gate = weakref.ref(router_of(model))
     last = weakref.ref(model.model.norm)
@@ -270,7 +280,7 @@ def test_the_model_goes_when_it_is_let_go(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_class_and_signature_are_the_modules_own(tmp_path: Path) -> None:
+def test_class_and_signature_stay(tmp_path: Path) -> None:
     model = stock("lfm2_moe")
     kinds = [(type(m).__name__, inspect.signature(m.forward)) for m in model.modules()]
     plain = type(model.model.layers[0].operator_norm)
@@ -279,7 +289,7 @@ def test_class_and_signature_are_the_modules_own(tmp_path: Path) -> None:
     assert isinstance(model.model.layers[0].operator_norm, plain)
 
 
-def test_placement_says_where(tmp_path: Path) -> None:
+def test_placement_names_the_device(tmp_path: Path) -> None:
     lines = "\n".join(injected(stock("phimoe"), tmp_path).moegraft.placement())
-    assert "router: cpu_router, as before" in lines
+    assert "router: cpu_router, left to PyTorch" in lines
     assert "norm: cpu_norm, the CPU" in "\n".join(injected(stock("qwen3_moe"), tmp_path).moegraft.placement())

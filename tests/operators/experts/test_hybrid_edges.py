@@ -7,7 +7,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.base import BuildContext, Operator
+from moegraft.operators.base import Operator
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
@@ -17,7 +18,7 @@ EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
 
 
 def built(operator: type[Operator], module: nn.Module, options: object) -> Operator:
-    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     made = operator.build(module, options, context)
     made.load(live_source("experts", module), lambda size: None)
     return made

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.cpu_backend import PackedExperts
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.base import BuildContext
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.layout import read_layout
 from moegraft.operators.machine import Machine
@@ -39,7 +39,7 @@ def module() -> Qwen3MoeExperts:
 
 
 def built(module: nn.Module, options: HybridExpertsOptions) -> HybridExperts:
-    context = BuildContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     made = HybridExperts.build(module, options, context)
     made.load(live_source("experts", module), lambda size: None)
     return made

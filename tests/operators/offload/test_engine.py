@@ -10,7 +10,7 @@ import torch
 from support.engine_rig import EXPERTS, LAYERS, EngineRig, Setting, engine_rig
 from support.kernel_cases import relative_error
 
-from moegraft.operators.offload.devices.emulated import EVERY, Faults
+from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import SCHEDULES
 from moegraft.operators.offload.slots import SlotState
@@ -123,7 +123,7 @@ def test_a_failing_device_costs_a_warning_and_no_result(kind: str, caplog: pytes
         run(rig, rounds=2)
         assert_nothing_held(rig)
         assert rig.engine.statistics.recoveries > 0
-    assert "is computed anew on the CPU: emulated:0: injected" in caplog.text
+    assert "is computed again on the CPU: emulated:0: injected" in caplog.text
 
 
 def test_a_device_that_always_fails_leaves_the_cpu() -> None:

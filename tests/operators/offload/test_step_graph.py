@@ -10,16 +10,15 @@ import pytest
 import torch
 from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
 from support.kernel_cases import make_batch, relative_error
-from support.loading_rig import EMULATED
+from support.transfer_harness import EMULATED
 
 from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.devices.emulated import Faults
-from moegraft.operators.offload.model_experts import EngineParts
+from moegraft.operators.offload.devices.virtual import Faults
 from moegraft.operators.offload.slots import SlotTable
-from moegraft.operators.offload.statistics import Timeline
 from moegraft.operators.offload.transfers import Urgency
+from moegraft.operators.timeline import Timeline
 
 
 class Step:
@@ -30,9 +29,7 @@ class Step:
         self._tokens = tokens
         self._inputs = [make_batch(tokens, TOP_K, layer, dtype, seed=0) for layer in rig.layers]
         self._scores = [torch.rand(tokens, EXPERTS) for _ in rig.layers]
-        packed = [layer.packed for layer in rig.layers]
-        parts = EngineParts(rig.engine.device.name, packed, [], rig.runtime, [None] * LAYERS, rig.arena)
-        self.graph = StepGraph(rig.engine, parts, CallShape(tokens, TOP_K, dtype))
+        self.graph = StepGraph(rig.engine, rig.engine_layers(), CallShape(tokens, TOP_K, dtype))
         self._results: list[torch.Tensor] = []
         self.runs = 0
         self.graph.capture(self._run)
@@ -117,8 +114,7 @@ def test_both_devices_take_part_and_the_cache_learns() -> None:
 
 def test_a_timeline_shows_every_step() -> None:
     with captured(Setting("greedy")) as step:
-        observer = step.rig.engine.observer
-        observer.timeline = timeline = Timeline("emulated:0")
+        step.rig.engine.timings.timeline = timeline = Timeline("emulated:0")
         for seed in range(3):
             step.replay(seed)
         spans = [span for span in timeline.spans if span.name == "captured step"]

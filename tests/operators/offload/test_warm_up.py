@@ -1,38 +1,55 @@
-"""The warm-up finds what a modelled machine takes, and so do plans, whose promises come true."""
+"""The warm-up measures what a modelled machine takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from support.kernel_cases import make_layer
+from support.model_shapes import MODELS
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
-from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.executors import SlotArena
-from moegraft.operators.offload.model_experts import EngineParts, WarmUpJobs
-from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
+from moegraft.operators.offload.executors import EngineLayers
+from moegraft.operators.offload.model_experts import SyntheticCalls
+from moegraft.operators.offload.queue import Loading, open_loading
+from moegraft.operators.offload.step import Ids
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.thresholds import SparsityOptions
 
 
-class NoJobs:
-    neurons: Neurons | None = None
+class NoArithmetic:
+    """An executor that computes nothing: a virtual device charges the time of the work."""
 
-    def on_cpu(self, experts: list[int], load: int) -> None:
+    def on_cpu(self, experts: Ids) -> None:
         return None
 
-    def on_gpu(self, slots: list[int], load: int) -> None:
+    def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> None:
         return None
+
+    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
+        raise AssertionError("the warm-up waits for its jobs alone")
+
+    def restart(self) -> None:
+        raise AssertionError("nothing fails here")
+
+
+def no_arithmetic(experts: Sequence[int], load: int) -> NoArithmetic:
+    return NoArithmetic()
 
 
 def opened(device: VirtualDevice, model: str, slots: int) -> Loading:
     shape = MODELS[model]
     store = ExpertStore.phantom(2, shape.num_experts, shape.expert_bytes())
-    loading = open_loading(device, store, lambda layer: np.zeros(shape.num_experts), LoadingOptions(even_plan(2, slots, 2)))
+    loading = open_loading(device, store, even_plan(2, slots, 2), lambda layer: np.zeros(shape.num_experts))
     assert loading is not None
     return loading
 
@@ -42,7 +59,7 @@ def opened(device: VirtualDevice, model: str, slots: int) -> Loading:
 def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) -> None:
     profile, expert_bytes = PROFILES[machine], MODELS[model].expert_bytes()
     device = VirtualDevice(profile)
-    costs = CostModel(warm_up(device, opened(device, model, 8), NoJobs()))
+    costs = CostModel(warm_up(device, opened(device, model, 8), no_arithmetic))
     loads = np.array([1, 3, 17, 64])
     np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes), rtol=1e-6)
     np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
@@ -54,21 +71,37 @@ def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) ->
 
 def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring() -> None:
     profile, expert_bytes = PROFILES["a6000_10core"], MODELS["mixtral-8x7b"].expert_bytes()
-    jobs = NoJobs()
-    jobs.neurons = Neurons(active=0.1, judged=1 / 3)
+    neurons = Neurons(active=0.1, gate_share=1 / 3)
     device = VirtualDevice(profile)
-    costs = CostModel(warm_up(device, opened(device, "mixtral-8x7b", 8), jobs))
+    costs = CostModel(warm_up(device, opened(device, "mixtral-8x7b", 8), no_arithmetic, neurons))
     loads = np.array([1, 3, 17])
-    np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes, neurons=jobs.neurons), rtol=1e-6)
-    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes, neurons=jobs.neurons), rtol=0.1)
+    np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes, neurons=neurons), rtol=1e-6)
+    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes, neurons=neurons), rtol=0.1)
     assert (costs.cpu_ms(loads) < 0.6 * profile.cpu_ms(loads, expert_bytes)).all()
     assert costs.transfer_ms(expert_bytes) == pytest.approx(profile.transfer_ms(expert_bytes), rel=0.01)
+
+
+def test_preparing_a_call_is_not_measured() -> None:
+    """Synthetic tokens take the host longer than a GPU takes for an expert."""
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    loading = opened(device, "deepseek-v2-lite", 4)
+
+    def slowly(experts: Sequence[int], load: int) -> NoArithmetic:
+        device.advance(5.0)
+        return NoArithmetic()
+
+    found = warm_up(device, loading, slowly)
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    expected = warm_up(device, opened(device, "deepseek-v2-lite", 4), no_arithmetic)
+    assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
+    np.testing.assert_allclose(found.cpu_ms, expected.cpu_ms)
+    np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
 
 
 def test_long_jobs_end_the_warm_up() -> None:
     """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
     device = VirtualDevice(PROFILES["a6000_10core"])
-    tables = warm_up(device, opened(device, "mixtral-8x7b", 4), NoJobs())
+    tables = warm_up(device, opened(device, "mixtral-8x7b", 4), no_arithmetic)
     assert tables.cpu_ms[-1][0] < LOADS[-1] and tables.gpu_ms[-1][0] > tables.cpu_ms[-1][0]
 
 
@@ -76,7 +109,7 @@ def test_with_no_slot_there_is_no_gpu() -> None:
     device = VirtualDevice(PROFILES["a6000_10core"])
     loading = opened(device, "deepseek-v2-lite", 0)
     loading.slots.freeze()
-    tables = warm_up(device, loading, NoJobs())
+    tables = warm_up(device, loading, no_arithmetic)
     assert (tables.gpu_ms == ()) == (tables.transfer_ms == ())
     assert tables.cpu_ms
 
@@ -84,14 +117,13 @@ def test_with_no_slot_there_is_no_gpu() -> None:
 def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     layer = make_layer(num_experts=4, hidden=64, intermediate=96, sparse=True)
     of_model = SparseLayers().join(SparsityOptions(0.7, "routed"))
-    of_model.set_threshold(1e9, 0.7)  # fits the model's tokens, not those that are made up here
-    parts = EngineParts("emulated:0", [layer.packed], [], Runtime(1), [of_model])
-    parts.arena = SlotArena(parts.runtime, layer.packed, layer.packed.buffer)
-    jobs = WarmUpJobs(parts)
-    jobs.on_cpu([0, 1, 2, 3], 16)()()
-    on_cpu = jobs.sparsity.counts.copy()
-    jobs.on_gpu([0, 1], 8)()
-    assert jobs.neurons == Neurons.without(0.7, gated=True), "so an emulated device charges for what is left"
-    assert on_cpu[1] == 4 * 16 * 96 and jobs.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
-    assert jobs.sparsity.achieved == pytest.approx(0.7, abs=0.05)
+    of_model.set_threshold(1e9, 0.7)  # fits the model's tokens, not the synthetic ones
+    slots = SimpleNamespace(array=layer.packed.buffer)
+    calls = SyntheticCalls(EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [of_model], slots))  # type: ignore[arg-type]
+    calls.executor([0, 1, 2, 3], 16).on_cpu(np.arange(4))()()
+    on_cpu = calls.sparsity.counts.copy()
+    calls.executor([0, 1], 8).on_gpu(np.arange(2), np.arange(2, dtype=np.int32))()
+    assert calls.neurons == Neurons.without(0.7, gated=True), "so an emulated device charges for what is left"
+    assert on_cpu[1] == 4 * 16 * 96 and calls.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
+    assert calls.sparsity.achieved == pytest.approx(0.7, abs=0.05)
     assert not of_model.counts.any(), "the model has left nothing out yet"

@@ -13,9 +13,8 @@ from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.model_experts import GpuGroups
 from moegraft.operators.offload.step import DraftStep, LayerStep
 from moegraft.operators.offload.transfers import Urgency
 
@@ -47,8 +46,7 @@ def load(tmp_path: Path) -> Any:
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.shared(GpuGroups, GpuGroups)
-    (engine,) = group.engines
+    (engine,) = model.moegraft.context.gpu_engines
     return engine
 
 
@@ -111,18 +109,18 @@ def test_a_verification_loads_each_expert_once(load: Any) -> None:
 def test_what_verifying_together_spares_is_counted(load: Any) -> None:
     model = load(more="schedule: on_demand")
     engine = engine_of(model)
-    ahead, spared = engine.verify_ahead, 0
+    ahead, shared, counts = engine.verification_prefetcher, 0, engine.statistics
     chosen = np.array([[0, 1], [1, 2], [1, 0]])  # three tokens: expert 1 for all, 0 for two
     ahead.drafted(LayerStep.of(1, chosen[:1, :1]), DraftStep(chosen[:1], top_k=1))
     for expert, tokens in enumerate((2, 3, 1)):
-        spared += 0 if engine.loading.slots.holds(1, expert) else tokens - 1
+        shared += 0 if engine.loading.slots.holds(1, expert) else tokens - 1
     ahead.verified(LayerStep.of(1, chosen))
-    assert ahead.shared == spared
+    assert counts.shared_in_verification == shared
     ahead.verified(LayerStep.of(1, chosen))  # a prompt: nothing was drafted
-    assert ahead.shared == spared
+    assert counts.shared_in_verification == shared
     greedy(model)
-    assert ahead.shared > spared
-    assert engine.report()["spared by verifying tokens together"] == ahead.shared
+    assert counts.shared_in_verification > shared
+    assert engine.report()["loads shared by tokens verified together"] == counts.shared_in_verification
 
 
 def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
@@ -132,7 +130,7 @@ def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
         greedy(model)
         rounds = model.moegraft.model_operator.statistics()["rounds"]
         found = sum(u is Urgency.DEMAND for step, asked in seen.calls if step.draft is None and 1 < len(step.chosen) < 6 for _, u in asked)
-        assert (engine_of(model).verify_ahead.served > 0) == ("true" in draft)
+        assert (engine_of(model).statistics.loaded_for_verification > 0) == ("true" in draft)
         return found / rounds
 
     assert demands("verify_prefetch: true") < demands("verify_prefetch: false")
@@ -164,13 +162,13 @@ def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load:
     engine.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         greedy(model)
-    assert model.moegraft.context.shared(DraftSwitch, DraftSwitch).settings is None
+    assert model.moegraft.context.draft_switch.settings is None
     assert torch.equal(greedy(model), expected)
 
 
 def test_whole_experts_run_after_a_draft_that_took_few(load: Any, stock: Any) -> None:
     model = load()
-    switch = model.moegraft.context.shared(DraftSwitch, DraftSwitch)
+    switch = model.moegraft.context.draft_switch
     with torch.no_grad(), switch.drafting(DraftSettings(1, resident=True)):
         model(input_ids=prompt(5))
     with torch.no_grad():

@@ -15,8 +15,9 @@ from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate import measure
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.verify import BY_WEIGHTS
+from moegraft.operators.estimates import Rate
 
 Run = Callable[..., Result]
 GUIDE = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ EXITS = {"diff": 1}  # the two files do differ
 
 
 # They run until they are stopped, or load and chat: their own tests run them, and here their options are read.
-READ_ONLY = ("serve", "bench")
+READ_ONLY = ("serve",)
 MODEL = "path/or/hub-id"
 GIVEN = {  # what a page's commands find in the folder
     "README.md": {"rules.yaml": "extends: cpu\n", "mine.txt": "Speak, what is it that thou wouldst have of me? " * 60},
@@ -39,7 +40,7 @@ def lines(page: Path) -> Iterator[list[str]]:
     for block in blocks("sh"):
         for line in block.text.splitlines() if block.page == page else ():
             words = shlex.split(line.rpartition(" | ")[2], comments=True)
-            if "-m" not in words:  # the lines that install
+            if words[:1] in (["moegraft"], ["local_chat"]):
                 yield [demo_path().as_posix() if word == MODEL else word for word in words]
 
 

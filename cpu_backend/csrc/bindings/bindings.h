@@ -1,0 +1,141 @@
+// The Python module. Only the files of this folder know Python and pybind11.
+//
+// A binding checks shape, dtype, order and device of what it is given, then releases the GIL and calls C++; the planner alone keeps it, for
+// microseconds. Callers' threads compute in forward(), linear(), attention(), norm() and route() themselves; submit() and host calls hand
+// over to threads that core/runtime.h describes, and keep their arguments alive until wait() or for as long as the HostCall exists.
+//
+// Memory comes in as NumPy arrays, bfloat16 as its bits in uint16, or, for the small calls of a decode step, as torch tensors (TensorView).
+// An address never crosses: only the two values of host_function() do, which CUDA takes as a C function and its argument.
+//
+// module.cpp: the runtime and what describes the machine; weights.cpp: packed weights and the specs they are made of; ops.cpp: norms and
+// routers; attention.cpp; scheduler.cpp: the planner.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/runtime.h"
+#include "core/types.h"
+#include "experts/packed_weights.h"
+#include "ops/norm.h"
+#include "ops/router.h"
+
+namespace moegraft {
+
+[[noreturn]] void raise_value_error(const std::string& message);
+std::string shape_text(const pybind11::array& array);
+std::string number_text(double value);
+// "NAME: expected shape EXPECTED, found ..."; `expected` is a shape in words, such as "(tokens, 64)".
+[[noreturn]] void raise_shape_error(const pybind11::array& array, const char* name, const std::string& expected);
+void require_layout(const pybind11::array& array, const char* name, pybind11::ssize_t dims);
+void require_dtype(const pybind11::array& array, const char* name, char kind, pybind11::ssize_t bytes, const char* expected);
+WeightType float_type_of(const pybind11::array& array, const char* name);  // uint16 is bfloat16
+ActivationType activation_type_of(const pybind11::array& array, const char* name);
+
+// A torch.Tensor or numpy.ndarray as an argument, for the time of one call. Tensors are read through DLPack's C exchange interface
+// (PyTorch 2.11 and newer have it), which takes 0.1 microseconds where a view as a NumPy array takes 2.
+class TensorView {
+ public:
+  // Throws TypeError for any other object, ValueError for a tensor that is on another device than the CPU, is not C-contiguous or has more
+  // than kMaxDims dimensions.
+  TensorView(pybind11::handle object, const char* name);
+
+  std::byte* data() const { return data_; }
+  int dims() const { return dims_; }
+  std::int64_t shape(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
+  ActivationType float_type() const;  // of float32, float16 and bfloat16 (also as uint16); throws TypeError
+  void require_float(ActivationType type) const;  // throws TypeError
+  void require_int64() const;  // throws TypeError
+  void require_writable() const;  // throws ValueError
+  std::int64_t rows(std::int64_t cols) const;  // of shape (..., cols); throws ValueError
+  void require_shape(std::initializer_list<std::int64_t> expected) const;  // throws ValueError
+  // The shape of `like` with `cols` in its last dimension. Throws ValueError.
+  void require_rows_of(const TensorView& like, std::int64_t cols) const;
+
+ private:
+  static constexpr int kMaxDims = 6;
+
+  [[noreturn]] void raise_shape_error(const std::string& expected) const;
+  [[noreturn]] void raise_type_error(const char* expected) const;
+  std::string shape_text() const;
+
+  const char* name_;
+  std::byte* data_ = nullptr;
+  int type_code_ = 0;  // DLPack's
+  int type_bits_ = 0;
+  int dims_ = 0;
+  bool writable_ = true;
+  std::array<std::int64_t, kMaxDims> shape_{};
+};
+
+// Keeps the array of an external buffer alive together with the experts.
+struct PyExperts {
+  PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const pybind11::object& buffer_or_none,
+            bool sparse);
+  std::unique_ptr<PackedExperts> experts;
+  pybind11::object buffer;
+};
+
+struct PyNorm {
+  PyNorm(const std::string& type_name, int cols_of_row, float epsilon, float weight_offset, bool rounds_first);
+  ActivationType type;
+  int cols;
+  NormForm form;
+};
+
+// The keywords of RouterSpec.
+struct RouterOptions {
+  std::string type, logits_type, weights_type;
+  bool rounds_logits;
+  std::string score;
+  bool normalise;
+  float scale;
+  int groups, kept_groups;
+  std::string group_score;
+  pybind11::object choice_bias, logit_bias;  // arrays or None
+};
+
+// `selection` points into `choice_bias`, so a router is never copied.
+struct PyRouter {
+  PyRouter(int hidden_size, int experts, int top_k, const RouterOptions& options);
+  PyRouter(const PyRouter&) = delete;
+  PyRouter& operator=(const PyRouter&) = delete;
+  int hidden;
+  ActivationType type, logits_type, weights_type;
+  bool rounds_logits;
+  std::vector<float> choice_bias, logit_bias;
+  Selection selection;
+};
+
+// The arguments of Runtime.attention; the arrays are views of PyTorch's tensors, strides and all.
+struct AttentionCall {
+  pybind11::array query, key, value, out;
+  pybind11::object mask, sinks;
+  float scale;
+  float softcap;
+  bool causal;
+};
+
+// Check their arguments, release the GIL and run.
+void attention(Runtime& runtime, const AttentionCall& call);
+void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
+void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);
+
+struct RouterCall {
+  pybind11::handle x, weight, logits, weights, index;
+};
+void route(Runtime& runtime, const PyRouter& router, const RouterCall& call);
+
+void bind_specs(pybind11::module_& module);  // GateSpec, ExpertsShape
+void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear
+void bind_ops(pybind11::module_& module);  // NormSpec, RouterSpec
+void bind_scheduler(pybind11::module_& module);  // Planner, check_problem
+
+}  // namespace moegraft

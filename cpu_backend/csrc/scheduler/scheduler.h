@@ -1,0 +1,177 @@
+// One layer's active experts and what each costs where, and how long a split of them takes. All times are ms from now.
+//
+// The CPU computes its experts one after another and pays `first_cpu_ms` once. The link brings one missing expert each `transfer_ms`. The
+// GPU computes resident experts first and the others as they arrive.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moegraft {
+
+struct LayerProblem {
+  int experts;
+  const std::int32_t* loads;  // tokens
+  const double* cpu_ms;
+  const double* gpu_ms;
+  const double* arrival_ms;  // 0: on the GPU; finite: on its way, lands then; infinite: not on the GPU
+  double transfer_ms;
+  double first_cpu_ms;
+  double cpu_free_ms;
+  double gpu_free_ms;
+  double link_free_ms;
+  int max_transfers;
+};
+
+// Throws std::invalid_argument, naming the value, where a cost, a time or a count is negative or not a number. Costs may be infinite.
+void check(const LayerProblem& problem);
+
+// Most tokens first; of equal loads the first position.
+void sort_by_load(const LayerProblem& problem, std::vector<int>& experts);
+
+// The experts by where they are, each group in the order in which the GPU takes them. For a given split these orders are optimal: transfers
+// of equal length go in descending GPU time (Johnson's rule), and the GPU takes what arrives first.
+class ExpertGroups {
+ public:
+  void sort(const LayerProblem& problem);
+  const std::vector<int>& resident() const { return resident_; }
+  const std::vector<int>& in_flight() const { return in_flight_; }  // by arrival
+  const std::vector<int>& missing() const { return missing_; }      // by GPU time, longest first; ties: CPU time, load, position
+
+  // When the last expert is done. `on_cpu` (experts): 1 on the CPU, 0 on the GPU. A device without an expert is done at 0.
+  double makespan(const LayerProblem& problem, const std::uint8_t* on_cpu) const;
+
+ private:
+  double gpu_end(const LayerProblem& problem, const std::uint8_t* on_cpu) const;
+
+  std::vector<int> resident_;
+  std::vector<int> in_flight_;
+  std::vector<int> missing_;
+};
+
+// When the CPU is done, 0 where it has nothing to do.
+double cpu_end(const LayerProblem& problem, const std::uint8_t* on_cpu);
+
+// HybriMoE's schedule (section IV-B): a simulation that always takes the operation that finishes first.
+//
+// The GPU takes the resident or arrived expert with the most tokens, or waits for the first that arrives. The CPU takes the missing expert
+// with the fewest tokens and, when none is left, steals from the GPU's queue the one with the fewest. The link brings the missing expert
+// with the most into the GPU's queue. Ties go to the GPU, then to the CPU; of equal loads the first position counts as the largest.
+
+class GreedySchedule {
+ public:
+  // Fills `on_cpu` (experts). An expert that was brought and then stolen counts as the CPU's: its transfer is not made.
+  void split(const LayerProblem& problem, const ExpertGroups& groups, std::uint8_t* on_cpu);
+
+ private:
+  enum class State : std::uint8_t { kMissing, kComing, kArrived, kDone };
+  struct Coming {
+    int rank;
+    double arrival_ms;
+  };
+
+  void start(const LayerProblem& problem, const ExpertGroups& groups);
+  void arrive(double now_ms);
+  Coming next_for_gpu(double now_ms);  // rank -1: none
+  int next_for_cpu();
+  int largest_missing();
+  const Coming* first_coming(const std::vector<Coming>& queue, std::size_t& head) const;
+
+  // Experts are handled by rank, 0 being the one with the most tokens. The marks below only ever save looking at what is done.
+  std::vector<int> expert_of_;
+  std::vector<int> rank_of_;
+  std::vector<State> states_;
+  std::vector<Coming> in_flight_;
+  std::vector<Coming> brought_;
+  std::size_t in_flight_head_ = 0;
+  std::size_t brought_head_ = 0;
+  int first_arrived_ = 0;  // no lower rank waits for the GPU
+  int first_missing_ = 0;  // no lower rank is missing
+  int last_missing_ = 0;   // no higher rank is missing
+  int last_left_ = 0;      // every higher rank is done
+};
+
+// The near-optimal schedule: of the missing and of the resident experts each, those cheapest on the CPU go to it, up to a threshold.
+//
+// With one GPU time for all experts two thresholds are optimal. A sweep over both, each position of one with the best of the other, finds
+// them in linear time after sorting. Experts in flight have a third, among the cheapest or among the latest: a sweep for each of its
+// positions, for there are few. Where times differ from expert to expert, moves and swaps close to the thresholds remove most of what is left.
+
+class TwoThresholdSchedule {
+ public:
+  // Fills `on_cpu` (experts) with a split that is no slower than everything on the CPU, or than residents on the GPU and the rest on the CPU.
+  void split(const LayerProblem& problem, const ExpertGroups& groups, std::uint8_t* on_cpu);
+
+ private:
+  struct Thresholds {
+    const std::vector<int>* in_flight_order;
+    int resident, missing, in_flight;  // how many of each go to the CPU
+    double makespan_ms;
+  };
+  struct Sums;
+
+  void sort(const LayerProblem& problem, const ExpertGroups& groups);
+  void tabulate(const LayerProblem& problem, const ExpertGroups& groups, const std::uint8_t* on_cpu);
+  void sweep(const LayerProblem& problem, const std::vector<int>& in_flight, int in_flight_on_cpu, Thresholds& best) const;
+  void sweep_all(const LayerProblem& problem, const ExpertGroups& groups, const std::vector<int>& in_flight, std::uint8_t* on_cpu,
+                 Thresholds& best);
+  void find_near(const LayerProblem& problem, const Thresholds& best);
+  void polish(const LayerProblem& problem, const ExpertGroups& groups, std::uint8_t* on_cpu);
+
+  std::vector<int> resident_;  // cheapest on the CPU first
+  std::vector<int> missing_;
+  std::vector<int> cheapest_;  // of those in flight
+  std::vector<int> latest_;
+  std::vector<double> resident_cpu_ms_;   // of the first b residents
+  std::vector<double> resident_gpu_ms_;   // of all but them
+  std::vector<double> missing_cpu_ms_;    // of the first a missing
+  std::vector<double> arriving_gpu_ms_;   // of the last m missing and what is in flight
+  std::vector<double> arriving_end_ms_;   // when those are done on a GPU that does nothing else
+  double in_flight_cpu_ms_ = 0.0;
+  std::vector<int> near_;  // experts close to a threshold, where moving them may gain
+};
+
+// The schedules of one layer's experts: who computes what, and what is transferred for it.
+
+enum class Schedule { kAllCpu, kFixed, kOnDemand, kGreedy, kTwoThreshold };
+
+Schedule parse_schedule(const std::string& name);  // throws std::invalid_argument, naming the known ones
+
+struct LayerPlan {
+  const std::uint8_t* on_cpu;    // (experts)
+  const std::int32_t* transfers;  // positions, in the order of their transfer
+  int transfer_count;
+  double makespan_ms;
+};
+
+// Plans layers one after another in memory it keeps. For one thread at a time. Problems are taken to have passed `check`.
+class Planner {
+ public:
+  // The plan lies in this object until its next call.
+  LayerPlan plan(const LayerProblem& problem, Schedule schedule);
+
+  // Of any split. Throws std::invalid_argument when it needs more than `max_transfers`.
+  double makespan(const LayerProblem& problem, const std::uint8_t* on_cpu);
+
+  // How much shorter the schedule's plan gets, in ms, by having each missing expert resident, one after another in descending load (ties: by
+  // position). Where a later one gains more than those before it, they share their sum evenly: it counts only together with them. Experts
+  // that are not missing gain 0. `gains_ms`: (experts).
+  void gains(const LayerProblem& problem, Schedule schedule, double* gains_ms);
+
+ private:
+  void split(const LayerProblem& problem, Schedule schedule);
+  void bring_most(const LayerProblem& problem);
+
+  ExpertGroups groups_;
+  GreedySchedule greedy_;
+  TwoThresholdSchedule two_threshold_;
+  std::vector<std::uint8_t> on_cpu_;
+  std::vector<std::int32_t> transfers_;
+  std::vector<int> by_load_;
+  std::vector<int> gain_order_;
+  std::vector<double> arrival_ms_;
+};
+
+}  // namespace moegraft

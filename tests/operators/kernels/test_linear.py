@@ -1,0 +1,88 @@
+"""A packed linear layer, from the very bytes of `PackedLinear`, against float64 on the weights as they are unpacked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
+import torch
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, relative_error
+from support.triton_cases import DEVICE, ROUNDED
+from torch import nn
+
+from moegraft.cpu_backend import PackedLinear
+from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.kernels.linear import PackedLinearOnGpu
+from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
+from moegraft.operators.machine import Machine
+
+
+def made(weight_type: str, rows: int, columns: int, *, bias: bool) -> tuple[PackedLinearOnGpu, torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(0)
+    packed = PackedLinear(rows, columns, weight_type)
+    packed.pack(random.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5))
+    values = torch.from_numpy(random.standard_normal(rows, dtype=np.float32)) if bias else torch.zeros(rows)
+    on_device = torch.from_numpy(packed.buffer.copy()).to(DEVICE)
+    weight = torch.from_numpy(packed.unpack()).double()
+    return PackedLinearOnGpu(rows, columns, weight_type, on_device, values.to(DEVICE) if bias else None), weight, values.double()
+
+
+@pytest.mark.parametrize("path", ["decode", "grouped"])
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens", "bias"),
+    [
+        (32, 64, 1, False),  # one block
+        (45, 72, 3, True),  # rows past a block, columns that are no multiple of a group
+    ],
+)
+def test_every_weight_type(rows: int, columns: int, tokens: int, bias: bool, weight_type: str, path: str) -> None:
+    linear, weight, values = made(weight_type, rows, columns, bias=bias)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1))
+    limit = TOLERANCE["float32"] if path == "decode" else ROUNDED[torch.float32]
+    assert relative_error(linear.forward(x.to(DEVICE), path).cpu(), x.double() @ weight.T + values) <= limit
+
+
+@pytest.mark.parametrize("path", ["decode", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_activations_of_any_shape(dtype: torch.dtype, path: str) -> None:
+    linear, weight, values = made("int4", 45, 64, bias=True)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = linear.forward(x.to(DEVICE), path)
+    assert (found.dtype, found.shape) == (dtype, (2, 3, 45))
+    assert relative_error(found.cpu(), x.double() @ weight.T + values) <= ROUNDED[dtype]
+
+
+def test_many_tokens_take_several_blocks_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.kernels.linear.MOST_TOKENS", 20)
+    linear, weight, values = made("int8", 32, 32, bias=False)
+    x = torch.randn(37, 32, generator=torch.Generator().manual_seed(1))
+    assert relative_error(linear.forward(x.to(DEVICE)).cpu(), x.double() @ weight.T + values) <= ROUNDED[torch.float32]
+
+
+def test_no_tokens_and_wrong_bytes() -> None:
+    linear, *_ = made("int8", 32, 32, bias=False)
+    assert linear.forward(torch.empty(0, 32, device=DEVICE)).shape == (0, 32)
+    with pytest.raises(ValueError, match="packed bytes where int4"):
+        PackedLinearOnGpu(32, 32, "int4", torch.zeros(1088, dtype=torch.uint8))
+
+
+def test_the_operator_takes_its_bytes_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(64, 45)
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    operator = QuantizedLinear.build(module, QuantizedLinearOptions("int8", gpu="auto"), context)
+    monkeypatch.setattr(operator, "_device", torch.device(DEVICE))
+    on_cpu = QuantizedLinear.build(module, QuantizedLinearOptions("int8"), context)
+    on_cpu.load(live_source("linear", module), lambda size: None)
+    on_device = operator._moved(_packed(on_cpu), module.bias.detach())
+    monkeypatch.setattr(operator, "_on_gpu", on_device)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(operator(x), on_cpu(x), rtol=0.02, atol=0.02)  # the CPU rounds activations to 8 bits
+
+
+def _packed(operator: QuantizedLinear) -> PackedLinear:
+    assert operator._packed is not None
+    return operator._packed

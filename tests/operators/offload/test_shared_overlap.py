@@ -1,0 +1,227 @@
+"""Shared experts run while routed ones are waited for: whatever a block's order, what it gets is what it would have computed itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.engine_rig import Setting, engine_rig
+from support.kernel_cases import make_batch
+from torch import nn
+
+from moegraft.operators.offload.devices.base import Work
+from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.shared_overlap import AheadModule, SharedOverlap, shared_experts_of
+from moegraft.operators.offload.statistics import TimingRecorder
+from moegraft.operators.offload.step import LayerStep
+
+HIDDEN = 8
+
+
+class Shared(nn.Module):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append("shared")
+        return self.linear(x)
+
+
+class Router(nn.Module):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, HIDDEN))
+        self.log = log
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.log.append("router")
+        logits = hidden_states @ self.weight.T
+        weights, index = logits.softmax(-1).topk(2)
+        return logits, weights, index
+
+
+class Block(nn.Module):
+    """`order` is that of its calls; the routed experts are one more linear layer, weighed."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.order = order
+        self.gate, self.shared_experts = Router(self.log), Shared(self.log)
+        self.routed = nn.Linear(HIDDEN, HIDDEN)
+        module = self.shared_experts
+        assert shared_experts_of(self) is module
+        alive = weakref.ref(self)
+        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, lambda *given: alive().experts(*given), self.record)  # type: ignore[union-attr]
+
+    def record(self, hidden_states: torch.Tensor, output: Any) -> None:
+        self.log.append("recorded")
+
+    def experts(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """As the operator does it."""
+        done = self.overlap.take_routed(hidden_states, top_k_index, top_k_weights) if self.overlap else None
+        if done is not None:
+            return done
+        launch = self.overlap.begin(hidden_states) if self.overlap else None
+        self.log.append("handed over")
+        if launch is not None:
+            launch()
+        self.log.append("waited")
+        return self.routed(hidden_states) * top_k_weights.sum(-1, keepdim=True)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.view(-1, HIDDEN)
+        shared = self.shared_experts(tokens) if self.order == "before" else None
+        _, weights, index = self.gate(tokens)
+        if self.order == "rounded":
+            weights = weights.double().float()
+            shared = self.shared_experts(tokens)
+        routed = self.experts(tokens, index, weights).view(hidden_states.shape)
+        if self.order == "changed":
+            tokens.mul_(2)
+        if shared is None:
+            shared = self.shared_experts(hidden_states)
+        return routed + shared.view(hidden_states.shape)
+
+
+def plain(block: Block) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The block's own answer, computed by modules of another block with its weights."""
+    other = Block(block.order)
+    other.overlap = None
+    for module in (other.gate, other.shared_experts):
+        del module.forward  # type: ignore[attr-defined] # of the instance
+    other.load_state_dict(block.state_dict())
+    return other
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("order", "found", "log"),
+    [
+        ("after", "after", ["router", "handed over", "shared", "waited"]),
+        ("before", "before", ["router", "recorded", "handed over", "shared", "waited"]),
+        ("rounded", "other", ["router", "shared", "handed over", "waited"]),  # its weights are not the router's own tensor
+        ("changed", "other", ["router", "handed over", "waited", "shared"]),  # its shared experts read other values
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_every_order_answers_as_it_does_alone(order: str, found: str, log: list[str], mode: Any) -> None:
+    block = Block(order)
+    alone = plain(block)
+    with mode():
+        for tokens in (5, 1, 3):
+            x = torch.randn(2, tokens, HIDDEN)
+            expected = alone(x.clone())
+            block.log.clear()
+            assert torch.equal(block(x), expected)
+        assert block.overlap is not None and block.overlap.order == found
+        assert block.log == log
+
+
+def test_where_gradients_are_wanted_a_block_runs_as_it_is() -> None:
+    block = Block("before")
+    with torch.no_grad():
+        block(torch.randn(1, 2, HIDDEN))
+    block.log.clear()
+    block(torch.randn(1, 2, HIDDEN)).sum().backward()
+    assert block.log == ["shared", "router", "handed over", "waited"]
+    assert block.shared_experts.linear.weight.grad is not None
+
+
+@torch.no_grad()
+def test_a_result_is_for_the_same_tensor_unchanged() -> None:
+    log: list[str] = []
+    module = Shared(log)
+    ahead = AheadModule(module)
+    x = torch.randn(3, HIDDEN)
+    ahead.keep(x, ahead.run(x))
+    assert torch.equal(module(x), module.linear(x)) and log == ["shared"]
+    module(x)
+    assert log == ["shared"] * 2, "handed out once"
+    ahead.keep(x, ahead.run(x))
+    x.add_(1)
+    assert torch.equal(module(x), module.linear(x)) and log == ["shared"] * 4
+    ahead.keep(x, ahead.run(x))
+    assert torch.equal(module(x[:2]), module.linear(x[:2])) and log == ["shared"] * 6
+
+
+def test_a_block_goes_with_its_last_reference() -> None:
+    """No collection is waited for: what is on a GPU goes at once."""
+    gc.disable()
+    try:
+        module = Shared([])
+        watched, ahead = weakref.ref(module), AheadModule(module)
+        del module
+        assert watched() is None
+        other = Shared([])
+        ahead = AheadModule(other)
+        del ahead
+        assert other(torch.ones(1, HIDDEN)).shape == (1, HIDDEN)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_gpu_works_while_the_cpu_does(overlap: bool) -> None:
+    """By the clock: the shorter of the two costs nothing where it runs in between, and all it takes where it comes after."""
+    with engine_rig(Setting("all_cpu", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
+        device, compute = rig.engine.device, rig.engine.device.stream("compute")
+        layer = rig.layers[0]
+        x, index, weights = make_batch(1, 3, layer, torch.float32, 1)
+        executor = rig.executor(0, x, index, weights)
+
+        def shared() -> None:
+            device.launch(compute, None, Work("dense", cost_ms=1.5))
+
+        began_ms = device.now_ms()
+        rig.engine.run(LayerStep.of(0, index.numpy()), executor, shared if overlap else None)
+        cpu_ms = device.now_ms() - began_ms
+        if not overlap:
+            shared()
+        compute.record().wait()
+        took_ms = device.now_ms() - began_ms
+        assert cpu_ms > 1.5
+        assert took_ms == pytest.approx(cpu_ms if overlap else cpu_ms + 1.5)
+
+
+def test_the_gpu_s_work_in_between_is_measured_and_planned_with() -> None:
+    device = VirtualDevice(MachineProfile("tiny", 50, 500, 500, 20, link_gb_s=20))
+    timings, compute = TimingRecorder(device), device.stream("compute")
+    assert timings.overlap_ms(1) == 0.0, "until it was measured"
+    for cost_ms in [1.0] * 2 + [3.0] * 400:
+        timings.launch_overlap(compute, 1, lambda cost_ms=cost_ms: device.launch(compute, None, Work("dense", cost_ms=cost_ms)))  # type: ignore[misc]
+        device.synchronize()
+        timings.collect()
+        if cost_ms == 1.0:
+            assert timings.overlap_ms(1) == pytest.approx(1.0)
+    assert 2.5 < timings.overlap_ms(1) < 3.0, "it follows, from one measurement in sixteen"
+    assert timings.overlap_ms(8) == 0.0, "of so many tokens nothing is known"
+
+
+def test_plans_leave_the_gpu_less_where_it_is_busy_in_between() -> None:
+    with engine_rig(Setting("two_threshold", prefetch=PrefetchOptions(policy="none", promote=False))) as rig:
+        layer, engine, compute = rig.layers[0], rig.engine, rig.engine.device.stream("compute")
+        x, index, weights = make_batch(8, 3, layer, torch.float32, 1)
+        planned: list[float] = []
+        plan = engine.scheduler.plan
+
+        def watched(number: int, problem: Any) -> Any:
+            planned.append(problem.gpu_free_ms)
+            return plan(number, problem)
+
+        engine.scheduler.plan = watched  # type: ignore[method-assign]
+        for overlap in (lambda: engine.device.launch(compute, None, Work("dense", cost_ms=1.5)), None):
+            for _ in range(2):
+                executor = rig.executor(0, x, index, weights)
+                engine.run(LayerStep.of(0, index.numpy()), executor, overlap)
+                engine.device.synchronize()
+                engine.timings.collect()
+    assert planned == [0.0, pytest.approx(1.5), 0.0, 0.0]

@@ -1,0 +1,159 @@
+"""`sparse_experts` with its kernels in place: as a module of a model, its threshold on the device, observed by a calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.activations import ActivationHistogram
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.draft import DraftSettings
+from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
+from moegraft.operators.layout import read_layout
+from moegraft.operators.machine import Machine
+from moegraft.operators.reference import reference_experts
+from moegraft.operators.thresholds import SparsityOptions
+
+SPARSITY = SparsityOptions(0.5, "routed")
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def stock() -> nn.Module:
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=40, num_experts=4)
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.2, generator=generator)
+    return module
+
+
+def built(module: nn.Module, options: SparseExpertsOptions | None = None) -> SparseExperts:
+    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
+    operator.load(live_source("experts", module), lambda size: None)
+    return operator
+
+
+def inputs(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, 64, generator=generator)
+    return x, torch.rand(tokens, 4, generator=generator).topk(2).indices, torch.rand(tokens, 2, generator=generator)
+
+
+def model() -> nn.Module:
+    owner = nn.Module()
+    owner.config = Qwen3MoeConfig(num_experts_per_tok=2)  # type: ignore[assignment]
+    return owner
+
+
+def reference(module: nn.Module, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], threshold: float) -> torch.Tensor:
+    gate, up = module.gate_up_proj.detach().chunk(2, dim=1)
+    found = reference_experts(*given, gate, up, module.down_proj.detach(), read_layout(module).gate, threshold=threshold)
+    return found.float()
+
+
+def test_it_is_the_stock_module_and_follows_its_threshold() -> None:
+    module = stock()
+    operator = built(module)
+    with torch.no_grad():
+        torch.testing.assert_close(operator(*inputs()), module(*inputs()), rtol=1e-4, atol=1e-5)
+    assert operator.sparsity.achieved == 0.0
+    operator.sparsity.set_threshold(0.25, 0.5)
+    torch.testing.assert_close(operator(*inputs()), reference(module, inputs(), 0.25), rtol=1e-4, atol=1e-5)
+    assert 0.05 < (operator.sparsity.achieved or 0.0) < 0.95
+
+
+def test_a_draft_has_a_threshold_of_its_own() -> None:
+    operator = built(stock())
+    operator.sparsity.set_threshold(0.25, 0.5)
+    sparser = operator(*inputs())
+    operator.sparsity.set_threshold(0.01, 0.1)
+    usual = operator(*inputs())
+    operator.sparsity.set_draft_threshold(0.25, 0.5)
+    counted = int(operator.sparsity.counts[1])
+    with operator._draft.drafting(DraftSettings(2, sparsity=0.5)):
+        assert torch.equal(operator(*inputs()), sparser)
+    assert int(operator.sparsity.counts[1]) == counted, "a draft is not counted as what is always left out"
+    assert torch.equal(operator(*inputs()), usual)
+
+
+def test_a_sketch_computes_nearly_the_same() -> None:
+    module = stock()
+    operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch", margin=0.5))
+    operator.sparsity.set_threshold(0.25, 0.5)
+    operator.on_model_loaded(model(), "layers.0.experts")
+    assert operator.statistics()["margin"] == 0.5
+    torch.testing.assert_close(operator(*inputs()), reference(module, inputs(), 0.25), rtol=0.05, atol=0.05)
+
+
+def test_a_calibration_at_load_finds_the_margin_of_a_sketch() -> None:
+    module = stock()
+    operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch"))
+    operator.sparsity.observer = lambda ids, acted: None
+    for _ in range(2):
+        operator(*inputs(6))
+    operator.sparsity.observer = None
+    operator.sparsity.set_threshold(0.25, 0.5)
+    operator.on_model_loaded(model(), "layers.0.experts")
+    margin = operator.statistics()["margin"]
+    assert isinstance(margin, float) and 0.3 < margin < 1 and margin != 0.8
+    torch.testing.assert_close(operator(*inputs(6)), reference(module, inputs(6), 0.25), rtol=0.02, atol=0.02)
+    plain = built(stock(), SparseExpertsOptions(SPARSITY, gate="sketch"))
+    plain.on_model_loaded(model(), "layers.0.experts")
+    assert plain.statistics()["margin"] == 0.8, "nothing was calibrated"
+
+
+@pytest.mark.parametrize("gate", ["exact", "sketch"])
+def test_a_calibration_sees_every_activation(gate: Literal["exact", "sketch"]) -> None:
+    operator = built(stock(), SparseExpertsOptions(SPARSITY, gate=gate))
+    histogram = ActivationHistogram(4, 40)
+    x, index, weights = inputs(6)
+    index[2, 1] = -1
+    operator.sparsity.observer = histogram.add
+    operator(x, index, weights)
+    assert histogram.count == 11 * 40
+
+
+def test_a_whole_model_by_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\n"
+        "rules:\n"
+        "- match: {kind: experts}\n"
+        "  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, counts: routed}}}\n"
+    )
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+    )
+    loaded = Qwen3MoeForCausalLM(config).eval()
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        expected = loaded(ids).logits
+        injected = optimize_and_load(loaded, rules)
+        torch.testing.assert_close(injected(ids).logits, expected, rtol=1e-3, atol=1e-4)
+    assert "sparse_experts" in injected.moegraft.plan.describe()

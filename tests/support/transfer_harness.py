@@ -1,0 +1,198 @@
+"""A device with slots and a queue, and experts whose bytes identify them, so that a reader can check what it has read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moegraft.operators.offload.devices.base import Device, Event, Work
+from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
+from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.slots import Admission, SlotState
+from moegraft.operators.offload.store import ExpertStore, SlotPlan
+from moegraft.operators.offload.transfers import Urgency
+from support.threaded_device import ThreadedDevice
+
+EMULATED = ["virtual", "threaded"]
+DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
+LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
+WORK = Work("experts", cost_ms=0.1)
+PAGE = 4096
+
+
+def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any) -> Device:
+    if kind == "cuda":
+        assert not options, "faults and budgets are for emulated devices"
+        return CudaDevice()
+    return VirtualDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
+
+
+def advance(device: Device, ms: float) -> None:
+    """Let the host be busy for that long; where time is real it passes by itself."""
+    if isinstance(device, VirtualDevice):
+        device.advance(ms)
+
+
+def sentinel(layer: int, expert: int, experts: int) -> int:
+    return layer * experts + expert + 1
+
+
+def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
+    assert layers * experts < 256, "a byte identifies an expert"
+    buffers = []
+    for layer in range(layers):
+        memory = np.empty(experts * expert_bytes + 2 * PAGE, np.uint8)
+        start = -memory.ctypes.data % PAGE  # CUDA page-locks whole pages, and no page twice
+        buffers.append(memory[start : start + experts * expert_bytes])
+        buffers[-1][:] = np.repeat(np.arange(experts) + sentinel(layer, 0, experts), expert_bytes)
+    return ExpertStore(list(buffers), experts, expert_bytes)
+
+
+class Harness:
+    """A device with slots, a queue, and readers on its compute stream that check what they read.
+
+    Experts have 4 chunks by default, and the priority of an expert is its number until `priorities` is changed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        capacity: int | tuple[int, ...],
+        staging: int = 2,
+        *,
+        layers: int = 2,
+        experts: int = 5,
+        expert_bytes: int = 256,
+        chunk_bytes: int = 64,
+        admission: Admission = "always",
+    ) -> None:
+        self.device = device
+        self.experts = experts
+        self.expert_bytes = expert_bytes
+        self.priorities: NDArray[np.float64] = np.tile(np.arange(experts, dtype=np.float64), (layers, 1))
+        self.spans: list[tuple[str, float, float]] = []
+        self.measured: list[tuple[int, float]] = []
+        loading = open_loading(
+            device,
+            sentinel_store(layers, experts, expert_bytes),
+            SlotPlan(capacity, staging),
+            lambda layer: self.priorities[layer],
+            admission,
+            chunk_bytes=chunk_bytes,
+            on_span=lambda track, name, start_ms, end_ms: self.spans.append((name, start_ms, end_ms)),
+            on_transfer=lambda nbytes, ms: self.measured.append((nbytes, ms)),
+        )
+        assert loading is not None, "an emulated device has room"
+        self.loading = loading
+        self.slots, self.queue, self.arena = loading.slots, loading.queue, loading.arena
+        self.compute = device.stream("compute")
+        self.reads = 0
+        self.wrong: list[tuple[int, int, int, bytes]] = []
+        self._wrong_on_device: Any = None
+        self._expected = [bytes([value]) * expert_bytes for value in range(layers * experts + 1)]
+
+    def read(self, layer: int, expert: int, slot: int) -> None:
+        """A reader on the compute stream."""
+        start, stop = slot * self.expert_bytes, (slot + 1) * self.expert_bytes
+        value = sentinel(layer, expert, self.experts)
+
+        def check() -> None:
+            self.reads += 1
+            found = self.arena.array[start:stop].tobytes()  # type: ignore[index]
+            if found != self._expected[value]:
+                self.wrong.append((layer, expert, slot, found))
+
+        def check_on_device() -> None:
+            self.reads += 1
+            wrong = (self.arena.tensor[start:stop] != value).sum()
+            self._wrong_on_device = wrong if self._wrong_on_device is None else self._wrong_on_device + wrong
+
+        self.device.launch(self.compute, check if self.arena.array is not None else check_on_device, WORK)
+
+    @contextmanager
+    def link_held(self) -> Iterator[None]:
+        """Hold the link: what is submitted within starts afterwards, on any device."""
+        gate, opened = self.device.stream("gate"), threading.Event()
+        if isinstance(self.device, ThreadedDevice):
+            self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
+        elif isinstance(self.device, VirtualDevice):
+            self.device.launch(gate, None, Work("host", cost_ms=1.0))
+        else:
+            import torch
+
+            self.device.launch(gate, lambda: torch.cuda._sleep(200_000_000), WORK)  # 0.1 s and more
+        self.device.stream("copy").wait(gate.record())
+        yield
+        opened.set()
+
+    def after(self) -> Event:
+        return self.compute.record()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; prefetches that have not started are dropped."""
+        self.queue.replan()
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Wait until nothing is in flight or pending."""
+        until_s = time.monotonic() + 20
+        while True:
+            self.device.synchronize()
+            if self.queue.idle:
+                return
+            assert time.monotonic() < until_s, "the queue does not become idle"
+
+    def bytes_in(self, slot: int) -> bytes:
+        data = self.arena.tensor.cpu().numpy() if self.arena.array is None else self.arena.array
+        return data[slot * self.expert_bytes : (slot + 1) * self.expert_bytes].tobytes()
+
+    def check(self) -> None:
+        """After `settle`: every reader read the expert it expected, and the table matches the slots' bytes."""
+        assert not self.wrong, f"layer, expert, slot, bytes read: {self.wrong[:3]}"
+        assert self._wrong_on_device is None or int(self._wrong_on_device) == 0
+        slots = self.slots
+        assert not any(slots._pins), "all pins were released"
+        ready = {}
+        for layer in range(slots.layers):
+            row = slots.slot_of(layer)
+            assert sorted(slots.residents(layer)) == np.flatnonzero(row >= 0).tolist()
+            for expert in slots.residents(layer):
+                slot = int(row[expert])
+                assert slot not in ready and slots.state(slot) is SlotState.READY
+                assert self.bytes_in(slot) == self._expected[sentinel(layer, expert, self.experts)], (layer, expert, slot)
+                ready[slot] = (layer, expert)
+        capacity, counts = slots.plan.capacity, [len(slots.residents(layer)) for layer in range(slots.layers)]
+        limits = [(sum(counts), capacity)] if isinstance(capacity, int) else list(zip(counts, capacity, strict=True))
+        excess = sum(max(0, count - limit) for count, limit in limits)  # READY and available at once
+        assert len(ready) + slots.available - excess == slots.plan.slots, "every slot is READY or available"
+
+    def close(self) -> None:
+        self.loading.close()
+        self.device.close()
+
+
+def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
+    """Layer and expert of each chunk in the order in which they landed."""
+    return [(int(name.split()[1]), int(name.split()[3])) for name, _, _ in spans]
+
+
+def serve_in_a_process(kind: str) -> None:
+    """Run one transfer in a spawned process, on a device of its own."""
+    harness = Harness(make_device(kind), (3, 3))
+    demand = harness.queue.request(1, 2, Urgency.DEMAND)
+    assert demand is not None
+    harness.compute.wait(demand.ready())
+    harness.read(1, 2, demand.slot)
+    harness.queue.release(demand, harness.after())
+    harness.settle()
+    harness.check()
+    harness.close()
