@@ -38,10 +38,10 @@ from moegraft.operators.sparse.layer import LayerSparsity, sparsity_of, whole
 from moegraft.operators.sparse.thresholds import (
     FILE_NAME,
     GRID,
-    Counts,
     HeldOut,
     LayerThresholds,
     Mode,
+    Scope,
     SparsityOptions,
     Thresholds,
     read_thresholds,
@@ -55,7 +55,7 @@ class Trial:
     """One target, and for each layer its threshold and the share of routed neurons that it is to leave out."""
 
     target: float
-    counts: Counts
+    scope: Scope
     mode: Mode
     layers: Mapping[str, tuple[float, float]]
 
@@ -123,9 +123,9 @@ class _Tally:
     def result(self, trial: Trial) -> HeldOut:
         return HeldOut(
             target=trial.target,
-            counts=trial.counts,
+            scope=trial.scope,
             mode=trial.mode,
-            achieved=self.left_out / (self.routed_neurons + (self.shared_neurons if trial.counts == "total" else 0.0)),
+            achieved=self.left_out / (self.routed_neurons + (self.shared_neurons if trial.scope == "total" else 0.0)),
             dense_perplexity=math.exp(self.dense_nats / self.predicted),
             perplexity=math.exp(self.nats / self.predicted),
             agreement=self.agreed / self.positions,
@@ -147,20 +147,20 @@ class CalibrationOptions:
 
     Attributes:
         targets: tried on the held-out text.
-        counts, mode: of those targets, as rules have them.
+        scope, mode: of those targets, as rules have them.
         window: tokens of one forward pass.
         held_out: share of the text, its end, that only judges.
     """
 
     targets: tuple[float, ...] = (0.5, 0.7, 0.85)
-    counts: Counts = "routed"
+    scope: Scope = "routed"
     mode: Mode = "layer"
     window: int = 512
     held_out: float = 0.2
 
     def __post_init__(self) -> None:
         for target in self.targets:
-            SparsityOptions(target, self.counts)
+            SparsityOptions(target, self.scope)
             if not target:
                 raise ValueError("target 0 leaves nothing out: there is nothing to measure")
         if self.window < 2:
@@ -302,7 +302,7 @@ def calibrate(
     trials = [
         Trial(
             target,
-            options.counts,
+            options.scope,
             options.mode,
             {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()},
         )
@@ -319,7 +319,7 @@ def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationO
 
 def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: CalibrationOptions) -> dict[str, float]:
     try:
-        targets = {layer.path: layer.routed_target(SparsityOptions(target, options.counts)) for layer in layers}
+        targets = {layer.path: layer.routed_target(SparsityOptions(target, options.scope)) for layer in layers}
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if max(targets.values()) > GRID[-1]:

@@ -132,7 +132,7 @@ class LayerSparsity:
         """What it is to leave out, for people."""
         if not self.options.target:
             return "every neuron in a layout that can leave some out"
-        return f"without the {100 * self.options.target:g} % of {self.options.counts} neurons that matter least"
+        return f"without the {100 * self.options.target:g} % of {self.options.scope} neurons that matter least"
 
     def statistics(self) -> Mapping[str, object]:
         """What it leaves out, by name, for programs that show it."""
@@ -195,7 +195,7 @@ class SparseLayers:
         return [
             {
                 "target": group.options.target,
-                "counts": group.options.counts,
+                "scope": group.options.scope,
                 "layers": len(group.layers),
                 "routed_target": group.routed_target,
                 "routed_sparsity": achieved(group.counts()),

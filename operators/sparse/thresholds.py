@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ import torch
 from moegraft.operators.errors import ThresholdsError
 from moegraft.operators.weights import WeightSource
 
-Counts = Literal["routed", "total"]
+Scope = Literal["routed", "total"]
 Mode = Literal["layer", "global"]
 
 
@@ -36,15 +36,17 @@ class SparsityOptions:
 
     Attributes:
         target: share of neurons to leave out, from 0 (none, in the layout that can) to below 1.
-        counts: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
+        scope: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
             which stay whole, so that the routed ones must be sparser.
         thresholds: a file that `moegraft calibrate` wrote. By default that of the model's own folder, `moegraft_thresholds.json`; where
             there is none, a short calibration runs when the model is loaded.
         mode: `layer` gives every layer the target; `global` takes one threshold for all layers, which have the target together.
     """
 
+    renamed_options: ClassVar[Mapping[str, str]] = {"counts": "scope"}
+
     target: float
-    counts: Counts
+    scope: Scope
     thresholds: Path | None = None
     mode: Mode = "layer"
 
@@ -63,7 +65,7 @@ def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, sh
     Raises:
         ValueError: the target counts shared neurons that stay, and cannot be reached.
     """
-    if options.counts == "routed" or not shared_intermediate:
+    if options.scope == "routed" or not shared_intermediate:
         return options.target
     routed = top_k * intermediate
     most = routed / (routed + shared_intermediate)
@@ -110,12 +112,12 @@ class HeldOut:
     """What a target did on text that thresholds were not made from.
 
     Attributes:
-        achieved: share of neurons left out, counted as the target is.
+        achieved: share of neurons left out, of the same scope as the target.
         agreement: share of positions with the same likeliest next token as without sparsity.
     """
 
     target: float
-    counts: Counts
+    scope: Scope
     mode: Mode
     achieved: float
     dense_perplexity: float
@@ -227,7 +229,7 @@ def read_thresholds(path: Path) -> Thresholds:
 
 def _parsed(body: dict[str, Any]) -> Thresholds:
     layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
-    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(HeldOut(**row) for row in body["held_out"])}
+    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(_held_out(row) for row in body["held_out"])}
     found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
     _check_numbers("grid", found.grid, len(found.grid), least=0.0)
     _check_numbers("all_layers", found.all_layers, len(found.grid))
@@ -240,6 +242,11 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     if not (isinstance(found.top_k, int) and found.top_k > 0):
         raise ValueError(f"top_k is {found.top_k!r}")
     return found
+
+
+def _held_out(row: Mapping[str, Any]) -> HeldOut:
+    """Read one row; older files have the scope under the key `counts`."""
+    return HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()})
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:

@@ -146,7 +146,7 @@ class SpeculativeDraft(ModelOperator):
         if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
             raise UnsupportedModelError(
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
-                "such as 'sparsity: {target: 0, counts: routed}', which leaves none out but in drafts"
+                "such as 'sparsity: {target: 0, scope: routed}', which leaves none out but in drafts"
             )
         if self.options.experts != "any" and not self._switch.resident_layers:
             self._say_once(f"experts: {self.options.experts} means any expert here, as none has a slot on a GPU")

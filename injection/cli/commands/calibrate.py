@@ -39,8 +39,9 @@ def calibrate(
     target: Annotated[
         list[float] | None, typer.Option("--target", metavar="SHARE", help="Sparsity to try, as 0.85; may be repeated. Default: three.")
     ] = None,
-    counts: Annotated[
-        Literal["routed", "total"], typer.Option("--counts", help="What targets are shares of: routed neurons, or shared ones too.")
+    scope: Annotated[
+        Literal["routed", "total"],
+        typer.Option("--scope", "--counts", help="What targets are shares of: routed neurons, or shared ones too."),
     ] = "routed",
     mode: Annotated[
         Literal["layer", "global"], typer.Option("--mode", help="A threshold for each layer, or one for all, in the trials.")
@@ -75,7 +76,7 @@ def calibrate(
     from moegraft.injection.verify import require_matplotlib
 
     try:
-        run = CalibrationOptions(targets=tuple(target or TARGETS), counts=counts, mode=mode, window=window)
+        run = CalibrationOptions(targets=tuple(target or TARGETS), scope=scope, mode=mode, window=window)
     except ValueError as error:
         raise OptionsError(str(error)) from error
     if report is not None:
@@ -146,7 +147,7 @@ def _write(found: Thresholds, out: Path, run: CalibrationOptions, terminal: Term
         f"{plural(len(found.layers), 'layer')} calibrated on {plural(found.tokens, 'token')}",
         f"with every neuron, the perplexity on {plural(found.held_out_tokens, 'token')} held out is {dense:.4g}",
         *columns(rows, right=(0, 1, 2, 3, 4)),
-        f"{out}: written; in rules: sparsity: {{target: {found.held_out[-1].target:g}, counts: {run.counts}, thresholds: {out.name}}}",
+        f"{out}: written; in rules: sparsity: {{target: {found.held_out[-1].target:g}, scope: {run.scope}, thresholds: {out.name}}}",
     ]
     terminal.write("\n".join(lines) + "\n")
 

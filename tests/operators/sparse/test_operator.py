@@ -135,7 +135,7 @@ def test_a_whole_model_by_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "version: 1\n"
         "rules:\n"
         "- match: {kind: experts}\n"
-        "  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, counts: routed}}}\n"
+        "  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: routed}}}\n"
     )
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

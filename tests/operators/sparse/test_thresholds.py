@@ -45,6 +45,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert max(len(line.split()) for line in path.read_text().splitlines()) > 100  # a list of quantiles is one line
 
 
+def test_an_older_file_has_the_scope_as_counts(tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.json"
+    write_thresholds(made(), path)
+    body = json.loads(path.read_text())
+    for row in body["held_out"]:
+        row["counts"] = row.pop("scope")
+    path.write_text(json.dumps(body))
+    assert read_thresholds(path).held_out == made().held_out
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text("before")

@@ -187,7 +187,7 @@ def test_neurons_that_are_left_out_cost_nothing(resident: float) -> None:
 def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Neurons | None] = []
     monkeypatch.setattr(ExpertsLayer, "milliseconds", lambda layer, tokens, beside_ms: seen.append(layer.neurons) or 1.0)
-    for sparsity, expected in (("", None), ("sparsity: {target: 0.9, counts: routed}, ", Neurons.without(0.9, gated=True))):
+    for sparsity, expected in (("", None), ("sparsity: {target: 0.9, scope: routed}, ", Neurons.without(0.9, gated=True))):
         path = rules(EXPERTS.format(gpu="auto", cache="ratio: 0.5").replace("cache:", f"{sparsity}cache:"))
         run_json("plan", path, "--model", config_folder, "--ram", "8GiB", "--gpu-memory", "24GiB")
         assert seen and set(seen) == {expected}
