@@ -63,7 +63,7 @@ class Way:
             experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
         if self.sparsity is not None:
             draft |= {"draft_sparsity": self.sparsity}
-            experts = "{sparsity: {target: 0, counts: routed}}"
+            experts = "{sparsity: {target: 0, scope: routed}}"
         return RULES.format(experts=experts, draft=_flow(draft))
 
     def named(self) -> dict[str, object]:

@@ -22,10 +22,10 @@ from moegraft.operators.routing_trace import Trace, record_trace
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import (
     GRID,
-    Counts,
     HeldOut,
     LayerThresholds,
     Mode,
+    Scope,
     SparsityOptions,
     Thresholds,
     weights_hash,
@@ -46,20 +46,20 @@ class CalibrationOptions:
 
     Attributes:
         targets: tried on the held-out text.
-        counts, mode: of those targets, as rules have them.
+        scope, mode: of those targets, as rules have them.
         window: tokens of one forward pass.
         held_out: share of the text, at its end, on which targets are only tried.
     """
 
     targets: tuple[float, ...] = (0.5, 0.7, 0.85)
-    counts: Counts = "routed"
+    scope: Scope = "routed"
     mode: Mode = "layer"
     window: int = 512
     held_out: float = 0.2
 
     def __post_init__(self) -> None:
         for target in self.targets:
-            SparsityOptions(target, self.counts)
+            SparsityOptions(target, self.scope)
             if not target:
                 raise ValueError("target 0 leaves nothing out: there is nothing to measure")
         if self.window < 2:
@@ -247,7 +247,7 @@ def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, sourc
 def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: CalibrationOptions) -> dict[str, float]:
     """Return the share of routed neurons that each layer leaves out for a target, by path."""
     try:
-        targets = {layer.path: layer.routed_target(SparsityOptions(target, options.counts)) for layer in layers}
+        targets = {layer.path: layer.routed_target(SparsityOptions(target, options.scope)) for layer in layers}
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if max(targets.values()) > GRID[-1]:
@@ -297,10 +297,10 @@ class _Trial:
             self.shared_neurons += neurons * layer.shared_intermediate / (layer.top_k * layer.intermediate)
 
     def result(self, options: CalibrationOptions) -> HeldOut:
-        neurons = self.routed_neurons + (self.shared_neurons if options.counts == "total" else 0.0)
+        neurons = self.routed_neurons + (self.shared_neurons if options.scope == "total" else 0.0)
         return HeldOut(
             target=self.target,
-            counts=options.counts,
+            scope=options.scope,
             mode=options.mode,
             achieved=self.left_out / neurons,
             dense_perplexity=math.exp(self.dense_nats / self.predicted),

@@ -80,7 +80,7 @@ class SpeculativeDraft(GenerateOperator):
         if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
             raise UnsupportedModelError(
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
-                "such as 'sparsity: {target: 0, counts: routed}', which leaves none out but in drafts"
+                "such as 'sparsity: {target: 0, scope: routed}', which leaves none out but in drafts"
             )
         if self.options.experts != "any" and not self._switch.resident_layers:
             self.warn_once(f"experts: {self.options.experts} has no effect, as no expert is resident on a GPU")

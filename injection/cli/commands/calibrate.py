@@ -40,8 +40,9 @@ def calibrate(
     target: Annotated[
         list[float] | None, typer.Option("--target", metavar="SHARE", help="Sparsity to try, as 0.85; may be repeated. Default: three.")
     ] = None,
-    counts: Annotated[
-        Literal["routed", "total"], typer.Option("--counts", help="What targets are shares of: routed neurons, or shared ones too.")
+    scope: Annotated[
+        Literal["routed", "total"],
+        typer.Option("--scope", "--counts", help="What targets are shares of: routed neurons, or shared ones too."),
     ] = "routed",
     mode: Annotated[
         Literal["layer", "global"], typer.Option("--mode", help="A threshold for each layer, or one for all, in the trials.")
@@ -90,7 +91,7 @@ def calibrate(
     from moegraft.operators.thresholds import write_thresholds
 
     try:
-        run = CalibrationOptions(targets=tuple(target or TARGETS), counts=counts, mode=mode, window=window)
+        run = CalibrationOptions(targets=tuple(target or TARGETS), scope=scope, mode=mode, window=window)
     except ValueError as error:
         raise OptionsError(str(error)) from error
     if report is not None:
@@ -159,7 +160,7 @@ def _thresholds_lines(found: Thresholds, out: Path) -> list[str]:
         f"{plural(len(found.layers), 'layer')} calibrated on {plural(found.tokens, 'token')}",
         f"with every neuron, the perplexity on {plural(found.held_out_tokens, 'token')} held out is {dense:.4g}",
         *columns(rows, right=(0, 1, 2, 3, 4)),
-        f"{out}: written; in rules: sparsity: {{target: {last.target:g}, counts: {last.counts}, thresholds: {out.name}}}",
+        f"{out}: written; in rules: sparsity: {{target: {last.target:g}, scope: {last.scope}, thresholds: {out.name}}}",
     ]
 
 

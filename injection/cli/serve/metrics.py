@@ -40,7 +40,7 @@ def _operators(injection: Injection) -> Iterator[str]:
     modules = {_labels(module=path, name=name): value for path, said in found["modules"].items() for name, value in _numbers(said)}
     yield from _metric("operator", "gauge", "The operators' own statistics.", modules)
     shares = {
-        _labels(target=str(said["target"]), counts=said["counts"], name=name): value
+        _labels(target=str(said["target"]), scope=said["scope"], name=name): value
         for said in found["sparsity"]
         for name, value in _numbers(said)
         if name != "target"

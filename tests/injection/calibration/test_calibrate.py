@@ -38,7 +38,7 @@ def nats(model: PreTrainedModel, windows: list[torch.Tensor]) -> tuple[float, li
 def test_the_cost_is_that_of_the_stock_model_with_the_same_neurons_out(
     folder: Path, text_ids: torch.Tensor, calibrate_folder: Calibrate
 ) -> None:
-    options = {"targets": (0.5, 0.6), "counts": "total", "window": 128}
+    options = {"targets": (0.5, 0.6), "scope": "total", "window": 128}
     found = calibrate_folder(folder, text_ids, **options)
     model = stock(folder)
     making, judging = cut(model, text_ids, CalibrationOptions(**options))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_too_little_text(folder: Path, calibrate_folder: Calibrate) -> None:
 
 def test_a_target_that_shared_experts_keep_out_of_reach(folder: Path, text_ids: torch.Tensor, calibrate_folder: Calibrate) -> None:
     with pytest.raises(UnsupportedModelError, match=r"target 0.8 of all neurons cannot be reached"):
-        calibrate_folder(folder, text_ids, targets=(0.8,), counts="total")
+        calibrate_folder(folder, text_ids, targets=(0.8,), scope="total")
 
 
 @pytest.mark.parametrize("options", [{"targets": (0.0,)}, {"targets": (1.5,)}, {"window": 1}, {"held_out": 1.0}], ids=str)

@@ -22,7 +22,7 @@ from moegraft.operators.sparsity import WINDOW_TOKENS
 
 RULES = """
 - match: {{kind: experts}}
-  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, counts: routed}}, {more}}}}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, scope: routed}}, {more}}}}}
 """
 # Plain, with shared experts, with biases and a clamp, ungated.
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "olmoe")

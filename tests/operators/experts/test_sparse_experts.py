@@ -203,7 +203,7 @@ def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_pat
         "- match: {kind: experts}\n"
         "  replace:\n"
         "    class: sparse_experts\n"
-        "    kwargs: {gate: sketch, sparsity: {target: 0.85, counts: total}}\n"
+        "    kwargs: {gate: sketch, sparsity: {target: 0.85, scope: total}}\n"
     )
     config = Qwen3MoeConfig(num_hidden_layers=2, hidden_size=32, moe_intermediate_size=16, num_experts=4, vocab_size=64)
     model = Qwen3MoeForCausalLM(config)

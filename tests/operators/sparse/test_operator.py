@@ -132,10 +132,7 @@ def test_a_calibration_sees_every_activation(gate: Literal["exact", "sketch"]) -
 def test_a_whole_model_by_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(
-        "version: 1\n"
-        "rules:\n"
-        "- match: {kind: experts}\n"
-        "  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, counts: routed}}}\n"
+        "version: 1\nrules:\n- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: routed}}}\n"
     )
     torch.manual_seed(0)
     config = Qwen3MoeConfig(

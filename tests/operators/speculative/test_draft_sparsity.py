@@ -30,7 +30,7 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{{experts}}}}}
 """
 DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{draft}}}}}\n"
-WHOLE = "sparsity: {target: 0, counts: routed}"
+WHOLE = "sparsity: {target: 0, scope: routed}"
 EMULATED = "gpu: emulated, cache: {ratio: 0.25}, " + WHOLE
 
 
@@ -61,8 +61,8 @@ def statistics(model: PreTrainedModel) -> Any:
     [
         (WHOLE, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (WHOLE, "draft_top_k: 2, draft_sparsity: 0.8"),
-        ("sparsity: {target: 0.5, counts: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
-        ("sparsity: {target: 0.3, counts: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
+        ("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
+        ("sparsity: {target: 0.3, scope: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),
     ],
@@ -76,7 +76,7 @@ def test_the_text_is_that_without_drafts(experts: str, draft: str, tmp_path: Pat
 
 
 def test_a_draft_leaves_out_its_share_and_a_verification_its_own(tmp_path: Path) -> None:
-    model = load(tmp_path, "sparsity: {target: 0.3, counts: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.8")
+    model = load(tmp_path, "sparsity: {target: 0.3, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.8")
     torch.manual_seed(0)
     write(model, max_new_tokens=200, do_sample=True)
     for layer in layers_of(model):
@@ -154,10 +154,10 @@ def test_a_device_is_told_both_thresholds_whenever_it_comes() -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="target: 0, counts: routed"):
+    with pytest.raises(UnsupportedModelError, match="target: 0, scope: routed"):
         load(tmp_path, "", "draft_sparsity: 0.8")
     with pytest.raises(RuleErrors, match=r"draft_sparsity 0\.5 is not above the target of sparsity, 0\.5"):
-        load(tmp_path, "sparsity: {target: 0.5, counts: routed}", "draft_sparsity: 0.5")
+        load(tmp_path, "sparsity: {target: 0.5, scope: routed}", "draft_sparsity: 0.5")
     with pytest.raises(RuleErrors, match=r"draft_sparsity is a share between 0 and 1, not 1\.2"):
         load(tmp_path, WHOLE, "draft_sparsity: 1.2")
     with pytest.raises(ValueError, match="runs no experts"):

@@ -26,7 +26,7 @@ from moegraft.operators.thresholds import FILE_NAME, read_thresholds
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
 RULES = (
-    "- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{sparsity: {{target: {target}, counts: routed{more}}}}}}}\n"
+    "- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{sparsity: {{target: {target}, scope: routed{more}}}}}}}\n"
 )
 
 
@@ -65,7 +65,7 @@ def test_people_read_a_table(folder: Path, run: Run, text: Path, tmp_path: Path)
     assert lines[0] == f"11 layers calibrated on {first.tokens} tokens"
     assert lines[1].endswith(f"held out is {first.held_out[0].dense_perplexity:.4g}")
     assert [line.split()[0] for line in lines[2:5]] == ["target", "0.5", "0.9"]
-    assert lines[5] == f"{out}: written; in rules: sparsity: {{target: 0.9, counts: routed, thresholds: mine.json}}"
+    assert lines[5] == f"{out}: written; in rules: sparsity: {{target: 0.9, scope: routed, thresholds: mine.json}}"
     # The same text gives the same thresholds, whatever is tried; the first two thirds of it other ones.
     assert run(*arguments, "--force", "--target", 0.3, "--tokens", 600).exit_code == 0
     assert read_thresholds(out).layers == first.layers
@@ -92,7 +92,7 @@ def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path
         (("--routing", "no/such/folder/x.npz"), "no/such/folder: no such folder to write x.npz to"),
         (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
         (("--out", "x.json", "--target", "0"), "target 0 leaves nothing out"),
-        (("--out", "x.json", "--counts", "all"), "'all' is not one of 'routed'"),
+        (("--out", "x.json", "--scope", "all"), "'all' is not one of"),
         (("--out", "x.json", "--rules", "nowhere.yaml"), "nowhere.yaml"),
         (("--out", "x.json", "--text", "nowhere.txt"), "nowhere.txt: No such file"),
         (("--out", "x.json", "--var", "a"), "give NAME=VALUE"),
@@ -191,7 +191,7 @@ def test_the_report_is_a_png_or_a_sentence(folder: Path, run: Run, text: Path, t
 
 def test_verify_judges_layers_with_every_neuron(folder: Path, run_json: RunJson, run: Run, text: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {sparsity: {target: 0.8, counts: routed}}}\n")
+    rules.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {sparsity: {target: 0.8, scope: routed}}}\n")
     found = run_json("verify", "--model", folder, "--rules", rules, "--text", text, "--tokens", 200)
     assert found["exit_code"] == 0 and all(layer["relative_error"] < 1e-4 for layer in found["layers"])
     assert found["left_out"] == pytest.approx(0.8, abs=0.05)

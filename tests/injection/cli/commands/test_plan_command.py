@@ -199,12 +199,12 @@ def test_neurons_that_are_left_out_are_not_read() -> None:
 def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: Run, run_json: RunJson) -> None:
     text = "- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{weights: int8{}}}}}}}\n"
     dense = run_json("explain", rules(text.format("")), "--model", config_folder)
-    path = rules(text.format(", sparsity: {target: 0.8, counts: routed}"))
+    path = rules(text.format(", sparsity: {target: 0.8, scope: routed}"))
     found = run_json("explain", path, "--model", config_folder)
     # Down's groups of 32 run along H, and its rows along I are padded to whole groups as the gate's are.
     assert found["exit_code"] == 0 and found["bytes_by_device"]["cpu"] >= dense["bytes_by_device"]["cpu"]
-    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "counts": "routed", "thresholds": None, "mode": "layer"}
-    assert "sparsity.target=0.8 sparsity.counts=routed" in run("explain", path, "--model", config_folder).stdout
+    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "scope": "routed", "thresholds": None, "mode": "layer"}
+    assert "sparsity.target=0.8 sparsity.scope=routed" in run("explain", path, "--model", config_folder).stdout
     meta_model, registry = build_meta_model(config_folder), load_registry()
     works = work_of(PlannedModel(meta_model, meta_model.plan(read_rules(path, registry=registry), registry), registry))
     assert [work.left_out for work in works if work.kind == "experts"] == [0.8]

@@ -154,7 +154,7 @@ def test_a_size_that_is_none(size: str, run: Run) -> None:
 def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RoutedExperts] = []
     monkeypatch.setattr(SharedSlots, "layer_ms", lambda rule, layer, *more: seen.append(layer) or 1.0)
-    for sparsity, expected in (("", 0.0), ("sparsity: {target: 0.9, counts: routed}, ", 0.9)):
+    for sparsity, expected in (("", 0.0), ("sparsity: {target: 0.9, scope: routed}, ", 0.9)):
         path = rules(EXPERTS.format(gpu="auto", cache="ratio: 0.5").replace("cache:", f"{sparsity}cache:"))
         run_json("plan", path, "--model", config_folder, "--ram", "8GiB", "--gpu-memory", "24GiB")
         assert seen and {(layer.left_out, layer.gated) for layer in seen} == {(expected, True)}
