@@ -1,4 +1,4 @@
-"""Types of the C++ extension. T tokens, K experts a token, E experts, H hidden size, I intermediate size."""
+"""Types of the C++ extension. T tokens, K experts per token, E experts, H hidden size, I intermediate size."""
 
 from typing import Any, Final, Literal, Protocol
 
@@ -12,10 +12,10 @@ Array = NDArray[Any]  # float32, float16, or bfloat16 as its bits in uint16
 Tensor = torch.Tensor | Array  # read in place; tensors through DLPack's C exchange interface
 
 LAYOUT_VERSION: Final[int]
-"""Raised whenever packed bytes change meaning; a cache of packed weights is keyed by it."""
+"""Increased whenever the meaning of packed bytes changes; caches of packed weights are keyed by it."""
 
 class GateSpec:
-    """The gate of an expert, immutable and hashable.
+    """The activation and limits of an expert's gate, immutable and hashable.
 
     Gated: `min(act(min(gate, gate_limit); alpha), act_limit) * (clamp(up, -up_limit, up_limit) + up_offset)`; ungated: `act(up; alpha)`.
     `alpha` scales silu's sigmoid argument, `x * sigmoid(alpha * x)`.
@@ -68,21 +68,21 @@ class ExpertsShape:
     def __hash__(self) -> int: ...
 
 class PackedExperts:
-    """All experts of one layer in the order in which the kernel reads them, one contiguous block of `expert_bytes` an expert.
+    """All experts of one layer in the order in which the kernel reads them, `expert_bytes` contiguous bytes for each expert.
 
-    int8 and int4 hold what GGUF's Q8_0 and Q4_0 blocks hold: groups of 32 along the input, one float16 scale. q4_k and q6_k hold
-    GGUF's Q4_K and Q6_K, super-blocks of 256 along the input, exactly as a file has them: nothing is quantised to them here.
+    int8 and int4 are GGUF's Q8_0 and Q4_0: groups of 32 along the input with one float16 scale. q4_k and q6_k are GGUF's Q4_K and Q6_K,
+    super-blocks of 256 along the input, taken from a file unchanged: nothing is quantised to them here.
 
     Args:
-        weight_type: of all parts, or two with a plus between: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
+        weight_type: one for all parts, or two joined by a plus sign: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
         buffer: (E * expert_bytes,) uint8 that starts at a multiple of 64 bytes, such as a mapped cache file; kept alive, not copied.
-            When it is read-only everything counts as packed.
-        sparse: the layout whose `forward` takes a `threshold`: of neurons below it, the rows of up and of (transposed) down are not read.
-            int8 and int4 quantise its down along H, one scale for 32 outputs; it has one weight type, which is not q4_k or q6_k.
+            If it is read-only, everything counts as packed.
+        sparse: use the layout whose `forward` accepts a `threshold` and skips the rows of up and (transposed) down of neurons below it.
+            int8 and int4 quantise down along H, one scale for 32 outputs; all parts have one weight type, which cannot be q4_k or q6_k.
 
     Raises:
-        ValueError: an unknown weight type, q4_k or q6_k for an input that is no multiple of 256, a buffer of the wrong size or alignment.
-        MemoryError: no memory of that size.
+        ValueError: an unknown weight type, q4_k or q6_k for an input that is not a multiple of 256, a buffer of wrong size or alignment.
+        MemoryError: the memory cannot be allocated.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class PackedExperts:
     def weights_ready(self) -> bool:
         """Whether every part of every expert is packed."""
     def pack(self, expert: int, part: str, array: Array) -> None:
-        """Packs a matrix in `nn.Linear` orientation, C-contiguous: gate and up (I, H), down (H, I); rounds to the weight type.
+        """Pack a matrix in `nn.Linear` orientation, C-contiguous: gate and up (I, H), down (H, I). Values are rounded to the weight type.
 
         Raises:
             TypeError: a dtype other than float32, float16 and uint16.
             ValueError: wrong shape, order, expert or part; read-only buffer.
         """
     def pack_quantized(self, expert: int, part: str, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None:
-        """Packs codes (rows, cols) and scales (rows, cols / 32) exactly as they are; int4 codes are -8 to 7.
+        """Pack codes (rows, cols) and scales (rows, cols / 32) unchanged; int4 codes are -8 to 7.
 
-        Down of a sparse layout alone is dequantised and quantised again, along H.
+        Only down in a sparse layout is dequantised and quantised again, along H.
         """
     def pack_super_blocks(self, expert: int, part: str, blocks: NDArray[np.uint8]) -> None:
-        """Packs q4_k or q6_k rows exactly as they are: the bytes of a GGUF file, (rows, cols / 256 * 144 or 210)."""
+        """Pack q4_k or q6_k rows unchanged: the bytes of a GGUF file, (rows, cols / 256 * 144 or 210)."""
     def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
-        """The matrix as the kernel sees it, (rows, cols), dequantised without another rounding."""
+        """Return the matrix that the kernel computes with, (rows, cols), dequantised without further rounding."""
 
 class PackedLinear:
     """One `nn.Linear` matrix (rows, cols) in the experts' layout, with an optional bias."""
@@ -158,32 +158,33 @@ class NormSpec:
 
     Args:
         element_type: float32, float16 or bfloat16, of rows, weights and results.
-        cols: of a row.
-        rounds_first: the quotient is rounded to `element_type` before it meets the weight.
+        cols: length of a row.
+        rounds_first: round the quotient to `element_type` before the product with the weight.
 
     Raises:
-        ValueError: an unknown type, no columns, an epsilon that is no number of at least 0.
+        ValueError: an unknown type, `cols` below 1, an `epsilon` that is negative or not finite.
     """
 
     def __init__(self, element_type: str, cols: int, epsilon: float, weight_offset: float = 0.0, rounds_first: bool = False) -> None: ...
 
 class RouterSpec:
-    """A router's logits and its choice of experts, the best first, of equals the first.
+    """How a router computes logits and chooses experts, in descending order of score, ties by index.
 
     Args:
         hidden: columns of the weight.
-        experts: its rows.
-        element_type: float32, float16 or bfloat16, of hidden states and weight; logits are summed in float32.
+        experts: rows of the weight.
+        element_type: float32, float16 or bfloat16, of hidden states and weight; logits are accumulated in float32.
         logits_type, weights_type: of the results.
-        rounds_logits: they are rounded to `element_type` before they are scored.
-        score: `softmax` or `sigmoid` over all experts, or `chosen_softmax` over the logits of those chosen.
-        normalise: the weights of those chosen are made to sum to 1, before `scale`.
-        groups: of experts, of which the best `kept_groups` can be chosen from (DeepSeek-V3, arXiv:2412.19437), by the score of their
-            `largest` or the sum of their `two_largest`.
+        rounds_logits: round the logits to `element_type` before they are scored.
+        score: `softmax` or `sigmoid` over all experts, or `chosen_softmax` over the logits of the chosen experts.
+        normalise: scale the weights of the chosen experts to a sum of 1, before `scale`.
+        groups: number of groups of experts. Only experts of the best `kept_groups` groups can be chosen (DeepSeek-V3, arXiv:2412.19437);
+            `group_score` ranks groups by their `largest` score or the sum of their `two_largest`.
         choice_bias: (experts,) float32, added to the scores for the choice alone; copied.
         logit_bias: (experts,) float32, added to the logits; copied.
 
     Raises:
+        TypeError: an unknown or missing keyword.
         ValueError: an unknown name, or sizes that do not fit each other.
     """
 
@@ -210,13 +211,13 @@ class RouterSpec:
 class HostCall:
     """One forward call with its arguments, for a CUDA host function: pass `address` as its user data.
 
-    Keep this object, and do not move its arrays, for as long as the function may be called.
+    It keeps its arrays alive; keep the object itself for as long as the function may be called.
     """
 
     @property
     def address(self) -> int: ...
     def check(self) -> None:
-        """Raises what the last run raised, once."""
+        """Raise the exception of the last run, once."""
 
 class _HostCallMaker(Protocol):
     def __call__(
@@ -234,19 +235,18 @@ class _HostCallMaker(Protocol):
 class Runtime:
     """Kernels for this CPU and a persistent pool of threads.
 
-    `forward` and `linear` run on PyTorch's own OpenMP threads where those are as many: its threads spin for milliseconds after each
-    operation, and a second pool would share the cores with them. Submitted work runs on the pool, whose idle threads sleep. Calls
-    from several Python threads take turns; the GIL is released while the kernel works. After a fork the child must make its own
-    Runtime.
+    Calls run on PyTorch's own OpenMP threads where those are as many: they spin for milliseconds after each operation, and a second
+    pool would compete with them for cores. Submitted work runs on the pool, whose idle threads sleep. Calls from several Python threads
+    are serialised; the GIL is released while the kernel works. After a fork the child must create its own Runtime.
 
     Args:
-        threads: 0 for one a physical core, within the process's affinity and its container's CPU quota.
-        isa: an instruction set of `available_isas()` for everything; by default that of the environment variable MOEGRAFT_ISA, else the
+        threads: 0 for one per physical core, within the process's affinity and its container's CPU quota.
+        isa: an instruction set of `available_isas()` for everything; by default the environment variable MOEGRAFT_ISA, otherwise the
             fastest of this CPU for each weight type.
-        share_threads: False keeps all work on the runtime's own threads.
+        share_threads: False runs all work on the runtime's own threads.
 
     Raises:
-        ValueError: a bad thread count, an unknown or unavailable instruction set.
+        ValueError: an invalid number of threads, an unknown or unavailable instruction set.
     """
 
     def __init__(self, threads: int = 0, isa: str | None = None, share_threads: bool = True) -> None: ...
@@ -257,17 +257,17 @@ class Runtime:
         """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""
     @property
     def isa(self) -> str:
-        """The instruction set in use; `avx512_bf16+amx` where some weight types are multiplied with another one than the rest."""
+        """The instruction set in use; `avx512_bf16+amx` where some weight types use another one than the rest."""
     @property
     def tile_isas(self) -> dict[str, str]:
-        """The instruction set that bfloat16 activations are multiplied with, by weight type."""
+        """The instruction set for bfloat16 activations, by weight type."""
     @staticmethod
     def available_isas() -> list[str]: ...
     @staticmethod
     def compiled_isas() -> list[str]: ...
     @staticmethod
     def default_isa() -> str:
-        """`isa` of a runtime where none is asked for, neither by argument nor by MOEGRAFT_ISA."""
+        """Return the `isa` of a runtime without an explicit choice, by argument or by MOEGRAFT_ISA."""
     def forward(
         self,
         experts: PackedExperts,
@@ -280,7 +280,7 @@ class Runtime:
         neuron_counts: NDArray[np.int64] | None = None,
         acted: NDArray[np.float32] | None = None,
     ) -> None:
-        """Computes the routed experts of a layer into `out`, accumulated in float32 and rounded once.
+        """Compute the routed experts of a layer into `out`, accumulated in float32 and rounded once.
 
         Args:
             hidden_states: (T, H) float32, float16, or bfloat16 as uint16.
@@ -288,8 +288,8 @@ class Runtime:
             top_k_weights: (T, K) weight of each expert's share.
             out: (T, H), dtype of hidden_states.
             threshold: sparse layouts only: neurons with `|act(gate)|` (ungated: `|act(up)|`) below it count as zero.
-            neuron_counts: sparse layouts only: (2,); the neurons that reached the threshold, and all of them, are added to it.
-            acted: sparse layouts only: (T, K, I) takes `act(gate)`; rows of padded slots stay as they are.
+            neuron_counts: sparse layouts only: (2,); incremented by the neurons that reached the threshold, and by all neurons.
+            acted: sparse layouts only: (T, K, I), receives `act(gate)`; rows of padded slots are not written.
 
         Raises:
             TypeError: wrong dtype.
@@ -308,9 +308,9 @@ class Runtime:
         neuron_counts: NDArray[np.int64] | None = None,
         acted: NDArray[np.float32] | None = None,
     ) -> int:
-        """Queues `forward` and returns a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
+        """Queue `forward` and return a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
     def wait(self, ticket: int) -> None:
-        """Blocks until the submitted work is done and raises what it raised. Each ticket is waited for once."""
+        """Block until the submitted work is done and raise its exception, if any. Each ticket can be waited for once."""
     def linear(self, linear: PackedLinear, x: Tensor, out: Tensor) -> None:
         """Compute `out (..., rows) = x (..., cols) @ weight.T + bias`, accumulated in float32 and rounded once.
 
@@ -347,40 +347,41 @@ class Runtime:
     ) -> None:
         """Attention over a KV cache: `softmax(scale * query @ key.T + mask) @ value`, accumulated in float32 by online softmax.
 
-        Few queries read the cache as it lies, once for all heads that share it; many are computed by register tiles over a packed copy.
-        bfloat16 multiplies in bfloat16 where the CPU does, and rounds the softmax's shares to it when there are many queries.
+        Few queries read the cache in place, once for all heads that share it; many are computed by register tiles over a packed copy.
+        bfloat16 multiplies in bfloat16 where the CPU can, and with many queries rounds the softmax's weights to it.
 
         Args:
             query: (B, heads, T, D); with key and value of one dtype and any strides, the last dimension contiguous.
             key: (B, KV heads, S, D), of which `heads` is a multiple.
             value: (B, KV heads, S, D of values).
             out: (B, T, heads, D of values), C-contiguous, of that dtype.
-            mask: (1 or B, 1 or heads, T, S): bool, True where a query sees a key, or what is added to the scores, in the dtype of `query`.
-            causal: query t of T sees the keys up to S - T + t.
-            softcap: scores become `softcap * tanh(score / softcap)`; 0: as they are.
-            sinks: (heads,), a logit a head that takes its share of the softmax and says nothing (GPT-OSS).
+            mask: (1 or B, 1 or heads, T, S): bool, True where a query attends to a key; or values that are added
+                to the scores, in the dtype of `query`.
+            causal: query t of T attends to the keys up to S - T + t.
+            softcap: scores become `softcap * tanh(score / softcap)`; 0 disables it.
+            sinks: (heads,), a logit for each head that takes part in the softmax without a value (GPT-OSS).
 
         Raises:
             ValueError: shapes or strides that do not fit.
             TypeError: dtypes that do not fit.
         """
     def host_function(self) -> tuple[int, _HostCallMaker]:
-        """The address of a C function `void (*)(void*)` that runs a HostCall, and the maker of HostCalls (arguments of `forward`)."""
+        """Return the address of a C function `void (*)(void*)` that runs a HostCall, and a maker of HostCalls (arguments of `forward`)."""
 
 def activations() -> list[str]: ...
 def default_threads() -> int: ...
 def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, str]]:
-    """`Runtime.isa` and `Runtime.tile_isas` on a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
+    """Return `Runtime.isa` and `Runtime.tile_isas` for a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
 
     Raises:
         ValueError: an unknown feature; an instruction set that is unknown or not on such a CPU.
     """
 
 def cores_of_cpu_max(text: str) -> int:
-    """Whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
+    """Return the whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
 
 class LayerProblem(Protocol):
-    """The fields of `operators.experts.scheduling.problem.LayerProblem`, which says what they mean."""
+    """The fields of `operators.offload.scheduler.LayerProblem`, which documents them."""
 
     @property
     def loads(self) -> NDArray[np.int32]: ...
@@ -404,7 +405,7 @@ class LayerProblem(Protocol):
     def max_transfers(self) -> int: ...
 
 def check_problem(problem: LayerProblem) -> None:
-    """Checks what every function here checks.
+    """Check a problem as every method of `Planner` does.
 
     Raises:
         TypeError: an array of another type, or not C-contiguous.
@@ -414,7 +415,7 @@ def check_problem(problem: LayerProblem) -> None:
 class Planner:
     """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.
 
-    Keeps the GIL: a plan takes microseconds.
+    Holds the GIL: a plan takes microseconds.
 
     Raises:
         ValueError: an unknown schedule.
@@ -422,12 +423,12 @@ class Planner:
 
     def __init__(self, schedule: str) -> None: ...
     def plan(self, problem: LayerProblem) -> tuple[NDArray[np.bool_], NDArray[np.int32], float]:
-        """Which experts are on the CPU (A,), the positions of those to bring (m,) in order, and the makespan in ms."""
+        """Return which experts are on the CPU (A,), the positions of those to transfer (m,) in order, and the makespan in ms."""
     def makespan(self, problem: LayerProblem, on_cpu: NDArray[np.bool_]) -> float:
-        """Of any split.
+        """Return the makespan of any split in ms.
 
         Raises:
-            ValueError: it needs more than `max_transfers`.
+            ValueError: the split needs more than `max_transfers`.
         """
     def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
-        """What having each missing expert on the GPU would save (A,) ms, one after another in descending load."""
+        """Return the ms that each missing expert would save on the GPU (A,), added one by one in descending load."""

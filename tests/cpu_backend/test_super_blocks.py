@@ -210,12 +210,24 @@ SHAPE = ExpertsShape(2, 256, 512)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p: PackedExperts(ExpertsShape(1, 256, 96), GateSpec(), "q4_k"), ValueError, "q4_k has blocks of 256 columns, and 96"),
-        (lambda p: PackedExperts.expert_bytes_for(ExpertsShape(1, 64, 256), "q6_k"), ValueError, "q6_k has blocks of 256 columns, and 64"),
-        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k", sparse=True), ValueError, "the sparse layout has no q4_k; use int8"),
-        (lambda p: PackedExperts(SHAPE, GateSpec(), "int8+int4", sparse=True), ValueError, r"the sparse layout has no int8\+int4"),
+        (
+            lambda p: PackedExperts(ExpertsShape(1, 256, 96), GateSpec(), "q4_k"),
+            ValueError,
+            "q4_k needs a multiple of 256 columns, found 96",
+        ),
+        (
+            lambda p: PackedExperts.expert_bytes_for(ExpertsShape(1, 64, 256), "q6_k"),
+            ValueError,
+            "q6_k needs a multiple of 256 columns, found 64",
+        ),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k", sparse=True), ValueError, "the sparse layout does not support q4_k; use int8"),
+        (
+            lambda p: PackedExperts(SHAPE, GateSpec(), "int8+int4", sparse=True),
+            ValueError,
+            r"the sparse layout does not support int8\+int4",
+        ),
         (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k+q5_k"), ValueError, "unknown weight type 'q5_k'"),
-        (lambda p: PackedLinear(8, 128, "q6_k"), ValueError, "q6_k has blocks of 256 columns, and 128"),
+        (lambda p: PackedLinear(8, 128, "q6_k"), ValueError, "q6_k needs a multiple of 256 columns, found 128"),
         (lambda p: p.pack(0, "gate", np.zeros((512, 256), np.float32)), ValueError, "pack: the weights are q4_k; use pack_super_blocks"),
         (
             lambda p: p.pack_quantized(0, "gate", np.zeros((512, 256), np.int8), np.zeros((512, 8), np.float16)),
@@ -226,10 +238,14 @@ SHAPE = ExpertsShape(2, 256, 512)
         (
             lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 210), np.uint8)),
             ValueError,
-            "blocks has 210 bytes a row where 256 columns of q4_k have 144",
+            "blocks: expected 144 bytes in each row for 256 columns of q4_k, found 210",
         ),
-        (lambda p: p.pack_super_blocks(0, "up", np.zeros((511, 144), np.uint8)), ValueError, r"shape \(511, 256\) where \(512, 256\)"),
-        (lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 144), np.int8)), TypeError, "int8 where uint8"),
+        (
+            lambda p: p.pack_super_blocks(0, "up", np.zeros((511, 144), np.uint8)),
+            ValueError,
+            r"expected shape \(512, 256\), found \(511, 256\)",
+        ),
+        (lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 144), np.int8)), TypeError, "expected dtype uint8, found int8"),
         (lambda p: p.weight_type_of("gates"), ValueError, "unknown part"),
     ],
 )

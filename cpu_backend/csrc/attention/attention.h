@@ -1,4 +1,11 @@
 // Scaled dot-product attention of queries over a KV cache, in the cache's own layout and dtype.
+//
+// The caller owns query, key, value, mask and out, and must not change them during the call; the Engine owns the VisibleKeys and the
+// scratch memory. Few queries are computed by AttentionRowsJob, which reads the cache in place; many by AttentionTilesJob, which packs it
+// first (Engine::attention chooses). Every worker of the pool runs both phases of a job, and waits for the others between them:
+//   rows   a range of keys of one KV head, with sums of its own; then one KV head, whose ranges are combined
+//   tiles  a chunk of keys of one KV head to pack; then some rows of one KV head
+// A unit's result does not depend on the worker. visible_keys.cpp evaluates masks, rows_job.cpp and tiles_job.cpp hold the two jobs.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +29,7 @@ struct HeadsView {
 
 enum class MaskKind : int { kNone, kCausal, kBool, kAdded };
 
-// kBool (batch, 1 or heads, queries, keys): which keys a query sees. kAdded: what is added to its scores, in the queries' type; the
+// kBool (batch, 1 or heads, queries, keys): the keys a query attends to. kAdded: what is added to its scores, in the queries' type; the
 // type's lowest number and -infinity hide a key.
 struct MaskView {
   MaskKind kind;
@@ -37,10 +44,10 @@ struct MaskView {
 // null) are logits of a key that has no value.
 struct AttentionArgs {
   ActivationType type;  // of query, key, value and out
-  HeadsView query;      // (batch, heads, queries, dim)
-  HeadsView key;        // (batch, kv_heads, keys, dim)
-  HeadsView value;      // (batch, kv_heads, keys, value_dim)
-  std::byte* out;       // (batch, queries, heads, value_dim), contiguous
+  HeadsView query;  // (batch, heads, queries, dim)
+  HeadsView key;  // (batch, kv_heads, keys, dim)
+  HeadsView value;  // (batch, kv_heads, keys, value_dim)
+  std::byte* out;  // (batch, queries, heads, value_dim), contiguous
   MaskView mask;
   const float* sinks;
   int batch;
@@ -51,7 +58,7 @@ struct AttentionArgs {
   int dim;
   int value_dim;
   float scale;
-  float softcap;        // 0: none; else cap * tanh(score / cap)
+  float softcap;  // 0: none; else cap * tanh(score / cap)
 
   int group() const { return heads / kv_heads; }
   int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
@@ -79,23 +86,23 @@ inline QueryRow query_row(const AttentionArgs& args, int batch, int kv_head, int
   return {batch, kv_head * args.group() + row % args.group(), row / args.group()};
 }
 
-// Which keys each query sees, found once a call: nearly all masks are one range of keys, and then no score is looked up in them.
+// The keys that each query attends to, found once per call: nearly all masks are one range of keys, and then no score needs the mask again.
 class VisibleKeys {
  public:
   struct Range {
     int first;
     int end;
-    bool whole;  // every key of the range is seen and nothing is added
+    bool whole;  // every key of the range is visible and nothing is added
   };
 
   void find(const AttentionArgs& args);
   const Range& of(const QueryRow& row) const {
     return ranges_[static_cast<std::size_t>((row.batch * heads_ + (heads_ == 1 ? 0 : row.head)) * queries_ + row.query)];
   }
-  // The keys that any of a KV head's rows [first_row, end_row) sees.
+  // The keys visible to any of a KV head's rows [first_row, end_row).
   KeySpan seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const;
-  // One step of a query's online softmax over raw scores (count <= padded, a multiple of 16) of the keys from `first_key` on; what the
-  // mask hides takes no part. Returns what earlier sums are to be multiplied with.
+  // One step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16; masked keys are left out. Returns the
+  // factor for earlier sums.
   float softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys, SoftmaxArgs& softmax) const;
 
  private:
@@ -106,10 +113,7 @@ class VisibleKeys {
   std::vector<Range> ranges_;
 };
 
-// Attention of few queries: the cache is read as it lies, once for all query heads that share it.
-//
-// Units: a part of the keys of one KV head, whose rows' sums are kept apart; then, for each KV head, the parts are joined. A unit's result
-// does not depend on who computes it.
+// Attention of few queries: the cache is read in place, once for all query heads that share it.
 
 struct AttentionPhases {
   Phase* first;
@@ -143,9 +147,6 @@ class AttentionRowsJob final : public Job {
 
 // Attention of many queries, by the register tiles of the linear layers: keys are packed as the rows of one weight matrix, values as the
 // rows of another, transposed, and every tile of queries passes over both (FlashAttention's order: Dao et al. 2022, arXiv:2205.14135).
-//
-// Units: a chunk of keys of one KV head to pack; then some rows of one KV head to compute. A unit's result does not depend on who
-// computes it.
 
 class AttentionTilesJob final : public Job {
  public:
@@ -178,7 +179,7 @@ class AttentionTilesJob final : public Job {
   const int tile_rows_;
   const int unit_rows_;
   const int chunks_;
-  const std::size_t key_bytes_;    // of a packed chunk
+  const std::size_t key_bytes_;  // of a packed chunk
   const std::size_t value_bytes_;
   std::byte* keys_ = nullptr;
   std::byte* values_ = nullptr;

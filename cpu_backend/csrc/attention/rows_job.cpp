@@ -8,8 +8,8 @@
 namespace moegraft {
 namespace {
 
-constexpr int kKeys = 64;             // a step's keys and values stay in L1 while all rows pass over them; chosen by size, not tuned
-constexpr int kSplitKeys = 256;       // keys of a unit; a number of its own, so that the count of threads changes no bit
+constexpr int kKeys = 64;             // a step's keys and values stay in L1 for all rows; chosen by size, not tuned
+constexpr int kSplitKeys = 256;       // keys of a unit; independent of the number of threads, so that results are too
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -119,7 +119,7 @@ void AttentionRowsJob::join(int unit, std::byte* scratch) {
       const float* values = part.values + static_cast<std::ptrdiff_t>(row) * value_dim;
       for (int d = 0; d < value_dim; ++d) joined[d] += share * values[d];
     }
-    // Nothing seen is nothing said: zeros, as PyTorch has it.
+    // A query without visible keys gives zeros, as in PyTorch.
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     for (int d = 0; d < value_dim; ++d) joined[d] *= inverse;
     const std::size_t index =

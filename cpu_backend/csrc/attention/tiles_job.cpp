@@ -8,9 +8,8 @@
 namespace moegraft {
 namespace {
 
-constexpr int kChunkKeys =
-    128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 while a unit's rows pass over them
-constexpr int kUnitTiles = 8;    // tiles of a unit, which share what was fetched; both chosen by size, not tuned
+constexpr int kChunkKeys = 128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 for all rows of a unit
+constexpr int kUnitTiles = 8;    // tiles of a unit, which share the fetched keys; both chosen by size, not tuned
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {
@@ -133,7 +132,7 @@ void AttentionTilesJob::pack_keys(int head, int chunk) {
     } else if (weights_ == WeightType::kFloat16) {
       pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint16_t*>(target));
     } else {
-      // Half a block of pairs is 16 rows: pair p of row r stands at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
+      // Half a block of pairs is 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
       pack_rows(source, stride, rows, args_.dim / 2, reinterpret_cast<std::uint32_t*>(target));
       if (args_.dim % 2 != 0) {
         auto* last = reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(args_.dim / 2) * kBlockRows * 2;
@@ -168,7 +167,7 @@ void AttentionTilesJob::pack_values(int head, int chunk) {
 
 void AttentionTilesJob::attend(int unit, Worker& mine) {
   const int units = (args_.rows() + unit_rows_ - 1) / unit_rows_;
-  // The last rows see the most keys: they come first, so that no worker is left alone with them.
+  // The last rows attend to the most keys: they come first, for balance.
   const int position = units - 1 - unit % units;
   const int first = position * unit_rows_;
   const Rows rows = {unit / units / args_.kv_heads, unit / units % args_.kv_heads, first, std::min(unit_rows_, args_.rows() - first)};
@@ -199,7 +198,7 @@ void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
   }
 }
 
-// One tile of `count` rows from `first` on passes over one chunk.
+// Multiplies one tile of `count` rows from `first` on with one chunk.
 void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
   const int format = static_cast<int>(format_);
   const auto words = static_cast<std::size_t>(words_per_group(format_));
@@ -256,7 +255,7 @@ void AttentionTilesJob::write(const Rows& rows, Worker& mine) {
       share = mine.largest[row] == kNothing ? 0.0f : std::exp(mine.largest[row] - largest);
       sum = share * sum + std::exp(sink - largest);
     }
-    // Nothing seen is nothing said: zeros, as PyTorch has it.
+    // A query without visible keys gives zeros, as in PyTorch.
     const float inverse = sum == 0.0f ? 0.0f : share / sum;
     for (int d = 0; d < value_dim; ++d) sums[d] *= inverse;
     const std::size_t index =

@@ -13,9 +13,9 @@
 namespace moegraft {
 namespace {
 
-constexpr int kPassTokens = 2048;  // a longer batch is cut: scratch stays small, and this many tokens make any pass bound by arithmetic
+constexpr int kPassTokens = 2048;  // of a pass: limits scratch memory; this many tokens already make a pass compute-bound
 constexpr int kSparsePassTokens = 512;  // whose sums are kept for each expert
-constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache as it lies is faster than packing it (measured on EPYC Zen 5)
+constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache in place is faster than packing it (measured on EPYC Zen 5)
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
   for (const Segment& segment : segments)
@@ -24,7 +24,7 @@ void check_packed(const PackedExperts& experts, const std::vector<Segment>& segm
                                   experts.missing_parts(segment.expert) + " was packed");
 }
 
-constexpr std::int64_t kLoneElements = std::int64_t{1} << 15;  // a norm of fewer is done before another thread would have begun
+constexpr std::int64_t kSingleThreadElements = std::int64_t{1} << 15;  // a smaller norm is finished before another thread could start
 
 }  // namespace
 
@@ -97,7 +97,7 @@ void Engine::attention(const AttentionArgs& args, const OpenMp* shared) {
 
 void Engine::norm(const NormArgs& args, const OpenMp* shared) {
   NormJob job(kernels_, args, rows_phase_);
-  if (args.rows * args.cols <= kLoneElements) job.run_rows(0, args.rows);
+  if (args.rows * args.cols <= kSingleThreadElements) job.run_rows(0, args.rows);
   else pool_.run(job, shared);
 }
 

@@ -1,4 +1,5 @@
-// The forward pass of a layer's experts and of a linear layer, over the function table of one instruction set.
+// Runs the operations of all folders over the function table of one instruction set: checks what is packed, cuts long batches into passes,
+// and starts a job for each pass on the pool. It owns the scratch memory that jobs share; one call at a time (the Runtime sees to it).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ struct ForwardArgs {
   std::int64_t tokens;
   int top_k;
   float threshold;                    // of |act(gate)|, sparse layouts only
-  std::int64_t* neuron_counts = nullptr;  // as SparseArgs has it
-  float* acted = nullptr;                 // as SparseArgs has it
+  std::int64_t* neuron_counts = nullptr;  // see SparseArgs
+  float* acted = nullptr;                 // see SparseArgs
 };
 
 struct LinearArgs {
@@ -38,12 +39,12 @@ struct LinearArgs {
   std::int64_t tokens;
 };
 
-// Scratch memory is kept between calls and grows to the largest batch seen. One call at a time.
+// Scratch memory is kept between calls and grows to the largest batch so far.
 class Engine {
  public:
   Engine(const Kernels& kernels, ThreadPool& pool);
 
-  // `shared`: the OpenMP library whose threads the caller computes with, or null. All throw std::invalid_argument, std::bad_alloc.
+  // `shared`: the OpenMP library that the calling thread belongs to, or null. All throw std::invalid_argument and std::bad_alloc.
   void forward(const ForwardArgs& args, const OpenMp* shared);
   void linear(const LinearArgs& args, const OpenMp* shared);
   void attention(const AttentionArgs& args, const OpenMp* shared);
@@ -66,7 +67,7 @@ class Engine {
   AlignedMemory records_;
   AlignedMemory lanes_;
   AlignedMemory neurons_;
-  std::vector<AlignedMemory> private_;  // one a worker
+  std::vector<AlignedMemory> private_;  // one for each worker
 };
 
 }  // namespace moegraft

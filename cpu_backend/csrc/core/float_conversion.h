@@ -1,4 +1,4 @@
-// Conversions between float32 and the 16-bit float types, bit by bit.
+// Conversions between float32 and the 16-bit float types, by integer arithmetic on their bits.
 // Everything is `static inline`: files compiled for different instruction sets must not share one linked copy.
 #pragma once
 

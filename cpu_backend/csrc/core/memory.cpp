@@ -23,7 +23,7 @@ AlignedMemory::AlignedMemory(std::size_t bytes) {
   data_ = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(mapping_) + kHugePage - 1) & ~(kHugePage - 1));
   size_ = bytes;
 #ifdef MADV_HUGEPAGE
-  // A small object must not hold a whole huge page; a refusal costs speed, never correctness.
+  // A small object must not occupy a whole huge page; a failure costs speed, never correctness.
   if (bytes >= kHugePage) (void)madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
 }
@@ -44,7 +44,7 @@ AlignedMemory& AlignedMemory::operator=(AlignedMemory&& other) noexcept {
 
 void AlignedMemory::reserve(std::size_t bytes) {
   if (bytes <= size_) return;
-  *this = AlignedMemory();  // give back first: both at once may not fit
+  *this = AlignedMemory();  // freed first: both at once may not fit
   *this = AlignedMemory(bytes + bytes / 4);
 }
 

@@ -16,7 +16,7 @@ bool is_openmp(const std::string& path) {
   return name.rfind("libgomp", 0) == 0 || name.rfind("libiomp5", 0) == 0 || name.rfind("libomp", 0) == 0;
 }
 
-// Two libraries may each bring one: the last word has the one in PyTorch's folders.
+// Several libraries may have been loaded: the one in PyTorch's folders is preferred.
 int visit(dl_phdr_info* info, std::size_t, void* found_path) {
   const std::string path = info->dlpi_name ? info->dlpi_name : "";
   auto& found = *static_cast<std::string*>(found_path);
@@ -33,7 +33,7 @@ const OpenMp* OpenMp::find() {
   std::string path;
   dl_iterate_phdr(&visit, &path);
   if (path.empty()) return nullptr;
-  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // never closed: the library stays as long as its threads
+  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // never closed: the library must outlive its threads
   if (library == nullptr) return nullptr;
   static OpenMp openmp;
   openmp.parallel_ = reinterpret_cast<Parallel>(dlsym(library, "GOMP_parallel"));

@@ -1,19 +1,19 @@
 // The OpenMP threads that another library of this process computes with, such as PyTorch's.
 //
 // A layer's own operations (attention, norms, the router) run on that library's threads, which spin for milliseconds after each parallel
-// region. A second pool beside them shares its cores with those spinning threads, hundreds of times a token. Work that is run on the very
-// threads that spin finds them awake, and takes a core from nobody. The library is found at run time: nothing here links to OpenMP.
+// region. A second pool would compete for cores with the spinning threads hundreds of times per token, whereas work on the spinning threads
+// themselves finds them awake. The library is found at run time: nothing here links to OpenMP.
 #pragma once
 
 namespace moegraft {
 
 class OpenMp {
  public:
-  // The library's entry points, or null where none is loaded or it is not known. PyTorch's is preferred to others.
+  // The library's entry points, or null where no known one is loaded. PyTorch's is preferred.
   static const OpenMp* find();
 
   // Whether a region of `threads` started here would run on that library's standing threads: a region of another size would make it end
-  // threads and start new ones, and one inside another region would have one thread.
+  // threads and start new ones, and a nested region would have one thread.
   bool has_team_of(int threads) const;
   void parallel(void (*function)(void*), void* argument, int threads) const;
 

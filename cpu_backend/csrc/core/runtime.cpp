@@ -14,7 +14,7 @@ constexpr int kMostThreads = 1024;
 
 int checked_threads(int threads) {
   if (threads < 0 || threads > kMostThreads)
-    throw std::invalid_argument("threads is " + std::to_string(threads) + "; give 0 (one for each physical core) to " +
+    throw std::invalid_argument("threads is " + std::to_string(threads) + "; it must be 0 (one for each physical core) to " +
                                 std::to_string(kMostThreads));
   return threads == 0 ? default_threads() : threads;
 }
@@ -32,8 +32,8 @@ Runtime::Runtime(int threads, const std::string& isa, bool share_threads)
 
 Runtime::~Runtime() {
   if (getpid() != owner_) {
-    // In a forked child the threads do not exist: they cannot be joined, and destroying what they wait on would wait for them. What they
-    // owned is left to the process's end.
+    // In a forked child the threads do not exist: they cannot be joined, and destroying the condition variables they wait on would block.
+    // The memory is freed when the process ends.
     (void)pool_.release();
     (void)engine_.release();
     (void)queue_.release();
@@ -50,7 +50,7 @@ Runtime::~Runtime() {
 void Runtime::check_process() const {
   if (getpid() != owner_)
     throw std::runtime_error(
-        "this Runtime was made before a fork and its threads stayed in the parent process; make a new Runtime in the child");
+        "this Runtime was made before a fork and its threads stayed in the parent process; create a new Runtime in the child");
 }
 
 void Runtime::forward(const ForwardArgs& args, const OpenMp* shared) {
@@ -113,7 +113,7 @@ void Runtime::serve() {
   while (true) {
     queue_->changed.wait(lock, [this] { return queue_->stopping || !queue_->waiting.empty(); });
     if (queue_->stopping) return;
-    Pending& pending = queue_->pending.at(queue_->waiting.front());  // a map's elements stay where they are
+    Pending& pending = queue_->pending.at(queue_->waiting.front());  // references to a map's elements stay valid
     queue_->waiting.pop_front();
     lock.unlock();
     std::exception_ptr error;

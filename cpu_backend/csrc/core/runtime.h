@@ -1,9 +1,12 @@
-// What a model owns to compute on the CPU: kernels, a pool of threads, and a queue of submitted work.
+// A runtime: everything one model owns to compute on the CPU. core/ holds it and what all folders share (types, memory, machine, OpenMP).
 //
-// Threads: forward() and linear() block their caller, which works too; calls from several threads take turns. They run on the OpenMP
-// threads that PyTorch computes the rest of the model with, where there are as many (openmp.h), else on the runtime's own. Submitted work
-// and host calls come from threads that PyTorch does not compute on, and run on the runtime's own. submit() returns at once: a queue thread, started by the first submit, runs the work in order. wait() blocks until that work is done and rethrows its
-// exception. The destructor finishes the running work, drops what has not begun, and joins every thread.
+// A Runtime owns the selected kernels, a ThreadPool, an Engine with its scratch memory, and a queue of submitted work.
+// - forward(), linear(), attention(), norm() and route() block their caller, which computes too; callers from several threads are
+//   serialised by a mutex. They run on the OpenMP threads with which PyTorch computes the rest of the model, where those are as many
+//   (openmp.h), and otherwise on the pool.
+// - submit() returns at once. A queue thread, started by the first submit(), runs the work in order on the pool, because PyTorch does not
+//   compute on that thread. wait() blocks until the work is done and rethrows its exception. Host calls run on a CUDA thread and the pool.
+// - The destructor finishes the running work, drops what has not begun, and joins every thread.
 #pragma once
 
 #include <sys/types.h>

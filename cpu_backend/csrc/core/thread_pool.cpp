@@ -11,9 +11,9 @@ namespace moegraft {
 namespace {
 
 constexpr unsigned kClosed = 0x80000000u;
-// Long enough for the router between two layers, short enough that an idle pool costs nothing: tuned on EPYC Zen 5, 2 cores.
+// Long enough to cover the router between two layers, short enough that an idle pool costs nothing; tuned on EPYC Zen 5, 2 cores.
 constexpr std::chrono::microseconds kSpin{50};
-constexpr int kPausesPerLook = 32;  // between two looks at the clock
+constexpr int kPausesPerLook = 32;  // between two readings of the clock
 
 void pause() {
 #if defined(__x86_64__)
@@ -37,10 +37,10 @@ bool spin_until(const Ready& ready, std::chrono::microseconds limit) {
 template <class Ready>
 void wait_until(const Ready& ready) {
   if (spin_until(ready, kSpin)) return;
-  while (!ready()) std::this_thread::yield();  // someone we wait for is not on a core: give ours
+  while (!ready()) std::this_thread::yield();  // the awaited thread may have no core: give it this one
 }
 
-// Empty when there are not enough for every thread to have its own, or the system cannot say.
+// Empty where there are fewer cores than threads or the system does not report them.
 std::vector<int> usable_cores(int threads) {
   std::vector<int> cores;
 #if defined(__linux__)
@@ -85,7 +85,7 @@ void ThreadPool::leave_core_to_caller() {
   CPU_ZERO(&others);
   for (const int other : cores_)
     if (other != core) CPU_SET(other, &others);
-  // A refusal leaves the workers where they are: slower at worst.
+  // On failure the workers stay where they are, which costs speed alone.
   for (auto& worker : workers_) (void)pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
 #endif
 }
@@ -117,7 +117,7 @@ void ThreadPool::run(Job& job, const OpenMp* shared) {
   if (sleepers_.load() > 0) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-    }  // a worker between its last look and its sleep must get the notice
+    }  // a worker between its last check and its sleep must get the notification
     wake_.notify_all();
   }
   job.run(0);

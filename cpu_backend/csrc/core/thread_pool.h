@@ -1,11 +1,11 @@
-// A persistent pool of workers, owned by one Runtime.
+// A persistent pool of workers, owned by one Runtime, and the phases in which a job's units are shared out.
 //
 // Who blocks: run() works as worker 0 and returns when the job is complete; workers spin for some tens of microseconds after a job,
-// because the next layer of a model comes soon, and then sleep. A job is open to whoever arrives: run() never waits for a worker that
-// has not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else.
+// because the next layer of a model comes soon, and then sleep. Any worker that is awake joins the job: run() never waits for one that has
+// not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else.
 //
-// Where: a scheduler likes to wake a thread on the core of whoever wakes it, and there it would wait for run() to end. So workers are kept
-// off the core on which run() was called, and are free to use all others that the process may use.
+// Cores: schedulers tend to wake a thread on the core of its waker, where it would wait for run() to end. So workers are kept off the core
+// on which run() was called and may use all others of the process.
 #pragma once
 
 #include <atomic>
@@ -46,7 +46,7 @@ class ThreadPool {
 
   std::atomic<Job*> job_{nullptr};
   std::atomic<unsigned> epoch_{0};
-  std::atomic<unsigned> gate_;  // number of workers inside the job, and a bit that says it is closed
+  std::atomic<unsigned> gate_;  // number of workers inside the job, and a bit that is set while it is closed
   std::atomic<int> sleepers_{0};
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// The words that every part of the kernel shares: weight types, gates and sizes. No code that differs by instruction set.
+// Weight types, activation functions and sizes, shared by all folders. Nothing here depends on the instruction set.
 #pragma once
 
 #include <cstddef>

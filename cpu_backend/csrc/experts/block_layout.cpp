@@ -9,7 +9,7 @@
 namespace moegraft {
 namespace {
 
-// 16 rows by 32 columns on their way into a block.
+// 16 rows by 32 columns, about to be stored into a block.
 struct GroupTile {
   float values[kLanes][kGroup];
   std::int8_t codes[kLanes][kGroup];
@@ -52,7 +52,7 @@ std::uint16_t quantize_q8_0(const float* values, float largest, std::int8_t* cod
   const float scale = largest / 127.0f;
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   for (int k = 0; k < kGroup; ++k) {
-    // Step by step instead of roundf, which the compiler cannot turn into vectors.
+    // Instead of roundf, which the compiler cannot vectorise.
     const float scaled = std::min(127.0f, std::max(-127.0f, values[k] * inverse));
     const int whole = static_cast<int>(scaled);
     const float rest = scaled - static_cast<float>(whole);
@@ -79,7 +79,7 @@ void quantize(GroupTile& tile, WeightType type) {
   for (int r = 0; r < kLanes; ++r) {
     const auto bits = static_cast<std::uint32_t>(largest_bits(tile.values[r]));
     const float largest = float_from_bits(bits);
-    if (bits >= kInfinity) {  // no code can say NaN: the scale says it for the whole group
+    if (bits >= kInfinity) {  // codes cannot represent NaN: the scale does, for the whole group
       std::memset(tile.codes[r], 0, kGroup);
       tile.scales[r] = kNan;
     } else if (type == WeightType::kInt8) {
@@ -101,7 +101,7 @@ void load_codes(GroupTile& tile, const QuantizedRowsView& source, int first_row,
   }
 }
 
-// Where the 16 lanes of one group lie: line j at lines + j * stride.
+// The 16 lanes of one group: line j is at lines + j * stride.
 struct Place {
   std::byte* scales;
   std::byte* lines;
@@ -140,10 +140,10 @@ void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) 
       for (int lane = 0; lane < kLanes; ++lane)
         words[lane] = bf16_from_float(tile.values[lane][k]) | static_cast<std::uint32_t>(bf16_from_float(tile.values[lane][k + 1])) << 16;
       break;
-    case WeightType::kInt8:  // plus 128 is the sign bit turned over
+    case WeightType::kInt8:  // adding 128 flips the sign bit
       for (int lane = 0; lane < kLanes; ++lane) words[lane] = four(lane, k) ^ 0x80808080u;
       break;
-    case WeightType::kInt4:  // plus 8 turns over the sign bit of the low four
+    case WeightType::kInt4:  // adding 8 flips the sign bit of the low nibble
       for (int lane = 0; lane < kLanes; ++lane)
         words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
       break;
@@ -274,7 +274,8 @@ namespace {
 
 constexpr std::size_t file_block_bytes(WeightType type) { return file_row_bytes(type, kSuperBlock); }
 
-// llama.cpp's order (ggml-common.h): Q4_K is d, dmin, scales [12], nibbles [128]; Q6_K is low nibbles [128], upper bits [64], scales [16], d.
+// llama.cpp's order (ggml-common.h): Q4_K is d, dmin, scales [12], nibbles [128]; Q6_K is low nibbles [128], upper bits [64], scales [16],
+// d.
 constexpr int kQ4KNibbles = 16;
 constexpr int kQ6KUpper = 128, kQ6KScales = 192, kQ6KD = 208;
 
@@ -317,7 +318,7 @@ void pack_q6_k(const std::uint8_t* block, std::byte* target, int row) {
   store_words(block + kQ6KScales, kQ6KScaleWords, target + kScaleBytes, row);
   std::byte* lines = target + kScaleBytes + kQ6KScaleWords * kWordsBytes;
   for (int group = 0; group < kSuperGroups; ++group, lines += kQ6KGroupBytes) {
-    const int half = group / 4, quarter = group % 4;  // of 128 columns, whose 64 bytes of nibbles and 32 of upper bits lie together
+    const int half = group / 4, quarter = group % 4;  // of 128 columns, which share 64 bytes of nibbles and 32 of upper bits
     const std::uint8_t* low = block + 64 * half + 32 * (quarter % 2);
     const std::uint8_t* high = block + kQ6KUpper + 32 * half;
     std::uint8_t codes[kGroup];
@@ -334,7 +335,7 @@ float half_at(const std::byte* halves, int row) {
   return float_from_f16(half);
 }
 
-// In the steps of the package `gguf`, so that roundings are the same.
+// In the same steps as the package `gguf`, so that rounding is the same.
 void unpack_q4_k(const std::byte* block, int row, float* values) {
   const std::byte* words = block + 2 * kScaleBytes;
   const std::byte* lines = words + kQ4KScaleWords * kWordsBytes;

@@ -1,4 +1,4 @@
-// How a matrix lies in memory: blocks of 32 output rows, each block one stream that is read from front to back.
+// The memory layout of a matrix: blocks of 32 output rows, each block one stream that is read from front to back.
 //
 // Lanes are output rows, so a kernel streams weights, broadcasts activations and never sums across lanes; the same bytes serve a
 // GEMV and the register tiles of a GEMM, with 512-bit vectors (16 rows) and 256-bit ones (8 rows). Columns are padded to 32 with
@@ -8,16 +8,17 @@
 //   bfloat16  [k / 2][half][lane][k % 2]  pairs of columns, as vdpbf16ps takes them
 //   int8      [group]{scale f16 [32 rows]; code + 128 as u8 [kk / 4][half][lane][kk % 4]}            as vpdpbusd takes them
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high the rest}
-// Scales stand beside their weights so that one stream is read in order. Every line is 64 bytes.
+// Scales are stored with their weights so that one stream is read in order. Every line is 64 bytes.
 //
-// GGUF's Q4_K and Q6_K have super-blocks of 256 columns, which columns must be whole numbers of. `words` are 32 rows of 32 bits, [row]:
-//   q4_k      [super-block]{d f16 [32 rows]; dmin f16 [32 rows]; words of the 12 bytes that hold 8 scales and 8 minima of 6 bits, as the
-//             file has them, [3]; [group] nibbles as int4's, without its offset}       value = d * scale * code - dmin * minimum
+// GGUF's Q4_K and Q6_K have super-blocks of 256 columns; the number of columns must be a multiple of that. `words` are 32 rows of 32 bits,
+// [row]:
+//   q4_k      [super-block]{d f16 [32 rows]; dmin f16 [32 rows]; words of the 12 bytes that hold 8 scales and 8 minima of 6 bits, in
+//             the order of the file, [3]; [group] nibbles as int4's, without its offset}       value = d * scale * code - dmin * minimum
 //   q6_k      [super-block]{d f16 [32 rows]; words of 4 int8 scales, one for 16 columns, [4]; [group]{low nibbles as int4's; words of the
 //             upper bits, [2]: of columns kk = 16 * word + 4 * j + byte, bits 2j and 2j + 1 of the byte}}  value = d * scale * (code - 32)
 //
-// A neuron's row of the sparse layout is read alone, so there lanes are groups of columns: 16 groups of 32 columns (a chunk) are stored as
-// 16 rows of one group are above. Quantised rows begin with the float16 scales of all their chunks, filled up to a line.
+// In the sparse layout a neuron's row is read alone, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the places that
+// 16 rows of one group have above. Quantised rows begin with the float16 scales of all their chunks, padded to a line.
 #pragma once
 
 #include <cstddef>
@@ -28,23 +29,23 @@
 
 namespace moegraft {
 
-constexpr int kLanes = 16;                    // output rows in a 64-byte line
-constexpr int kBlockRows = 2 * kLanes;        // two lines a step: two accumulators a token
-constexpr int kGroup = 32;                    // columns that share a scale: GGUF's Q8_0 and Q4_0
-constexpr int kScaleBytes = kBlockRows * 2;   // one line of float16 scales a group
+constexpr int kLanes = 16;  // output rows in a 64-byte line
+constexpr int kBlockRows = 2 * kLanes;  // two lines a step: two accumulators a token
+constexpr int kGroup = 32;  // columns that share a scale: GGUF's Q8_0 and Q4_0
+constexpr int kScaleBytes = kBlockRows * 2;  // one line of float16 scales a group
 constexpr int kInt8GroupBytes = kScaleBytes + kBlockRows * kGroup;
 constexpr int kNibbleBytes = kBlockRows * kGroup / 2;
 constexpr int kInt4GroupBytes = kScaleBytes + kNibbleBytes;
-constexpr int kSuperBlock = 256;              // columns of a super-block
+constexpr int kSuperBlock = 256;  // columns of a super-block
 constexpr int kSuperGroups = kSuperBlock / kGroup;
-constexpr int kWordsBytes = kBlockRows * 4;   // one 32-bit word of every row
+constexpr int kWordsBytes = kBlockRows * 4;  // one 32-bit word of every row
 constexpr int kQ4KScaleWords = 3;
 constexpr int kQ4KGroupBytes = kNibbleBytes;
 constexpr int kQ4KBytes = 2 * kScaleBytes + kQ4KScaleWords * kWordsBytes + kSuperGroups * kQ4KGroupBytes;
 constexpr int kQ6KScaleWords = 4;
 constexpr int kQ6KGroupBytes = kNibbleBytes + 2 * kWordsBytes;
 constexpr int kQ6KBytes = kScaleBytes + kQ6KScaleWords * kWordsBytes + kSuperGroups * kQ6KGroupBytes;
-constexpr int kLayoutVersion = 1;             // raised whenever packed bytes change meaning: caches on disk are keyed by it
+constexpr int kLayoutVersion = 1;  // increased whenever the meaning of packed bytes changes: caches on disk are keyed by it
 
 constexpr std::size_t block_bytes(WeightType type, int cols) {
   const std::size_t groups = static_cast<std::size_t>(round_up(cols, kGroup) / kGroup);
@@ -60,7 +61,7 @@ constexpr std::size_t block_bytes(WeightType type, int cols) {
   return 0;
 }
 
-constexpr int kChunk = kLanes * kGroup;       // columns of a sparse row that share their lines
+constexpr int kChunk = kLanes * kGroup;  // columns of a sparse row that share their lines
 constexpr int chunks_of(int cols) { return round_up(cols, kChunk) / kChunk; }
 
 // 64-byte lines of a chunk (32-byte ones for float16), and the columns of each group that one line holds.
@@ -76,7 +77,7 @@ constexpr std::size_t row_bytes(WeightType type, int cols) {
          static_cast<std::size_t>(chunks_of(cols)) * static_cast<std::size_t>(lines_per_chunk(type) * line_bytes(type));
 }
 
-// Where 16 consecutive rows of a matrix lie: half a block.
+// 16 consecutive rows of a matrix: half a block.
 struct HalfBlock {
   std::byte* block;
   int half;
@@ -90,7 +91,7 @@ struct RowsView {
   int cols;
 };
 
-// Rows that are quantised already: codes (rows, cols) and float16 scales (rows, cols / 32).
+// Quantised rows: codes (rows, cols) and float16 scales (rows, cols / 32).
 struct QuantizedRowsView {
   const std::int8_t* codes;
   const std::uint16_t* scales;
@@ -126,8 +127,8 @@ void unpack_sparse_row(WeightType type, const std::byte* source, int cols, float
 // Dequantises codes to float32 (rows, cols).
 void dequantize(const QuantizedRowsView& source, float* rows_out);
 
-// The super-blocks of Q4_K and Q6_K: how a half block is made of a file's rows, and what a row's words mean. block_layout.h has the order.
-// Everything inline is `static inline`, as in numbers.h: files compiled for different instruction sets include this.
+// Fields of the super-blocks of Q4_K and Q6_K. `static inline`, as in float_conversion.h: files compiled for different instruction sets
+// include this.
 
 constexpr std::size_t super_block_bytes(WeightType type) { return type == WeightType::kQ4K ? kQ4KBytes : kQ6KBytes; }
 
@@ -142,7 +143,8 @@ struct ScaleAndMinimum {
   int minimum;
 };
 
-// Of a group: the first four have their 6 bits in the bytes of words 0 and 1, the others 4 in word 2 and 2 above the first four's.
+// Of a group. The first four groups have their 6 bits in the bytes of words 0 and 1; the others have 4 bits in word 2 and the upper 2 bits
+// of the first four's bytes.
 static inline ScaleAndMinimum scale_of_q4_k(const std::byte* words, int row, int group) {
   const int shift = 8 * (group % 4);
   const int first = static_cast<int>(word_at(words, 0, row) >> shift & 255),
@@ -152,7 +154,7 @@ static inline ScaleAndMinimum scale_of_q4_k(const std::byte* words, int row, int
   return {(low & 15) | (first >> 6) << 4, low >> 4 | (second >> 6) << 4};
 }
 
-// Of 16 columns: `part` counts them in the super-block.
+// The scale of 16 columns; `part` is their index in the super-block.
 static inline int scale_of_q6_k(const std::byte* words, int row, int part) {
   return static_cast<std::int8_t>(word_at(words, part / 4, row) >> 8 * (part % 4) & 255);
 }

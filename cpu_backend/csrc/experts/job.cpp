@@ -8,8 +8,9 @@
 namespace moegraft {
 namespace {
 
-constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // activations of a segment, beside a unit's weights: 1 MiB L2 of EPYC Zen 5
-constexpr int kUnitsPerWorker = 4;  // of the last phase: enough to even out, few enough to read in long runs
+constexpr std::size_t kSegmentBytes = std::size_t{384}
+                                      << 10;  // activations of a segment; a unit's weights need the rest of the 1 MiB L2 (EPYC Zen 5)
+constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough to read long runs
 constexpr int kMaxUnitBlocks = 8;
 
 }  // namespace

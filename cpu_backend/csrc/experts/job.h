@@ -1,8 +1,12 @@
-// One pass over a layer's experts, in three phases of independent units:
-//   encode   a token:                     hidden state -> record
-//   neurons  a segment's 32 neurons:      gate and up rows for all its tokens, activation, record of 32 columns for the down projection
+// The routed experts of one layer, dense layout. experts/ holds the layouts of packed weights (block_layout.h, packed_weights.h), the
+// grouping of tokens by expert (routing.h) and this job; sparse/ has the job of the sparse layout.
+//
+// PackedExperts own the weights and are read-only while a job runs; the Engine owns routing and scratch memory, and lends both to the job.
+// Every worker (thread_pool.h) runs the same three phases, waiting for the others after each, over units that any worker may take:
+//   encode   one token:                   hidden state -> record
+//   neurons  32 neurons of a segment:     gate and up rows for all its tokens, activation, record of 32 columns for the down projection
 //   rows     some blocks of output rows:  down rows of every segment, summed over experts by one worker, rounded once
-// A unit's result does not depend on who computes it, so neither thread count nor timing changes a bit of the output.
+// A unit's result does not depend on the worker, so neither thread count nor timing changes a bit of the output.
 #pragma once
 
 #include "core/memory.h"
@@ -31,7 +35,7 @@ struct ExpertsScratch {
   AlignedMemory* records;
   AlignedMemory* lanes;    // sparse layouts only
   AlignedMemory* neurons;
-  AlignedMemory* workers;  // one a worker
+  AlignedMemory* workers;  // one for each worker
 };
 
 class ExpertsJob final : public Job {

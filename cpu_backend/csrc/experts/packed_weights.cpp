@@ -9,13 +9,13 @@
 namespace moegraft {
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+[[noreturn]] void raise(const std::string& message) { throw std::invalid_argument(message); }
 
 std::string pair_text(int rows, int cols) { return "(" + std::to_string(rows) + ", " + std::to_string(cols) + ")"; }
 
 ExpertsShape checked(const ExpertsShape& shape) {
   if (shape.num_experts < 1 || shape.hidden < 1 || shape.intermediate < 1)
-    refuse("PackedExperts: num_experts, hidden and intermediate must be at least 1");
+    raise("PackedExperts: num_experts, hidden and intermediate must be at least 1");
   return shape;
 }
 
@@ -26,12 +26,12 @@ std::uint8_t mask_of(const ExpertsShape& shape) {
 
 void check_cols(WeightType type, int cols) {
   if (has_super_blocks(type) && cols % kSuperBlock != 0)
-    refuse(std::string(name_of(type)) + " has blocks of 256 columns, and " + std::to_string(cols) + " are no multiple of it; use int8");
+    raise(std::string(name_of(type)) + " needs a multiple of 256 columns, found " + std::to_string(cols) + "; use int8");
 }
 
 WeightTypes checked(const ExpertsShape& shape, WeightTypes types, LayoutKind kind) {
   const bool one_plain = types.gate_up == types.down && !has_super_blocks(types.gate_up);
-  if (kind == LayoutKind::kSparse && !one_plain) refuse("the sparse layout has no " + name_of(types) + "; use int8");
+  if (kind == LayoutKind::kSparse && !one_plain) raise("the sparse layout does not support " + name_of(types) + "; use int8");
   check_cols(types.gate_up, shape.hidden);
   check_cols(types.down, shape.intermediate);
   return types;
@@ -42,11 +42,11 @@ const char* packer_of(WeightType type) {
 }
 
 void check_floats(WeightType type) {
-  if (has_super_blocks(type)) refuse(std::string("pack: the weights are ") + name_of(type) + "; use pack_super_blocks");
+  if (has_super_blocks(type)) raise(std::string("pack: the weights are ") + name_of(type) + "; use pack_super_blocks");
 }
 
 void check_super_blocks(WeightType type) {
-  if (!has_super_blocks(type)) refuse(std::string("pack_super_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
+  if (!has_super_blocks(type)) raise(std::string("pack_super_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
 }
 
 void unpack_half(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
@@ -54,8 +54,8 @@ void unpack_half(WeightType type, HalfBlock source, float* rows_out, int rows, i
 }
 
 void check_quantizable(WeightType type, int cols) {
-  if (!is_quantized(type)) refuse(std::string("pack_quantized: the weights are ") + name_of(type) + "; use " + packer_of(type));
-  if (cols % kGroup != 0) refuse("pack_quantized: the number of columns, " + std::to_string(cols) + ", is no multiple of 32; use pack");
+  if (!is_quantized(type)) raise(std::string("pack_quantized: the weights are ") + name_of(type) + "; use " + packer_of(type));
+  if (cols % kGroup != 0) raise("pack_quantized: expected a multiple of 32 columns, found " + std::to_string(cols) + "; use pack");
 }
 
 void check_codes(WeightType type, const QuantizedRowsView& rows) {
@@ -63,7 +63,7 @@ void check_codes(WeightType type, const QuantizedRowsView& rows) {
   const std::size_t count = static_cast<std::size_t>(rows.rows) * rows.cols;
   for (std::size_t i = 0; i < count; ++i)
     if (rows.codes[i] < -8 || rows.codes[i] > 7)
-      refuse("pack_quantized: code " + std::to_string(rows.codes[i]) + " is not an int4 (-8 to 7)");
+      raise("pack_quantized: code " + std::to_string(rows.codes[i]) + " is not an int4 (-8 to 7)");
 }
 
 }  // namespace
@@ -110,21 +110,20 @@ PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, We
       complete_mask_(mask_of(shape)),
       packed_(static_cast<std::size_t>(shape.num_experts)) {
   if (buffer.bytes != bytes())
-    refuse("PackedExperts: buffer has " + std::to_string(buffer.bytes) + " bytes where this shape and type need " +
-           std::to_string(bytes()));
-  if (reinterpret_cast<std::uintptr_t>(buffer.data) % 64 != 0) refuse("PackedExperts: buffer does not start at a multiple of 64 bytes");
+    raise("PackedExperts: expected a buffer of " + std::to_string(bytes()) + " bytes, found " + std::to_string(buffer.bytes));
+  if (reinterpret_cast<std::uintptr_t>(buffer.data) % 64 != 0) raise("PackedExperts: the buffer must start at a multiple of 64 bytes");
   if (!writable_)
     for (auto& mask : packed_) mask.store(complete_mask_);
 }
 
 void PackedExperts::check(int expert, Part part, int rows, int cols) const {
-  if (!writable_) refuse("PackedExperts: the buffer is read-only, nothing can be packed into it");
+  if (!writable_) raise("PackedExperts: the buffer is read-only; nothing can be packed into it");
   if (expert < 0 || expert >= shape_.num_experts)
-    refuse("expert " + std::to_string(expert) + " is out of range: there are " + std::to_string(shape_.num_experts));
-  if (part == Part::kGate && !shape_.gated) refuse("these experts are ungated: there is no part 'gate', use 'up'");
+    raise("expert " + std::to_string(expert) + " is out of range: there are " + std::to_string(shape_.num_experts));
+  if (part == Part::kGate && !shape_.gated) raise("these experts are ungated: there is no part 'gate', use 'up'");
   if (rows != rows_of(part) || cols != cols_of(part))
-    refuse(std::string("part '") + name_of(part) + "' has shape " + pair_text(rows, cols) + " where " +
-           pair_text(rows_of(part), cols_of(part)) + " (rows, columns) is expected");
+    raise(std::string("part '") + name_of(part) + "': expected shape " + pair_text(rows_of(part), cols_of(part)) + ", found " +
+          pair_text(rows, cols));
 }
 
 bool PackedExperts::in_rows(Part part) const {
@@ -186,11 +185,11 @@ void PackedExperts::pack_super_blocks(int expert, Part part, const SuperBlockRow
 }
 
 void PackedExperts::pack_bias(int expert, Part part, const float* values, int count) {
-  if (!shape_.bias) refuse("pack_bias: these experts have no biases (ExpertsShape.bias is False)");
+  if (!shape_.bias) raise("pack_bias: these experts have no biases (ExpertsShape.bias is False)");
   check(expert, part, rows_of(part), cols_of(part));
   if (count != rows_of(part))
-    refuse(std::string("bias of part '") + name_of(part) + "' has " + std::to_string(count) + " values where " +
-           std::to_string(rows_of(part)) + " are expected");
+    raise(std::string("bias of part '") + name_of(part) + "': expected " + std::to_string(rows_of(part)) + " values, found " +
+          std::to_string(count));
   const std::size_t offset = part == Part::kDown ? layout_.down_bias_offset
                              : part == Part::kUp ? layout_.up_bias_offset
                                                  : layout_.gate_bias_offset;
@@ -201,10 +200,10 @@ void PackedExperts::pack_bias(int expert, Part part, const float* values, int co
 
 void PackedExperts::unpack(int expert, Part part, float* rows_out) const {
   if (expert < 0 || expert >= shape_.num_experts)
-    refuse("expert " + std::to_string(expert) + " is out of range: there are " + std::to_string(shape_.num_experts));
-  if (part == Part::kGate && !shape_.gated) refuse("these experts are ungated: there is no part 'gate', use 'up'");
+    raise("expert " + std::to_string(expert) + " is out of range: there are " + std::to_string(shape_.num_experts));
+  if (part == Part::kGate && !shape_.gated) raise("these experts are ungated: there is no part 'gate', use 'up'");
   if (!(packed_mask(expert) & (1 << static_cast<int>(part))))
-    refuse("part '" + std::string(name_of(part)) + "' of expert " + std::to_string(expert) + " was never packed");
+    raise("part '" + std::string(name_of(part)) + "' of expert " + std::to_string(expert) + " was never packed");
   if (in_rows(part)) {
     const bool down = part == Part::kDown;
     for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
@@ -227,7 +226,7 @@ std::string PackedExperts::missing_parts(int expert) const {
 }
 
 PackedLinear::PackedLinear(int rows, int cols, WeightType type) : rows_(rows), cols_(cols), type_(type) {
-  if (rows < 1 || cols < 1) refuse("PackedLinear: rows and cols must be at least 1");
+  if (rows < 1 || cols < 1) raise("PackedLinear: rows and cols must be at least 1");
   memory_ = AlignedMemory(bytes_for(rows, cols, type));
 }
 
@@ -239,8 +238,7 @@ std::size_t PackedLinear::bytes_for(int rows, int cols, WeightType type) {
 HalfBlock PackedLinear::half_block(int chunk) const { return {const_cast<std::byte*>(block(chunk / 2)), chunk % 2}; }
 
 void PackedLinear::check(int rows, int cols) const {
-  if (rows != rows_ || cols != cols_)
-    refuse("PackedLinear: got shape " + pair_text(rows, cols) + " where " + pair_text(rows_, cols_) + " (rows, columns) is expected");
+  if (rows != rows_ || cols != cols_) raise("PackedLinear: expected shape " + pair_text(rows_, cols_) + ", found " + pair_text(rows, cols));
 }
 
 void PackedLinear::pack(const RowsView& rows) {
@@ -266,14 +264,13 @@ void PackedLinear::pack_super_blocks(const SuperBlockRowsView& rows) {
 }
 
 void PackedLinear::pack_bias(const float* values, int count) {
-  if (count != rows_)
-    refuse("PackedLinear: bias has " + std::to_string(count) + " values where " + std::to_string(rows_) + " are expected");
+  if (count != rows_) raise("PackedLinear: expected a bias of " + std::to_string(rows_) + " values, found " + std::to_string(count));
   bias_.assign(values, values + count);
   bias_.resize(static_cast<std::size_t>(blocks()) * kBlockRows, 0.0f);
 }
 
 void PackedLinear::unpack(float* rows_out) const {
-  if (!packed_) refuse("PackedLinear: nothing was packed yet");
+  if (!packed_) raise("PackedLinear: no weights were packed");
   for (int first = 0; first < rows_; first += kLanes) unpack_half(type_, half_block(first / kLanes), rows_out, rows_, cols_, first);
 }
 

@@ -12,7 +12,7 @@
 
 namespace moegraft {
 
-// Dense: rows that are computed together lie together. Sparse: what an inactive neuron does not need can be skipped.
+// Dense: rows that are computed together are adjacent. Sparse: the rows of an inactive neuron can be skipped.
 enum class LayoutKind : int { kDense, kSparse };
 
 // Offsets within an expert.
@@ -21,7 +21,7 @@ enum class LayoutKind : int { kDense, kSparse };
 // Sparse: gate in blocks (up, where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
 struct ExpertLayout {
   ExpertLayout() = default;
-  // Throws std::invalid_argument where the types do not go with the shape or the kind.
+  // Throws std::invalid_argument where the types do not fit the shape or the kind.
   ExpertLayout(const ExpertsShape& shape, WeightTypes types, LayoutKind kind);
 
   int neurons = 0;         // intermediate size, padded to 32
@@ -49,7 +49,7 @@ class PackedExperts {
  public:
   // Throws std::invalid_argument on sizes below one, std::bad_alloc.
   PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind = LayoutKind::kDense);
-  // Over bytes that outlive this object; when they are read-only everything counts as packed. Throws std::invalid_argument on a wrong
+  // Over bytes that outlive this object; if they are read-only, everything counts as packed. Throws std::invalid_argument on a wrong
   // size or alignment.
   PackedExperts(const ExpertsShape& shape, const GateSpec& gate, WeightTypes types, LayoutKind kind, const ExternalBuffer& buffer);
 
@@ -65,7 +65,7 @@ class PackedExperts {
 
   // Different experts, or different parts of one, may be packed from several threads at once. All throw std::invalid_argument.
   void pack(int expert, Part part, const RowsView& rows);
-  // Exact, but for a sparse layout's down: its groups run the other way, so it is requantised.
+  // Exact, except for down in a sparse layout: its groups run along the other dimension, so it is requantised.
   void pack_quantized(int expert, Part part, const QuantizedRowsView& rows);
   void pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows);  // exact
   void pack_bias(int expert, Part part, const float* values, int count);

@@ -51,7 +51,7 @@ void gather_segment(const Records& records, const Pair* pairs, const Tiling& til
   }
 }
 
-void lay_in_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target) {
+void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target) {
   static constexpr std::uint32_t kZeros[kGroup] = {};
   const int words = words_per_group(format);
   for (int first = 0; first < groups; first += kLanes, target += words * kLanes) {

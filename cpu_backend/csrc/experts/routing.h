@@ -1,4 +1,4 @@
-// Which tokens go to which expert: the (token, expert) pairs sorted by expert, cut into segments and tiles.
+// Which tokens go to which expert: the (token, expert) pairs sorted by expert, cut into segments and tiles, and the input of one tile.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace moegraft {
 struct Pair {
   int token;
   float weight;
-  int slot;  // its place in the (tokens, top_k) ids
+  int slot;  // index into the (tokens, top_k) ids
 };
 
 // Consecutive pairs of one expert. An expert with very many tokens has several segments, so that a segment's activations stay in cache.
@@ -70,8 +70,6 @@ class Routing {
   std::vector<Segment> segments_;
 };
 
-// How tokens' records are laid side by side for a tile.
-
 constexpr int kMostTileTokens = 16;  // no kernel's tile is wider
 
 // The records of all tokens of a pass, (tokens, words), group by group.
@@ -82,20 +80,19 @@ struct Records {
   const std::uint32_t* of(int token) const { return data + static_cast<std::size_t>(token) * words; }
 };
 
-// Tile by tile; a lone record is left out, it is read where it is.
+// Copies the records of a segment, tile by tile. A tile of one token is left out: its record is read in place.
 void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target);
 
 inline const std::uint32_t* tile_records(const Records& records, const Pair* pairs, Tile tile, const std::uint32_t* gathered) {
   return tile.tokens == 1 ? records.of(pairs[tile.first].token) : gathered + static_cast<std::size_t>(tile.first) * records.words;
 }
 
-// A token's record with 16 groups of columns side by side, as the rows of the sparse layout lie; missing groups are zero.
-void lay_in_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);
+// Transposes a token's record to 16 groups of columns side by side, the order of rows in the sparse layout; missing groups are zero.
+void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);
 
-// What a tile prefetches while it computes.
-
-// A lone tile reads its block once, so it runs ahead in its own stream (which goes on in the next block). Where several tiles share a
-// block, the later ones find it in cache and fetch the next block meanwhile, each a share of it.
+// The arguments of a tile, with what it prefetches. A single tile reads its block once and prefetches further along the same stream, which
+// continues in the next block. Where several tiles share a block, the later ones find it in cache, and each fetches a part of the next
+// block.
 inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles) {
   constexpr int kAheadBytes = 4096;  // tuned on EPYC Zen 5
   const std::size_t bytes = block_bytes(type, groups * kGroup);
@@ -105,7 +102,7 @@ inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, T
   args.tokens = tile.tokens;
   if (tiles == 1) {
     args.ahead = block + kAheadBytes;
-    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // no whole lines with Q6_K: 105 for 8 groups
+    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // not whole lines with Q6_K: 105 for 8 groups
     args.ahead_lines = static_cast<int>((args.ahead_stride + 63) / 64);
   } else {
     const std::size_t bursts = static_cast<std::size_t>(groups) * static_cast<std::size_t>(tiles);

@@ -21,7 +21,7 @@ class LinearJob final : public Job {
   };
   struct Scratch {
     AlignedMemory* records;
-    AlignedMemory* workers;  // one a worker
+    AlignedMemory* workers;  // one for each worker
   };
 
   LinearJob(const Kernels& kernels, const PackedLinear& linear, ActivationType activations, int workers, const Phases& phases);

@@ -8,9 +8,10 @@
 namespace moegraft {
 namespace {
 
-constexpr float kSmallestSum = 1e-20f;  // what families add before they divide by a sum of weights
+constexpr int kUnitsPerWorker = 4;
+constexpr float kSmallestSum = 1e-20f;  // added to the sum of weights before the division, as models do
 
-// Orders as floats do, NaN above all, and of equals the lower index first when sorted downwards.
+// A key that orders as the floats do, NaN above all; among equals the lower index is first in descending order.
 std::uint64_t sortable(float value, int index) {
   std::uint32_t bits;
   if (value != value) value = std::numeric_limits<float>::quiet_NaN();
@@ -36,8 +37,8 @@ void softmax(const float* logits, int count, float* out) {
   for (int i = 0; i < count; ++i) out[i] /= sum;
 }
 
-// Experts of the groups that are not kept can no longer be chosen.
-void leave_groups_out(const Selection& selection, SelectionScratch& scratch) {
+// Sets the scores of experts in groups that are not kept to -infinity.
+void mask_groups(const Selection& selection, SelectionScratch& scratch) {
   const int size = selection.experts / selection.groups;
   std::vector<float> scores(static_cast<std::size_t>(selection.groups));
   for (int group = 0; group < selection.groups; ++group) {
@@ -73,7 +74,7 @@ void select_experts(const Selection& selection, const float* logits, SelectionSc
   scratch.choice.assign(scores, scores + experts);
   if (selection.bias != nullptr)
     for (int i = 0; i < experts; ++i) scratch.choice[static_cast<std::size_t>(i)] += selection.bias[i];
-  if (selection.kept_groups < selection.groups) leave_groups_out(selection, scratch);
+  if (selection.kept_groups < selection.groups) mask_groups(selection, scratch);
   find_largest(scratch.choice.data(), experts, selection.top_k, scratch.keys);
   float sum = 0.0f;
   for (int k = 0; k < selection.top_k; ++k) {
@@ -85,12 +86,6 @@ void select_experts(const Selection& selection, const float* logits, SelectionSc
     for (int k = 0; k < selection.top_k; ++k) weights[k] /= sum + kSmallestSum;
   for (int k = 0; k < selection.top_k; ++k) weights[k] *= selection.scale;
 }
-
-namespace {
-
-constexpr int kUnitsPerWorker = 4;
-
-}  // namespace
 
 RouterJob::RouterJob(const Kernels& kernels, const RouterArgs& args, int workers, Phase& rows)
     : kernels_(kernels), args_(args), workers_(workers), rows_(rows) {}

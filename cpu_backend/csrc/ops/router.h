@@ -1,4 +1,9 @@
-// Which experts a token takes, and with what weights, of its router's logits: the rules of the families that routers follow.
+// Routers: logits = x weight^T, then each token's choice of experts and their weights. ops/ holds the operations of a layer besides experts
+// and attention: linear layers (linear.h), norms (norm.h) and this.
+//
+// The caller owns all tensors, and PackedLinear its weights; the Engine lends scratch memory. Each operation is one job of the pool.
+// Workers compute the logits of up to kAttentionRows tokens, in runs of experts whose rows are read in place; the calling thread then
+// chooses. A small norm runs on the calling thread alone (Engine::norm).
 #pragma once
 
 #include <cstdint>
@@ -11,8 +16,8 @@
 namespace moegraft {
 
 enum class Score : int {
-  kSoftmax,        // softmax over all experts, then the largest
-  kSigmoid,        // sigmoid of each, then the largest
+  kSoftmax,  // softmax over all experts, then the largest
+  kSigmoid,  // sigmoid of each, then the largest
   kChosenSoftmax,  // the largest logits, then softmax over those
 };
 
@@ -23,10 +28,10 @@ struct Selection {
   int experts = 0;
   int top_k = 0;
   const float* bias = nullptr;  // (experts), added to the scores for the choice alone; or null
-  int groups = 1;               // of experts, of which `kept_groups` may be chosen from (DeepSeek-V3's group-limited routing)
+  int groups = 1;  // of experts, of which `kept_groups` may be chosen from (DeepSeek-V3's group-limited routing)
   int kept_groups = 1;
   GroupScore group_score = GroupScore::kTwoLargest;
-  bool normalise = false;       // weights sum to 1, before `scale`
+  bool normalise = false;  // weights sum to 1, before `scale`
   float scale = 1.0f;
 };
 
@@ -36,28 +41,26 @@ struct SelectionScratch {
   std::vector<std::uint64_t> keys;
 };
 
-// One token: (experts) logits -> (top_k) ids, the best first and of equals the first, and their weights. NaN counts as the best, as in torch.topk.
+// One token: (experts) logits -> (top_k) ids in descending order, ties by index, and their weights. NaN is the largest, as in torch.topk.
 void select_experts(const Selection& selection, const float* logits, SelectionScratch& scratch, std::int64_t* index, float* weights);
 
-// A router of few tokens: logits = x weight^T, then each token's choice of experts.
-
 struct RouterArgs {
-  const std::byte* x;              // (tokens, hidden)
-  const std::byte* weight;         // (experts, hidden), as the model stores it
-  const float* logit_bias;         // (experts), or null
-  ActivationType type;             // of x and weight
+  const std::byte* x;  // (tokens, hidden)
+  const std::byte* weight;  // (experts, hidden), in the model's own layout
+  const float* logit_bias;  // (experts), or null
+  ActivationType type;  // of x and weight
   std::int64_t tokens;
   int hidden;
-  bool rounds_logits;              // to `type`, before they are scored
+  bool rounds_logits;  // to `type`, before they are scored
   Selection selection;
-  std::byte* logits;               // (tokens, experts) of logits_type
+  std::byte* logits;  // (tokens, experts) of logits_type
   ActivationType logits_type;
-  std::byte* weights;              // (tokens, top_k) of weights_type
+  std::byte* weights;  // (tokens, top_k) of weights_type
   ActivationType weights_type;
-  std::int64_t* index;             // (tokens, top_k)
+  std::int64_t* index;  // (tokens, top_k)
 };
 
-// One call for up to kAttentionRows tokens; units are runs of experts, whose rows are read as they lie.
+// One call for up to kAttentionRows tokens; units are runs of experts.
 class RouterJob final : public Job {
  public:
   RouterJob(const Kernels& kernels, const RouterArgs& args, int workers, Phase& rows);

@@ -1,7 +1,12 @@
-// One layer's active experts and what each costs where, and how long a split of them takes. All times are ms from now.
+// The planner of hybrid layers: one layer's active experts, what each costs where, and which device computes which. All times are ms from
+// now.
 //
-// The CPU computes its experts one after another and pays `first_cpu_ms` once. The link brings one missing expert each `transfer_ms`. The
+// The CPU computes its experts one after another and pays `first_cpu_ms` once. The link transfers one missing expert per `transfer_ms`. The
 // GPU computes resident experts first and the others as they arrive.
+//
+// A Planner owns the memory that it reuses from plan to plan and is used by one thread at a time, without threads of its own. Problems and
+// their arrays belong to the caller; a LayerPlan is valid until the planner's next call. layer_problem.cpp computes the makespan of a
+// split, greedy.cpp and two_threshold.cpp the two schedules with a search, planner.cpp the rest.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +21,7 @@ struct LayerProblem {
   const std::int32_t* loads;  // tokens
   const double* cpu_ms;
   const double* gpu_ms;
-  const double* arrival_ms;  // 0: on the GPU; finite: on its way, lands then; infinite: not on the GPU
+  const double* arrival_ms;  // 0: on the GPU; finite: in flight, arrives then; infinite: missing
   double transfer_ms;
   double first_cpu_ms;
   double cpu_free_ms;
@@ -38,7 +43,7 @@ class ExpertGroups {
   void sort(const LayerProblem& problem);
   const std::vector<int>& resident() const { return resident_; }
   const std::vector<int>& in_flight() const { return in_flight_; }  // by arrival
-  const std::vector<int>& missing() const { return missing_; }      // by GPU time, longest first; ties: CPU time, load, position
+  const std::vector<int>& missing() const { return missing_; }  // by GPU time, longest first; ties: CPU time, load, position
 
   // When the last expert is done. `on_cpu` (experts): 1 on the CPU, 0 on the GPU. A device without an expert is done at 0.
   double makespan(const LayerProblem& problem, const std::uint8_t* on_cpu) const;
@@ -79,7 +84,7 @@ class GreedySchedule {
   int largest_missing();
   const Coming* first_coming(const std::vector<Coming>& queue, std::size_t& head) const;
 
-  // Experts are handled by rank, 0 being the one with the most tokens. The marks below only ever save looking at what is done.
+  // Experts are handled by rank, 0 being the one with the most tokens. The marks below save visiting finished experts.
   std::vector<int> expert_of_;
   std::vector<int> rank_of_;
   std::vector<State> states_;
@@ -89,19 +94,21 @@ class GreedySchedule {
   std::size_t brought_head_ = 0;
   int first_arrived_ = 0;  // no lower rank waits for the GPU
   int first_missing_ = 0;  // no lower rank is missing
-  int last_missing_ = 0;   // no higher rank is missing
-  int last_left_ = 0;      // every higher rank is done
+  int last_missing_ = 0;  // no higher rank is missing
+  int last_left_ = 0;  // every higher rank is done
 };
 
 // The near-optimal schedule: of the missing and of the resident experts each, those cheapest on the CPU go to it, up to a threshold.
 //
 // With one GPU time for all experts two thresholds are optimal. A sweep over both, each position of one with the best of the other, finds
 // them in linear time after sorting. Experts in flight have a third, among the cheapest or among the latest: a sweep for each of its
-// positions, for there are few. Where times differ from expert to expert, moves and swaps close to the thresholds remove most of what is left.
+// positions, for there are few. Where times differ from expert to expert, moves and swaps close to the thresholds remove most of what is
+// left.
 
 class TwoThresholdSchedule {
  public:
-  // Fills `on_cpu` (experts) with a split that is no slower than everything on the CPU, or than residents on the GPU and the rest on the CPU.
+  // Fills `on_cpu` (experts) with a split that is no slower than everything on the CPU, or than residents on the GPU and the rest on the
+  // CPU.
   void split(const LayerProblem& problem, const ExpertGroups& groups, std::uint8_t* on_cpu);
 
  private:
@@ -124,40 +131,38 @@ class TwoThresholdSchedule {
   std::vector<int> missing_;
   std::vector<int> cheapest_;  // of those in flight
   std::vector<int> latest_;
-  std::vector<double> resident_cpu_ms_;   // of the first b residents
-  std::vector<double> resident_gpu_ms_;   // of all but them
-  std::vector<double> missing_cpu_ms_;    // of the first a missing
-  std::vector<double> arriving_gpu_ms_;   // of the last m missing and what is in flight
-  std::vector<double> arriving_end_ms_;   // when those are done on a GPU that does nothing else
+  std::vector<double> resident_cpu_ms_;  // of the first b residents
+  std::vector<double> resident_gpu_ms_;  // of all but them
+  std::vector<double> missing_cpu_ms_;  // of the first a missing
+  std::vector<double> arriving_gpu_ms_;  // of the last m missing and what is in flight
+  std::vector<double> arriving_end_ms_;  // when those are done on a GPU that does nothing else
   double in_flight_cpu_ms_ = 0.0;
   std::vector<int> near_;  // experts close to a threshold, where moving them may gain
 };
-
-// The schedules of one layer's experts: who computes what, and what is transferred for it.
 
 enum class Schedule { kAllCpu, kFixed, kOnDemand, kGreedy, kTwoThreshold };
 
 Schedule parse_schedule(const std::string& name);  // throws std::invalid_argument, naming the known ones
 
 struct LayerPlan {
-  const std::uint8_t* on_cpu;    // (experts)
+  const std::uint8_t* on_cpu;  // (experts)
   const std::int32_t* transfers;  // positions, in the order of their transfer
   int transfer_count;
   double makespan_ms;
 };
 
-// Plans layers one after another in memory it keeps. For one thread at a time. Problems are taken to have passed `check`.
+// Plans layers one after another in memory that it reuses. Problems must have passed `check`.
 class Planner {
  public:
-  // The plan lies in this object until its next call.
+  // The plan is stored in this object and valid until its next call.
   LayerPlan plan(const LayerProblem& problem, Schedule schedule);
 
   // Of any split. Throws std::invalid_argument when it needs more than `max_transfers`.
   double makespan(const LayerProblem& problem, const std::uint8_t* on_cpu);
 
-  // How much shorter the schedule's plan gets, in ms, by having each missing expert resident, one after another in descending load (ties: by
-  // position). Where a later one gains more than those before it, they share their sum evenly: it counts only together with them. Experts
-  // that are not missing gain 0. `gains_ms`: (experts).
+  // How much shorter the schedule's plan gets, in ms, by having each missing expert resident, one after another in descending load (ties:
+  // by position). Where a later one gains more than those before it, they share their sum evenly: it counts only together with them.
+  // Experts that are not missing gain 0. `gains_ms`: (experts).
   void gains(const LayerProblem& problem, Schedule schedule, double* gains_ms);
 
  private:

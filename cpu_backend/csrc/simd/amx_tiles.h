@@ -1,5 +1,5 @@
-// The tile registers of AMX behind seven functions. With MOEGRAFT_EMULATED_AMX they are plain loops, so that what is built on them is tested
-// on machines without AMX.
+// The tile registers of AMX behind seven functions. With MOEGRAFT_EMULATED_AMX they are plain loops, so that the kernels can be tested on
+// machines without AMX.
 #pragma once
 
 #include <immintrin.h>
@@ -100,7 +100,7 @@ inline void configure(const TileShape& shape) {
     config.row_bytes[weights] = 64;
     config.rows[weights] = static_cast<std::uint8_t>(shape.weight_rows);
   }
-  // Not _tile_loadconfig: GCC 12's names 8 bytes as what it reads, and the stores to the others are removed where nothing else reads them.
+  // Not _tile_loadconfig: GCC 12 declares that it reads 8 bytes, and removes the stores to the others.
   asm volatile("ldtilecfg %0" : : "m"(config));
 }
 inline void release() { _tile_release(); }
@@ -112,7 +112,7 @@ inline void zero() {
 }
 template <int Register>
 inline void load(const void* source, std::size_t stride) {
-  asm volatile("" ::: "memory");  // the compiler's macro does not say that it reads memory: what was written must be there
+  asm volatile("" ::: "memory");  // the compiler's macro does not declare that it reads memory: earlier stores must be complete
   if constexpr (Register == 2) _tile_loadd(2, source, stride);
   else if constexpr (Register == 3) _tile_loadd(3, source, stride);
   else _tile_loadd(4, source, stride);

@@ -13,9 +13,9 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kVectors = 4;
   static constexpr int kFloatTokens = 6;    // in halves: 12 sums, 2 weights and a broadcast in 16 registers
-  static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums come and go once a group
-  static constexpr int kWholeTokens = 1;    // a lone token reads each line once, in order
-  static constexpr int kDotRows = 2;    // times 4 tokens, of half the lanes: 8 sums and 2 rows
+  static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums are loaded and stored once per group
+  static constexpr int kWholeTokens = 1;  // a lone token reads each line once, in order
+  static constexpr int kDotRows = 2;  // times 4 tokens, of half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;
   static constexpr int kAddTokens = 2;  // times 4 columns, of half the lanes: 8 sums and 4 weights
   static constexpr bool kHasBf16 = false;
@@ -119,13 +119,13 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
   }
 
-  // vpmaddubsw would saturate: 2 * 255 * 127 does not fit 16 bits. So even and odd bytes are widened and multiplied apart.
+  // vpmaddubsw would saturate: 2 * 255 * 127 does not fit 16 bits. So even and odd bytes are widened and multiplied separately.
   static I dot_int8(I sum, I weights, I codes) {
     const I even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8));
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
-  // 2 * 63 * 127, the most that codes of 4 and 6 bits can give, does fit.
+  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, does fit.
   static I dot_int4(I sum, I weights, I codes) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
   }

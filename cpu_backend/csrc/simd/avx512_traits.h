@@ -15,9 +15,9 @@ struct Avx512Base {
   static constexpr int kWidth = 16;
   static constexpr int kVectors = 2;
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
-  static constexpr int kIntegerTokens = 8;   // 16 integer sums; the float sums come and go once a group (tuned on EPYC Zen 5)
+  static constexpr int kIntegerTokens = 8;  // 16 integer sums; the float sums are loaded and stored once per group (tuned on EPYC Zen 5)
   static constexpr int kWholeTokens = 12;
-  static constexpr int kDotRows = 4;    // times 4 tokens: 16 sums and 4 rows
+  static constexpr int kDotRows = 4;  // times 4 tokens: 16 sums and 4 rows
   static constexpr int kDotTokens = 4;
   static constexpr int kAddTokens = 6;  // times 4 columns: 24 sums and 4 weights
 

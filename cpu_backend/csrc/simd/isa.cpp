@@ -19,7 +19,7 @@ struct InstructionSet {
   bool available;
 };
 
-// From the plainest to the richest; each needs what those before it need.
+// From the simplest to the richest; each needs what those before it need.
 std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
   std::vector<InstructionSet> sets = {{scalar_kernels, true}};
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
@@ -36,8 +36,8 @@ std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
   return sets;
 }
 
-// Whether AMX tiles are faster than those of AVX-512, by Format, where a CPU has both. Measured on Emerald Rapids, 2026-11: a layer of experts,
-// 512 tokens. Linear layers and attention multiply through the same tiles and follow; they were not measured by themselves.
+// Whether AMX tiles are faster than those of AVX-512, by Format, where a CPU has both. Measured on Emerald Rapids, 2026-11: a layer of
+// experts, 512 tokens. Linear layers and attention multiply through the same tiles and follow; they were not measured separately.
 constexpr std::array<bool, kFormats> kAmxIsFaster = {
     false,  // kFloat32: AMX has no such products
     false,  // kFloat16: the same
@@ -66,7 +66,7 @@ CpuFeatures detect_cpu() {
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   cpu.amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & (kBf16 | kTile | kInt8)) == (kBf16 | kTile | kInt8);
   if (cpu.amx) {
-    // Linux gives tile registers to a process that asks, for all its threads and for its life. Old kernels and some sandboxes refuse.
+    // Linux grants tile registers to a process on request, for all its threads and its lifetime. Old kernels and some sandboxes deny it.
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     cpu.tile_permission = granted;

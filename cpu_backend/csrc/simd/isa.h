@@ -9,7 +9,7 @@
 
 namespace moegraft {
 
-// What the kernels can use of a CPU and its system.
+// The features of a CPU and its system that the kernels use.
 struct CpuFeatures {
   bool avx2 = false;             // with FMA, F16C and BMI2
   bool avx512 = false;           // F, BW, DQ and VL
@@ -18,9 +18,9 @@ struct CpuFeatures {
   bool amx = false;              // tiles, with products of int8 and of bfloat16
   bool tile_permission = false;  // the system lets this process use the tile registers
 };
-CpuFeatures detect_cpu();  // asks the system for the tile registers where there are any
+CpuFeatures detect_cpu();  // requests the tile registers from the system where there are any
 
-std::vector<std::string> compiled_isas();  // from the plainest to the richest
+std::vector<std::string> compiled_isas();  // from the simplest to the richest
 std::vector<std::string> available_isas(const CpuFeatures& cpu = detect_cpu());
 
 struct SelectedKernels {
@@ -30,8 +30,8 @@ struct SelectedKernels {
   std::string name() const;  // avx512_bf16, or avx512_bf16+amx where some tiles are of another set than the rest
 };
 
-// `wanted` is the instruction set of everything; when it is empty, each weight type gets the fastest of the CPU. Throws std::invalid_argument
-// where `wanted` is unknown or unavailable; `source`, where it comes from, is a part of the message.
+// `wanted` is the instruction set of everything; if it is empty, each weight type gets the fastest of the CPU. Throws std::invalid_argument
+// if `wanted` is unknown or unavailable; the message includes `source`, where the request comes from.
 SelectedKernels select_kernels(const CpuFeatures& cpu, const std::string& wanted, const std::string& source = "");
 
 // select_kernels on this CPU; where `isa` is empty, MOEGRAFT_ISA is what is wanted.

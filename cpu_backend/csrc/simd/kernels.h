@@ -1,14 +1,20 @@
-// The function table that every instruction set fills: the engine above it knows no vector width.
+// The function table that every instruction set fills: the jobs above it know no vector width. simd/ holds the tables and their selection.
 //
-// Activations travel as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
+// Tables are immutable and filled once; a Runtime copies the ones that isa.h selects for its CPU. Kernels run on whichever worker calls
+// them, own no memory and share no state. scalar.cpp is built everywhere and is the oracle of the others; avx2.cpp to amx.cpp, compiled
+// with the flags of their instruction set and entered only on a CPU that has it, instantiate the templates of vector_*.h over a traits
+// struct.
+//
+// Activations are stored as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
 // group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
-//   float formats     32 words a group, one float each
-//   kBFloat16Dot      16 words a group, two bfloat16 each
-//   kInt8, kInt4      10 words a group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which undoes the
+//   float formats     32 words per group, one float each
+//   kBFloat16Dot      16 words per group, two bfloat16 each
+//   kInt8, kInt4      10 words per group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which compensates the
 //                     unsigned offset of the weights), then 32 int8 codes
-//   kQ4K              10 words a group: scale, scale times the sum of the codes (float, what the weights' minimum is to be multiplied
-//                     with), then 32 int8 codes
-//   kQ6K              11 words a group: scale, correction of the first and of the last 16 columns (int32: -32 times the sum of their codes),
+//   kQ4K              10 words per group: scale, scale times the sum of the codes (float, to be multiplied with the weights' minimum), then
+//                     32 int8 codes
+//   kQ6K              11 words per group: scale, corrections of the first and the last 16 columns (int32: -32 times the sum of their
+//                     codes),
 //                     then 32 int8 codes
 #pragma once
 
@@ -36,7 +42,7 @@ constexpr int words_per_group(Format format) {
 }
 constexpr int first_code_word(Format format) { return format == Format::kQ6K ? 3 : 2; }
 
-// bfloat16 weights meet bfloat16 activations in bfloat16 products, all else in the weights' widened or integer form.
+// bfloat16 weights and activations multiply in bfloat16; all other pairs in the weights' widened or integer form.
 constexpr Format format_of(WeightType weights, ActivationType activations) {
   switch (weights) {
     case WeightType::kFloat32: return Format::kFloat32;
@@ -55,7 +61,7 @@ struct TileArgs {
   int groups;  // columns / 32
   int tokens;  // 1 to Kernels::max_tokens
   float* out;  // (tokens, 32)
-  const std::byte* ahead;  // what will be read next: `ahead_lines` lines of it are prefetched with each group
+  const std::byte* ahead;  // read next: `ahead_lines` lines are prefetched with each group
   int ahead_lines;
   std::size_t ahead_stride;  // bytes from one group's burst to the next one's
 };
@@ -70,11 +76,11 @@ struct GateArgs {
   float* out;  // (tokens, 32): 16 values are written at `out` when gated, 32 when not
 };
 
-// A root-mean-square norm as families have it: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
+// A root-mean-square norm in the forms that models use: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight).
 struct NormForm {
   float epsilon;
   float weight_offset;  // 1 where weights are stored around 0
-  bool rounds_first;  // the quotient is rounded to the row's type before it meets the weight
+  bool rounds_first;  // the quotient is rounded to the row's type before the product with the weight
 };
 
 struct NormRowArgs {
@@ -86,15 +92,14 @@ struct NormRowArgs {
   NormForm form;
 };
 
-// The kernels of the sparse layout: a part of the function table of kernels.h, by format. Weights are finite: a row may be multiplied with a
-// coefficient of zero.
+// The kernels of the sparse layout, by format. Weights are finite: a row may be multiplied with a coefficient of zero.
 //
 // Where several tokens share rows of down, two rows at a time are widened into items of 32-bit words, which every token then adds up:
 //   floats   an item is one row, a word is one weight
 //   pairs    an item is two rows, a word is a weight of each in bfloat16, and a coefficient is two bfloat16 as well (in_pairs)
 // A tile of items holds 4 columns of each of 16 groups: (items, 4, 16) words.
 
-constexpr int kMostRows = 4;  // in one call of dot_rows and add_rows: rows that lie apart are read faster together (EPYC Zen 5)
+constexpr int kMostRows = 4;  // in one call of dot_rows and add_rows: scattered rows are read faster together (EPYC Zen 5)
 constexpr int kTileColumns = 4;  // of each group, in a tile of items
 constexpr int kTileWords = kTileColumns * 16;
 constexpr int kTiles = 8;  // of a chunk
@@ -129,7 +134,7 @@ struct RowWidenArgs {
   std::size_t tile_stride;  // words
 };
 
-// sums += coefficients * items, for some tokens and one tile; the columns' sums lie as in RowAddArgs.
+// sums += coefficients * items, for some tokens and one tile; the sums are stored as in RowAddArgs.
 struct ItemsAddArgs {
   const std::uint32_t* items;
   int item_count;
@@ -153,7 +158,7 @@ struct NeuronsArgs {
   const GateSpec* spec;
   float threshold;
   float weight;  // the token's share
-  const float* up;  // 32, those of inactive neurons are not looked at; or null: ungated
+  const float* up;  // 32, those of inactive neurons are ignored; or null: ungated
   const float* up_bias;  // 32, or null
   float* neurons;  // 32: act(gate)
 };
@@ -199,11 +204,9 @@ inline void finish_neurons(const NeuronsArgs& args) {
 
 }  // namespace
 
-// What an instruction set does for attention, beside the tiles of kernels.h. Part of its function table.
-
 constexpr int kAttentionRows = 8;  // that the functions below take at once
 
-// scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys that lie as the cache has them.
+// scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys in the cache's own layout.
 struct ScoreArgs {
   const float* query;  // (rows, query_stride)
   const std::uint16_t* halves;  // the same in bfloat16, (rows, query_stride); read where keys are bfloat16 alone
@@ -240,8 +243,8 @@ struct SoftmaxArgs {
   float sum;  // in and out
 };
 
-// The step of a row of which no score is a number above -infinity: NaN makes it NaN, else nothing changes. `static`, as numbers.h has it.
-static inline float nothing_seen(SoftmaxArgs& args) {
+// The step of a row without a score above -infinity: NaN makes the sums NaN, otherwise nothing changes. `static`, as in float_conversion.h.
+static inline float no_visible_key(SoftmaxArgs& args) {
   for (int i = 0; i < args.count; ++i) {
     if (args.scores[i] != args.scores[i]) args.largest = args.sum = args.scores[i];
     args.scores[i] = 0.0f;
@@ -252,7 +255,7 @@ static inline float nothing_seen(SoftmaxArgs& args) {
 struct AttentionKernels {
   void (*score[3])(const ScoreArgs& args);  // by ActivationType of the keys
   void (*mix[3])(const MixArgs& args);  // by ActivationType of the values
-  float (*softmax)(SoftmaxArgs& args);  // returns what earlier sums are to be multiplied with
+  float (*softmax)(SoftmaxArgs& args);  // returns the factor for earlier sums
 };
 
 const AttentionKernels& scalar_attention();
@@ -265,7 +268,8 @@ struct Kernels {
   // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);
-  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its threshold.
+  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its
+  // threshold.
   void (*act)(const GateArgs& args);
   SparseKernels sparse;
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.

@@ -21,7 +21,7 @@ const std::uint32_t* group_words(const TileArgs& args, Format format, int group,
   return args.records + (static_cast<std::size_t>(group) * args.tokens + token) * words_per_group(format);
 }
 
-// One weight of a float block; which load it is depends on the format alone.
+// One weight of a float block; the load depends on the format alone.
 template <Format F>
 float weight_at(const std::byte* block, int col, int row) {
   if constexpr (F == Format::kFloat32) return reinterpret_cast<const float*>(block)[col * kBlockRows + row];
@@ -149,7 +149,7 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
       largest = std::max(largest, std::fabs(values[k]));
       finite = finite && std::isfinite(values[k]);
     }
-    // Below this the inverse would overflow; such a group is zero beside any other. NaN and Inf travel in the scale.
+    // Below this the inverse would overflow; such a group is negligible. NaN and infinity are carried by the scale.
     const bool codable = finite && largest > 1e-30f;
     const float inverse = codable ? 127.0f / largest : 0.0f;
     const float scale = codable ? largest / 127.0f : finite ? 0.0f : NAN;
@@ -246,7 +246,7 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
   }
 }
 
-// The scalar kernels of the sparse layout's rows.
+// The sparse layout.
 
 // A weight of a chunk, or an integer code with its offset: line k / step of the chunk, as in a block of 16 lanes.
 template <Format F>
@@ -375,7 +375,7 @@ SparseKernels scalar_sparse() {
 
 }  // namespace
 
-// The oracle of the norm: plain loops. `static`, as numbers.h has it.
+// The norm.
 
 static inline float widened(ActivationType type, const std::byte* row, int index) {
   if (type == ActivationType::kFloat32) {
@@ -405,7 +405,7 @@ static inline void scalar_norm(const NormRowArgs& args) {
   }
 }
 
-// The oracle of the attention kernels: plain loops.
+// Attention.
 
 namespace {
 
@@ -447,9 +447,9 @@ float softmax(SoftmaxArgs& args) {
   for (int i = 0; i < args.count; ++i) {
     args.scores[i] *= args.scale;
     if (args.softcap > 0.0f) args.scores[i] = args.softcap * std::tanh(args.scores[i] / args.softcap);
-    if (args.scores[i] > largest) largest = args.scores[i];  // a NaN is met again below
+    if (args.scores[i] > largest) largest = args.scores[i];  // a NaN is handled below
   }
-  if (largest == -std::numeric_limits<float>::infinity()) return nothing_seen(args);
+  if (largest == -std::numeric_limits<float>::infinity()) return no_visible_key(args);
   const float factor = std::exp(args.largest - largest);
   float sum = 0.0f;
   for (int i = 0; i < args.count; ++i) sum += args.scores[i] = std::exp(args.scores[i] - largest);

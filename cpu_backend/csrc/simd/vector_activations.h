@@ -1,5 +1,5 @@
-// What is done to activations: records made of them, gates, sums and conversions. Templates over the traits of vector_kernels.h (whose first
-// comment holds here too).
+// What is done to activations: records made of them, gates, sums and conversions. Templates over the traits of vector_kernels.h, whose
+// rules apply here.
 #pragma once
 
 #include <cstddef>
@@ -191,11 +191,7 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
   }
 }
 
-}  // namespace
-
-// Root-mean-square norm of a row, as a template over the traits of vector_kernels.h (whose first comment holds here too).
-
-namespace {
+// Root-mean-square norm of a row, as a template over the traits of vector_kernels.h, whose rules apply here.
 
 template <class T>
 void norm(const NormRowArgs& args) {

@@ -1,5 +1,4 @@
-// The attention kernels of every vector instruction set, as templates over the traits of vector_kernels.h (whose first comment holds here
-// too).
+// The attention kernels of every vector instruction set, as templates over the traits of vector_kernels.h, whose rules apply here.
 #pragma once
 
 #include <cstddef>
@@ -71,7 +70,7 @@ void score(const ScoreArgs& args) {
   alignas(64) float scores[kAttentionRows];
   const std::byte* key = args.keys;
   for (int j = 0; j < args.count; ++j, key += args.key_bytes) {
-    // Far enough ahead for memory: the rows of one head may lie apart, where no hardware prefetcher follows.
+    // Far enough ahead for memory: the rows of one head may be far apart, where no hardware prefetcher follows.
     const std::byte* ahead = key + 16 * args.key_bytes;
     const int line = 64 / (Type == ActivationType::kFloat32 ? 4 : 2);
     for (int d = 0; d < args.dim; d += line) __builtin_prefetch(ahead + d * (64 / line), 0, 3);
@@ -138,10 +137,10 @@ float softmax(SoftmaxArgs& args) {
       score = by_element<T>(score, [cap](float x) { return cap * ::tanhf(x / cap); });
     }
     T::store(args.scores + i, score);
-    most = T::max(score, most);  // a NaN gives `most`: it is met again below
+    most = T::max(score, most);  // with a NaN `most` stays: it is handled below
   }
   const float largest = T::reduce_max(most);
-  if (largest == -__builtin_inff()) return nothing_seen(args);
+  if (largest == -__builtin_inff()) return no_visible_key(args);
   const F shift = T::set(largest);
   F sums = T::zero();
   for (int i = 0; i < args.count; i += T::kWidth) {

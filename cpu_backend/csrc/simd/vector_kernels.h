@@ -1,10 +1,11 @@
-// The kernels of every vector instruction set, as templates over a traits struct that the file of an instruction set defines before including this.
+// The kernels of every vector instruction set, as templates over a traits struct that the file of an instruction set defines before
+// including this.
 //
-// One trap shapes this file: it is compiled several times with different flags, and the linker keeps one copy of any inline function
-// with external linkage, whichever was compiled first. So everything is in an anonymous namespace and no std:: template is called.
+// These headers are compiled several times with different flags, and the linker keeps one copy of any inline function with external
+// linkage, whichever was compiled first. So everything is in an anonymous namespace and no std:: template is called.
 //
 // A traits struct T has: F and I, vectors of kWidth floats and of as many 32-bit integers; kVectors of them hold the 32 rows of a block
-// (kSplit: with more than kWholeTokens tokens a block is computed in two halves, because registers are few); and the operations below.
+// (with more than kWholeTokens tokens a block is computed in two halves, because registers are few); and the operations used below.
 #pragma once
 
 #include "simd/kernels.h"

@@ -1,4 +1,4 @@
-// The kernels of the sparse layout's rows, as templates over the traits of vector_kernels.h (whose first comment holds here too).
+// The kernels of the sparse layout's rows, as templates over the traits of vector_kernels.h, whose rules apply here.
 // Lanes are groups of columns, 16 to a chunk: where vectors are shorter, a part of the lanes is computed after the other.
 #pragma once
 
@@ -232,12 +232,8 @@ void add_rows(const RowAddArgs& args) {
   }
 }
 
-}  // namespace
-
 // Rows of down that several tokens share: widened into items once (kernels.h has their layout), then added up in tiles of tokens and
-// columns, whose sums stay in registers. Templates over the traits of vector_kernels.h, whose first comment holds here too.
-
-namespace {
+// columns, whose sums stay in registers. Templates over the traits of vector_kernels.h.
 
 template <class T, Format Kind>
 constexpr bool in_pairs() {

@@ -1,5 +1,4 @@
-// The tiles of a block: 32 rows times the records of some tokens. Templates over the traits of vector_kernels.h (whose first comment holds
-// here too).
+// The tiles of a block: 32 rows times the records of some tokens. Templates over the traits of vector_kernels.h, whose rules apply here.
 #pragma once
 
 #include <cstddef>
@@ -150,12 +149,8 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-}  // namespace
-
 // The tiles of Q4_K and Q6_K: codes as unsigned bytes times signed codes of the activations, in integers for as many columns as share a
-// scale. Templates over the traits of vector_kernels.h (whose first comment holds here too); block_layout.h has the order of the weights.
-
-namespace {
+// scale. Templates over the traits of vector_kernels.h, whose rules apply here; block_layout.h has the order of the weights.
 
 template <class T, int V>
 inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int first_vector) {
@@ -163,8 +158,8 @@ inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int
   for (int v = 0; v < V; ++v) target[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(halves) + (first_vector + v) * T::kWidth);
 }
 
-// Lines of nibbles, each for 8 columns, times `codes`, whose tokens are `stride` words apart; `Upper` says whether bits 4 and 5 of each code
-// come from `upper`.
+// Lines of nibbles, each for 8 columns, times `codes`, whose tokens are `stride` words apart; `Upper` says whether bits 4 and 5 of each
+// code come from `upper`.
 template <class T, int V, int N, int Lines, bool Upper>
 inline void dot_nibbles(typename T::I (&dots)[N][V], const std::byte* line, const std::uint32_t* codes, int stride,
                         const typename T::I (&upper)[V]) {

@@ -12,17 +12,17 @@ namespace moegraft {
 namespace {
 
 constexpr int kRunNeurons =
-    64;  // whose rows of down are widened together: a chunk of them is 128 KiB of floats, beside a 1 MiB L2 (EPYC Zen 5)
+    64;  // rows of down that are widened together: 128 KiB of floats for a chunk, which fits a 1 MiB L2 (EPYC Zen 5)
 
-// The first lines of a row: the rest follows by the hardware's own prefetching, which reads rows that lie apart as fast as they come when it
-// has several at once (EPYC Zen 5).
+// The first lines of a row. The hardware prefetches the rest, and reads scattered rows at full speed if it has several at once (EPYC Zen
+// 5).
 void prefetch_start(const std::byte* row) {
   for (int at = 0; at < 256; at += 64) __builtin_prefetch(row + at, 0, 3);
 }
 
 int first_bit(std::uint32_t mask) { return __builtin_ctz(mask); }
 
-// Consecutive arrays in one piece of memory, each on a line of its own; without memory only their bytes are counted.
+// Consecutive arrays in one allocation, each aligned to a cache line; without memory only their bytes are counted.
 class Arrays {
  public:
   explicit Arrays(std::byte* memory) : memory_(memory) {}
@@ -40,14 +40,14 @@ class Arrays {
 };
 
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // as for the dense layout
-constexpr int kUnitsPerWorker = 4;  // of the rows phase: enough to even out; rows are read whole where there are as many segments
+constexpr int kUnitsPerWorker = 4;  // of the rows phase: enough for balance; rows are read whole where there are as many segments
 
-// Share of a group's products that are wanted, up to which the rows are multiplied with their own tokens alone (tuned on EPYC Zen 5).
+// Share of a group's products that are needed, up to which each row is multiplied with the tokens that need it alone (tuned on EPYC Zen 5).
 constexpr float kPickedProducts = 0.25f;
 
 constexpr int kMostPicked = 64;  // tokens in one call
 
-// Neurons by fours (kernels' rows at once), as a kernel takes them.
+// The neurons of one kernel call.
 struct RowBatch {
   int neurons[kMostRows];
   int count;
@@ -63,8 +63,9 @@ void prefetch_starts(const std::byte* rows, std::size_t row_bytes, const RowBatc
   for (int i = 0; i < batch.count; ++i) prefetch_start(rows + row_bytes * static_cast<std::size_t>(batch.neurons[i]));
 }
 
-constexpr int kFewPairs = 4;  // of a segment: up to these, each reads the rows by itself, the second from cache (tuned on EPYC Zen 5)
-// Share of the items that a token needs, up to which it adds these alone and does not go along with the others (tuned on EPYC Zen 5).
+constexpr int kFewPairs =
+    4;  // of a segment: up to this many, each token reads the rows separately, all but the first from cache (tuned on EPYC Zen 5)
+// Share of the items that a token needs, up to which it adds these alone instead of all items with the other tokens (tuned on EPYC Zen 5).
 constexpr float kPickedItems = 0.45f;
 
 }  // namespace
@@ -153,8 +154,8 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   parts_ = (chunks_ + unit_chunks_ - 1) / unit_chunks_;
   scratch.records->reserve(tokens * hidden_words_ * 4);
   scratch.lanes->reserve(tokens * lane_words_ * 4);
-  scratch.neurons->reserve(lay_out(nullptr));
-  lay_out(scratch.neurons->data());
+  scratch.neurons->reserve(place_arrays(nullptr));
+  place_arrays(scratch.neurons->data());
   const Worker needed(nullptr, sizes());
   for (int worker = 0; worker < workers_; ++worker) scratch.workers[worker].reserve(needed.bytes);
   std::fill_n(pairs_of_slots_, tokens * static_cast<std::size_t>(args_.top_k), -1);
@@ -166,8 +167,8 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   phases_.sums->reset(batch.tokens * chunks_);
 }
 
-// What all workers share, in `memory`; without memory only its bytes are counted.
-std::size_t SparseJob::lay_out(std::byte* memory) {
+// Places what all workers share in `memory`; without memory only its bytes are counted.
+std::size_t SparseJob::place_arrays(std::byte* memory) {
   const std::size_t pairs = batch_.routing->pairs().size();
   Arrays arrays(memory);
   neurons_ = arrays.take<float>(pairs * static_cast<std::size_t>(layout_.neurons));
@@ -214,7 +215,7 @@ void SparseJob::encode_token(int token, Worker& mine) {
   std::memset(mine.hidden + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
   kernels_.encode[static_cast<int>(format_)](mine.hidden, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
-  lay_in_lanes(record, hidden_groups_, format_, lanes_of(token));
+  transpose_to_lanes(record, hidden_groups_, format_, lanes_of(token));
 }
 
 // The neurons phase of a sparse job: gate for all tokens, then up for the active neurons.
@@ -306,19 +307,19 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
     float* neurons = neurons_of(segment.first_pair + i) + group * kGroup;
     kernels_.sparse.finish(
         {&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
-    // Padded neurons come from padded rows: an infinite activation would leave a NaN in them.
+    // Padded neurons are computed from padded rows: an infinite activation would leave a NaN in them.
     if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
   }
 }
 
-// The products of neurons that are inactive for a token are not looked at.
+// Products of neurons that are inactive for a token are computed and ignored.
 void SparseJob::dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const {
   const int at_once = kernels_.sparse.dot_rows_at_once;
-  RowBatch next = take_rows(active, at_once);  // these are on their way already
+  RowBatch next = take_rows(active, at_once);  // these are being prefetched already
   while (next.count > 0) {
     const RowBatch batch = next;
     next = take_rows(active, at_once);
-    // A lone token's rows are always read together: what is missing is the last one again.
+    // A single token's rows are always read together: missing ones repeat the last.
     const int count = segment.pairs == 1 ? at_once : batch.count;
     RowDotsArgs args = {{}, {}, count, segment.pairs, mine.lanes, mine.outs, scale_bytes_, chunks_, nullptr};
     const std::byte* ahead[kMostRows];
@@ -327,7 +328,7 @@ void SparseJob::dot_all_tokens(const Segment& segment, const std::byte* rows, st
       args.rows[i] = rows + layout_.neuron_bytes * static_cast<std::size_t>(args.places[i]);
       ahead[i] = i < next.count ? rows + layout_.neuron_bytes * static_cast<std::size_t>(next.neurons[i]) : args.rows[i];
     }
-    // Several tokens compute for long, while the next rows may come whole.
+    // Several tokens compute long enough to fetch the next rows whole.
     if (segment.pairs > 1) args.ahead = ahead;
     else prefetch_starts(rows, layout_.neuron_bytes, next);
     kernels_.sparse.dot_rows[static_cast<int>(format_)](args);
@@ -344,7 +345,7 @@ void SparseJob::dot_active_tokens(const Segment& segment, const std::byte* rows,
     }
   }
   std::uint32_t ahead = active;
-  take_rows(ahead, kernels_.sparse.dot_rows_at_once);  // these are on their way already
+  take_rows(ahead, kernels_.sparse.dot_rows_at_once);  // these are being prefetched already
   const std::uint32_t* lanes[kMostPicked];
   float* outs[kMostPicked];
   for (; active != 0; active &= active - 1) {
@@ -382,7 +383,7 @@ struct SparseJob::Run {
   const std::byte* row(int index) const { return down + row_bytes * static_cast<std::size_t>(neurons[index]); }
 };
 
-// Fetches the rows of a run, some lines at a time: a long burst of prefetches made nothing faster (EPYC Zen 5).
+// Prefetches the rows of a run, some lines at a time: long bursts were no faster (EPYC Zen 5).
 class SparseJob::Ahead {
  public:
   Ahead(const Run& run, std::size_t first, std::size_t end) : run_(run), first_(first), end_(end), at_(first) {}
@@ -451,7 +452,7 @@ void SparseJob::add_few(const Segment& segment, int count, const Columns& column
       args.sums = sums_of(segment.first_pair + i) + columns.first_chunk * kChunk;
       bool any = false;
       for (int row = 0; row < kMostRows; ++row) {
-        const std::byte* start = rows.row(std::min(k + row, count - 1));  // what is missing is the last one again, with no share
+        const std::byte* start = rows.row(std::min(k + row, count - 1));  // missing rows repeat the last one with a coefficient of 0
         args.scales[row] = start + columns.scales;
         args.lines[row] = start + columns.lines;
         args.coefficients[row] = k + row < count ? values[rows.neurons[k + row]] : 0.0f;
@@ -487,7 +488,7 @@ void SparseJob::add_many(const Segment& segment, int count, const Columns& colum
   }
 }
 
-// The tokens' values as items need them, and which items a token that needs few adds alone.
+// Converts the tokens' values to coefficients of items, and lists the items of tokens that need few.
 void SparseJob::take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const {
   const bool pairs = kernels_.sparse.in_pairs[static_cast<int>(format_)];
   const int items = pairs ? (count + 1) / 2 : count;
@@ -516,7 +517,7 @@ void SparseJob::take_coefficients(const Segment& segment, const int* neurons, in
   }
 }
 
-// One item more than there are: tiles at a distance of whole pages would share their places in L1.
+// One item more than needed: tiles at a distance of whole pages would share their sets in L1.
 std::size_t SparseJob::tile_stride() const {
   return static_cast<std::size_t>(kRunNeurons / (kernels_.sparse.in_pairs[static_cast<int>(format_)] ? 2 : 1) + 1) * kTileWords;
 }
@@ -572,7 +573,7 @@ void SparseJob::add_bias(const Segment& segment, const Columns& columns) const {
   }
 }
 
-// Adds up what a token's experts gave to a chunk, in the order of their slots, and turns lanes into columns.
+// Adds the results of a token's experts for a chunk in the order of their slots, and transposes lanes to columns.
 void SparseJob::write_chunk(int unit, Worker&) {
   const int token = unit / chunks_, chunk = unit % chunks_;
   const int hidden = experts_.shape().hidden;

@@ -1,13 +1,14 @@
-// One pass over experts in the sparse layout. Phases as in experts_job.h, but of a neuron whose |act(gate)| is below the threshold for
-// every token, the rows of up and down are never read:
-//   encode   a token:                 its record, once for the gate's blocks and once in lanes for the rows of up
-//   neurons  a segment's 32 neurons:  gate for all tokens, then up for the active ones
-//   rows     a segment, whole or a range of its columns: the active neurons' rows of down, for each token
-//   sums     a token's 512 columns:   its experts, added up
-// A few tokens of an expert are bound by memory: rows are read once, and multiplied with those tokens that need them. Of many tokens nearly
-// every neuron is needed by some: there rows meet all tokens in tiles, unless few of the products would be wanted.
-// `Intra-expert activation sparsity`; a threshold of zero computes every neuron.
-// The neurons phase may count active neurons, one atomic addition a worker, and show what act(gate) was.
+// The routed experts of one layer in the sparse layout: of a neuron whose |act(gate)| is below the threshold for every token, the rows of
+// up and down are never read. A threshold of zero computes every neuron.
+//
+// Ownership and threads are those of experts/job.h; every worker runs four phases:
+//   encode   one token:                  its record, once for the gate's blocks and once in lanes for the rows of up
+//   neurons  32 neurons of a segment:    gate for all tokens, then up for the active ones
+//   rows     a segment, or a range of its columns: the active neurons' rows of down, for each token
+//   sums     512 columns of one token:   the sum over its experts
+// A few tokens of an expert are bound by memory: rows are read once and multiplied with the tokens that need them. Of many tokens nearly
+// every neuron is needed by some: there rows are multiplied with all tokens in tiles, unless few of the products are needed.
+// The neurons phase can count active neurons, with one atomic addition per worker, and export act(gate).
 #pragma once
 
 #include <cstdint>
@@ -40,12 +41,12 @@ class SparseJob final : public Job {
   struct Columns;
   struct Run;
   class Ahead;
-  std::size_t lay_out(std::byte* memory);
+  std::size_t place_arrays(std::byte* memory);
   SparseSizes sizes() const;
   void encode_token(int token, Worker& mine);
   void add_counts(std::int64_t active, bool all) const;
 
-  // sparse_neurons.cpp
+  // neurons phase
   void compute_neurons(int unit, Worker& mine);
   void compute_gate(const Segment& segment, int group, Worker& mine);
   void compute_pending(Worker& mine);
@@ -53,7 +54,7 @@ class SparseJob final : public Job {
   void dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const;
   void dot_active_tokens(const Segment& segment, const std::byte* rows, int group, std::uint32_t active, Worker& mine) const;
 
-  // sparse_rows.cpp
+  // rows and sums phases
   Columns columns_of(int part) const;
   Ahead ahead_of(const Run& run, const Columns& columns) const;
   int active_neurons(int segment_index, int* neurons) const;
