@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear
 from moegraft.operators.kernels.epilogue import Threshold
@@ -281,7 +281,7 @@ class SlotPacker:
         unit_bytes = self._gate_rows.expert_bytes // rows.expert_stride
         self._rows_from, self._rows_to = rows.up_first * unit_bytes, rows.down_first * unit_bytes
 
-    def pack(self, part: Part, values: NDArray[np.generic]) -> None:
+    def pack(self, part: Part, values: np.ndarray[Any, np.dtype[Any]]) -> None:
         """Pack one matrix in `nn.Linear` orientation, or one bias; bfloat16 is given as its bits, biases as float32."""
         if part.endswith("_bias"):
             self._packed.pack_bias(0, part.removesuffix("_bias"), values)

@@ -280,7 +280,7 @@ class SketchSamples:
         self._sketched.append(sketched)
 
     def margin(self, threshold: float) -> float | None:
-        """Return the share of the threshold that all but MISSED of the active neurons reach when sketched, up to 1; None if none is active."""
+        """Return the share of the threshold, up to 1, that all but MISSED of the active neurons reach when sketched; None if none is."""
         if not self._exact or threshold <= 0:
             return None
         exact, sketched = torch.cat(self._exact), torch.cat(self._sketched)
