@@ -90,6 +90,7 @@ setup(
     package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
     package_data={
         "moegraft.injection": ["py.typed"],
+        "moegraft.injection.texts": ["*.txt"],
         "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
         "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
         "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],

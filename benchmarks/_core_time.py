@@ -1,13 +1,12 @@
-"""Who used the machine's cores while something was measured: the benchmark's own processes, or others. Reads Linux' /proc."""
+"""Who used the machine's cores while something was measured: the benchmark's own processes, or others."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
 
 
 class CoreTime:
@@ -29,10 +28,10 @@ class CoreTime:
 
 
 def _machine_s() -> float:
-    user, nice, system, _idle, _waiting, irq, soft_irq = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:8])
-    return (user + nice + system + irq + soft_irq) / TICKS_PER_S
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def _process_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before it may hold spaces
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system

@@ -63,7 +63,7 @@ class Way:
             experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
         if self.sparsity is not None:
             draft |= {"draft_sparsity": self.sparsity}
-            experts = "{sparsity: {target: 0, counts: routed}}"
+            experts = "{sparsity: {target: 0, scope: routed}}"
         return RULES.format(experts=experts, draft=_flow(draft))
 
     def named(self) -> dict[str, object]:
@@ -108,16 +108,16 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        return sum(done.emitted for done in self.rounds) / len(self.rounds)
+        return sum(done.generated for done in self.rounds) / len(self.rounds)
 
     def acceptance(self) -> list[tuple[int, int]]:
         """(accepted, judged) by position."""
-        longest = max(done.judged for done in self.rounds)
-        return [(sum(at < done.accepted for done in self.rounds), sum(at < done.judged for done in self.rounds)) for at in range(longest)]
+        longest = max(done.compared for done in self.rounds)
+        return [(sum(at < done.accepted for done in self.rounds), sum(at < done.compared for done in self.rounds)) for at in range(longest)]
 
     def judged(self) -> list[tuple[float, bool]]:
         """The draft's confidence in each token that was judged, and whether it stood."""
-        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.judged)]
+        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.compared)]
 
 
 class _Watch:

@@ -17,14 +17,14 @@ from typing import Literal
 
 import numpy as np
 from _hybrid_simulation import Simulation, _Counted, rest_layer_ms
+from _model_shapes import ModelShape
 from _synthetic_routing import PREDICTION_NOISE, SPREAD
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Work
-from moegraft.operators.offload.devices.profiles import ModelShape
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
-from moegraft.operators.speculative.schedule import Round, Schedule, Statistics
+from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
 Experts = Literal["any", "resident", "resident_chosen"]
 RESULTS = Path(__file__).parent / "results"
@@ -156,7 +156,7 @@ class DraftSimulation:
     """Writes a text with drafts over a `Simulation`'s engine; with none, plain steps."""
 
     def __init__(
-        self, base: Simulation, text: Text, way: DraftWay | None, schedule: Schedule | None, seed: int = 0, *, certain: bool = False
+        self, base: Simulation, text: Text, way: DraftWay | None, schedule: DraftSchedule | None, seed: int = 0, *, certain: bool = False
     ) -> None:
         self._base = base
         self._text = text
@@ -174,8 +174,8 @@ class DraftSimulation:
         start_ms = device.now_ms()
         while played.tokens < tokens:
             done = self._round(place)
-            place += done.emitted
-            played.tokens += done.emitted
+            place += done.generated
+            played.tokens += done.generated
             played.statistics.add(done)
             if self._schedule is not None:
                 self._schedule.record(done)
@@ -196,7 +196,7 @@ class DraftSimulation:
             stands = stands and stood
             accepted += stands
             assert self._schedule is not None, "drafts are planned by one"
-            if not self._schedule.goes_on(confidences):
+            if not self._schedule.continues(confidences):
                 break
         drafted_ms = device.now_ms()
         fed = [self._token(place + at, real=at <= accepted) for at in range(len(confidences) + 1)]

@@ -118,6 +118,6 @@ def system(name: str, shape: str, ratio: float, arguments: argparse.Namespace) -
     try:
         yield model
     finally:
-        model.moegraft.context.gpu_groups.close()
+        model.moegraft.context.close()
         del model
         gc.collect()

@@ -14,16 +14,17 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
+from _model_shapes import ModelShape
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons, Waiter, Work
-from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile, ModelShape
+from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
@@ -108,9 +109,11 @@ class Simulation:
         self.machine = machine
         store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
         policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
-        options = LoadingOptions(_slots(model, ratio, system), "bypass" if system.cache.bypasses else "always")
+        slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
         timings = TimingRecorder(self.device)
-        loading = open_loading(self.device, store, policy.priority, options, on_span=timings.on_span, on_transfer=timings.on_transfer)
+        loading = open_loading(
+            self.device, store, slots, policy.priority, admission, on_span=timings.on_span, on_transfer=timings.on_transfer
+        )
         assert loading is not None, "the modelled GPU has room"
         costs = CostModel(warm_up(self.device, loading, lambda experts, load: _Counted(), system.neurons))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None

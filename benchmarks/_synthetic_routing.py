@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from _model_shapes import MODELS, ModelShape
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.devices.profiles import MODELS, ModelShape
 from moegraft.operators.routing_trace import Trace
 
 SPREAD = 1.2  # of the logits

@@ -2,7 +2,7 @@
 
     python benchmarks/compiled_kernels.py
 
-compiles for sm_80 and sm_90 what `results/compiled_kernels.csv` does not have yet of the installed Triton (`--all`: everything anew), and
+compiles for sm_80 and sm_90 what `results/compiled_kernels.csv` does not have yet of the installed Triton (`--all`: everything again), and
 drops what is no longer launched. The oldest Triton has rows of its own: `pip install --no-deps --target DIR triton==3.6.0`, then the same
 with PYTHONPATH=DIR. Tests hold the rows to what a GPU has room for, compile what has changed since, and hold a sample to what it compiles
 to now. `--case NAME` prints some cases and writes nothing.
@@ -16,21 +16,18 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import torch
 import triton
+from _compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
-from moegraft.operators.kernels.compile_check import Compiled, recording
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.slots import SlotExperts
-from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of
-from moegraft.operators.kernels.workspace import Workspace
-from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
 from moegraft.operators.sparse.slots import SparseSlotExperts
 
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
@@ -52,10 +49,10 @@ SAMPLE = (
     "slots qwen3-30b int4 bfloat16 T=1",
     "slots qwen3-30b bfloat16 bfloat16 T=512",
     "linear int8 bfloat16 T=64",
-    "sparse qwen3.5-35b pair bfloat16 T=1",
-    "sparse qwen3.5-35b union bfloat16 T=64",
-    "sparse qwen3.5-35b sketch bfloat16 T=8",
-    "sparse slots qwen3-30b int4 union T=64",
+    "sparse qwen3.5-35b bfloat16 pair T=1",
+    "sparse qwen3.5-35b bfloat16 union T=64",
+    "sparse qwen3.5-35b bfloat16 sketch pair T=8",
+    "sparse qwen3-30b int4 union T=64",
 )
 Case = Callable[[], None]
 Row = dict[str, object]
@@ -82,9 +79,11 @@ def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int) -> Case
     return launch
 
 
-def sparse_slots_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dtype = BF16) -> Case:
+def sparse_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dtype = BF16, *, sketched: bool = False) -> Case:
     hidden, intermediate, num_experts, top_k = SHAPES[name]
-    experts = SparseSlotExperts(ExpertsShape(num_experts, hidden, intermediate), GateSpec(), weights, META)
+    clamped = name == "gpt-oss"
+    shape = ExpertsShape(num_experts, hidden, intermediate, bias=clamped)
+    experts = SparseSlotExperts(shape, CLAMPED if clamped else GateSpec(), weights, META, sketched=sketched)
 
     def launch() -> None:
         experts.forward(
@@ -92,7 +91,7 @@ def sparse_slots_case(name: str, weights: str, path: str, tokens: int, dtype: to
             empty(num_experts, experts.expert_bytes, dtype=torch.uint8),
             empty(tokens, top_k, dtype=torch.int32),
             empty(tokens, top_k, dtype=torch.float32),
-            empty(tokens, hidden, dtype=torch.float32),
+            empty(tokens, hidden, dtype=dtype),
             path,
         )
 
@@ -108,32 +107,6 @@ def linear_case(weights: str, dtype: torch.dtype, tokens: int) -> Case:
 
 def void(result: object) -> None:
     """For a launcher whose result is of no interest."""
-
-
-def sparse_case(name: str, path: str, dtype: torch.dtype, tokens: int, group: int = 1) -> Case:
-    hidden, intermediate, num_experts, top_k = SHAPES[name]
-    biased = name == "gpt-oss"
-    weights = SparseWeights(
-        empty(num_experts, 2 * intermediate, hidden, dtype=dtype),
-        empty(num_experts, intermediate, hidden, dtype=dtype),
-        CLAMPED if biased else GateSpec(),
-        gate_up_bias=empty(num_experts, 2 * intermediate, dtype=torch.float32) if biased else None,
-        down_bias=empty(num_experts, hidden, dtype=torch.float32) if biased else None,
-    )
-    if path == "sketch":
-        weights = replace(weights, sketch=sketch_of(weights))
-    layer = SparseGpuLayer(weights, Workspace(META), lambda *_: "pair", group=group)
-
-    def launch() -> None:
-        layer.forward(
-            empty(tokens, hidden, dtype=dtype),
-            empty(tokens, top_k, dtype=torch.int32),
-            empty(tokens, top_k, dtype=torch.float32),
-            empty(tokens, hidden, dtype=dtype),
-            "pair" if path == "sketch" else path,
-        )
-
-    return launch
 
 
 def label(dtype: torch.dtype) -> str:
@@ -152,26 +125,33 @@ def cases() -> Mapping[str, Case]:
         for dtype in (torch.float32, torch.float16):
             for tokens in (1, 512):
                 found[f"slots qwen3-30b {weights} {label(dtype)} T={tokens}"] = slots_case("qwen3-30b", weights, dtype, tokens)
+    many = (("pair", 1), ("ordered", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048))
     for name in ("qwen3-30b", "mixtral"):
         for weights in ("bfloat16", "int8", "int4"):
-            for path, tokens in (("pair", 1), ("pair", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048)):
-                found[f"sparse slots {name} {weights} {path} T={tokens}"] = sparse_slots_case(name, weights, path, tokens)
-    for weights, dtype in (("float32", torch.float32), ("float16", torch.float16), ("int4", torch.float32), ("int8", torch.float16)):
-        for path in ("union", "dense"):
-            name = f"sparse slots qwen3-30b {weights} {label(dtype)} {path} T=64"
-            found[name] = sparse_slots_case("qwen3-30b", weights, path, 64, dtype)
+            for path, tokens in (("pair", 1), ("pair", 64), *many[1:]):
+                found[f"sparse {name} {weights} {path} T={tokens}"] = sparse_case(name, weights, path, tokens)
+    for name in ("qwen3.5-35b", "qwen3.5-122b", "gpt-oss"):
+        for path, tokens in many:
+            found[f"sparse {name} bfloat16 {path} T={tokens}"] = sparse_case(name, "bfloat16", path, tokens)
+        for path, tokens in (("pair", 1), ("pair", 8), ("ordered", 64), ("union", 64), ("dense", 2048)):
+            found[f"sparse {name} bfloat16 sketch {path} T={tokens}"] = sparse_case(name, "bfloat16", path, tokens, sketched=True)
+    for weights, dtype in (
+        ("float32", torch.float32),
+        ("float16", torch.float16),
+        ("bfloat16", torch.float32),
+        ("bfloat16", torch.float16),
+        ("int4", torch.float32),
+        ("int8", torch.float16),
+    ):
+        for path in ("pair", "union", "dense"):
+            found[f"sparse qwen3-30b {weights} {label(dtype)} {path} T=64"] = sparse_case("qwen3-30b", weights, path, 64, dtype)
+    for weights, dtype in (("float32", torch.float32), ("float16", torch.float16)):
+        for path in ("pair", "dense"):
+            name = f"sparse qwen3-30b {weights} {label(dtype)} sketch {path} T=64"
+            found[name] = sparse_case("qwen3-30b", weights, path, 64, dtype, sketched=True)
     for weights in ("int8", "int4"):
         for tokens in (1, 16, 32, 64):
             found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
-    by_path = (("pair", 1), ("ordered", 16), ("sketch", 8), ("sketch", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048))
-    for name in ("qwen3.5-35b", "qwen3.5-122b", "gpt-oss"):
-        for path, tokens in by_path:
-            found[f"sparse {name} {path} bfloat16 T={tokens}"] = sparse_case(name, path, BF16, tokens)
-    for path, tokens in (("pair", 1), ("union", 64), ("dense", 64)):
-        for group in (4, 8, 16, 32):
-            found[f"sparse qwen3.5-35b {path} bfloat16 T={tokens} group={group}"] = sparse_case("qwen3.5-35b", path, BF16, tokens, group)
-        for dtype in (torch.float32, torch.float16):
-            found[f"sparse qwen3.5-35b {path} {label(dtype)} T={tokens}"] = sparse_case("qwen3.5-35b", path, dtype, tokens)
     return found
 
 
@@ -196,7 +176,7 @@ def compiled(case: Case, capability: int, wanted: Collection[str] | None = None)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Triton's remarks about what no GPU is there for."""
+    """Silence Triton's warnings about a missing GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -246,7 +226,7 @@ def updated(rows: list[Row], *, everything: bool) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="compile everything anew")
+    parser.add_argument("--all", action="store_true", help="compile everything again")
     parser.add_argument("--case", action="append", help="part of a case's name; prints, writes nothing")
     arguments = parser.parse_args()
     if arguments.case:

@@ -20,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 from _hybrid_simulation import Figures, Simulation, System
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from record import write_rows
 
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.statistics import Timeline, write_trace
 from moegraft.operators.routing_trace import Trace
+from moegraft.operators.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)

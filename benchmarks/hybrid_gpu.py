@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.devices.cuda import why_no_cuda
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.statistics import Timeline
+from moegraft.operators.timeline import Timeline
 
 TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
 Row = dict[str, object]
@@ -80,7 +80,7 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
 
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
-    return [engine for group in model.moegraft.context.gpu_groups for engine in group.engines]
+    return list(model.moegraft.context.gpu_engines)
 
 
 def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argparse.Namespace) -> list[Row]:

@@ -26,6 +26,7 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from record import RESULTS, write_rows
 from support.optimum import ProblemStruct, compile_library, optimum
 
 from moegraft.cpu_backend import Planner
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile
+from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
 from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler
 from moegraft.operators.routing_trace import Trace
 

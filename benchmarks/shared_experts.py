@@ -11,11 +11,12 @@ import argparse
 from collections.abc import Iterator
 
 from _hybrid_simulation import Simulation, System
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from hybrid import DECODE_TOKENS, SYSTEMS, WARM_TOKENS
 from record import write_rows
 
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 
 COMPARED = ("all_cpu", "fixed", "on_demand", "greedy", "all")
 

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import collect, sparse_layers
-from moegraft.injection.checks import experts_layer
 from moegraft.operators.activations import quantiles
+from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.sparsity import LayerSparsity, achieved, total_counts
 
 SHARES = (0.0, 0.5, 0.7, 0.85, 0.9)
@@ -43,7 +43,7 @@ Row = dict[str, object]
 def injected(weights: str, layers: int, *, sparse: bool) -> Iterator[tuple[PreTrainedModel, dict[float, dict[str, float]]]]:
     """The model with the thresholds of each share, by layer; it is freed at the end."""
     model = make_model(layers)
-    text = RULES.format(weights=f"{weights}, sparsity: {{target: 0, counts: routed}}" if sparse else weights)
+    text = RULES.format(weights=f"{weights}, sparsity: {{target: 0, scope: routed}}" if sparse else weights)
     text += LINEAR_RULE.format(weights=weights) if weights == "int8" else ""
     found = [experts_layer(f"model.layers.{layer}.mlp.experts", model) for layer in range(layers)]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as rules:

@@ -5,8 +5,8 @@
 
 Without a GPU it says what it would measure and ends. Every path is held to the eager reference first. Times are of replayed CUDA graphs
 over several routings, so that the L2 cache does not hold the weights; a row's floor is the larger of the bytes that have to be read at the
-device's own copy rate and the operations at its own matrix rate. Speed-ups are over the fastest dense path: PyTorch's grouped_mm, the
-project's own kernel, and vLLM's where it is installed.
+device's own copy rate and the operations at its own matrix rate. Speed-ups are over the fastest dense path: the project's own kernel, and
+over a copy of the weights as checkpoints store them PyTorch's grouped_mm, and vLLM's experts where it is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOTAL = (0.0, 0.6, 0.7, 0.8, 0.85, 0.87)
@@ -28,12 +29,13 @@ if "--tiny" in sys.argv:  # Triton reads it when a kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from _sparse_floor import SHAPES, Device, Shape, Work, dense_work, mean_floor_ms, sparse_work  # noqa: E402
 from record import write_rows  # noqa: E402
 
-from moegraft.cpu_backend import GateSpec  # noqa: E402
-from moegraft.operators.kernels.availability import interpreted, why_unavailable  # noqa: E402
-from moegraft.operators.kernels.sparse_weights import SparseWeights, sketch_of  # noqa: E402
+from moegraft.cpu_backend import ExpertsShape, GateSpec  # noqa: E402
+from moegraft.operators.cpu import as_array  # noqa: E402
+from moegraft.operators.kernels.launch import interpreted, why_unavailable  # noqa: E402
 from moegraft.operators.reference import reference_experts  # noqa: E402
 
 
@@ -43,7 +45,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def measure(calls: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
     """Milliseconds of a call, by replay; in the interpreter by the host's clock, which says nothing about a GPU."""
-    from moegraft.operators.sparse.gpu_layer import replay_ms
+    from moegraft.operators.sparse.slots import replay_ms
 
     if not interpreted():
         return replay_ms(calls, device, replays=31)
@@ -69,84 +71,125 @@ def void(result: object) -> None:
     """For what is called for its time alone."""
 
 
-def make_weights(shape: Shape, device: torch.device) -> SparseWeights:
+@dataclass(frozen=True)
+class Weights:
+    """Random bfloat16 experts as checkpoints store them: gate_up (E, 2I, H), down (E, H, I)."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        gate, up = self.gate_up.chunk(2, dim=1)
+        return {"gate": gate, "up": up, "down": self.down}
+
+
+def make_weights(shape: Shape, device: torch.device) -> Weights:
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(rows: int, columns: int, scale: float) -> torch.Tensor:
+    def random(rows: int, columns: int) -> torch.Tensor:
         made = torch.empty(shape.num_experts, rows, columns, dtype=torch.bfloat16, device=device)
         for expert in made:
-            expert.copy_(torch.randn(rows, columns, generator=generator, device=device) * scale)
+            expert.copy_(torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5)
         return made
 
-    gate_up = random(2 * shape.intermediate, shape.hidden, shape.hidden**-0.5)
-    return SparseWeights(gate_up, random(shape.intermediate, shape.hidden, shape.intermediate**-0.5), GateSpec())
+    return Weights(random(2 * shape.intermediate, shape.hidden), random(shape.hidden, shape.intermediate))
 
 
-def vllm_experts(weights: SparseWeights) -> Callable[..., None] | None:
-    """vLLM's fused experts over the same weights, as a path; None where it is not installed."""
+class Layer:
+    """The experts in slots, every one of them, with or without a sketch of the gates."""
+
+    def __init__(self, shape: Shape, weights: Weights, device: torch.device, *, sketched: bool = False) -> None:
+        from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts
+
+        sizes = ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate)
+        self.shape = shape
+        self.experts = SparseSlotExperts(sizes, GateSpec(), "bfloat16", device, sketched=sketched)
+        self.arena = torch.empty(shape.num_experts, self.experts.expert_bytes, dtype=torch.uint8, device=device)
+        packer = SlotPacker(sizes, GateSpec(), "bfloat16", sketched=sketched)
+        for expert, slot in enumerate(self.arena):
+            for part, values in weights.parts.items():
+                packer.pack(part, as_array(values[expert].cpu().contiguous()))  # type: ignore[arg-type]
+            slot.copy_(packer.slot_bytes())
+
+    def calls(self, tokens: int, sparsity: float):  # type: ignore[no-untyped-def]
+        from moegraft.operators.sparse.slots import synthetic_slot_calls
+
+        self.experts.set_threshold(0.0, sparsity)
+        count = self.shape.num_experts
+        return synthetic_slot_calls(self.experts, self.arena, tokens, self.shape.top_k, count, count)
+
+
+def grouped_mm(weights: Weights, call) -> None:  # type: ignore[no-untyped-def]
+    """Compute all neurons by PyTorch's grouped_mm; no step waits for the device, so it can be captured."""
+    ids, top_k = call.slots.flatten(), call.top_k
+    order = ids.sort(stable=True)
+    experts = torch.arange(1, len(weights.down) + 1, dtype=ids.dtype, device=ids.device)
+    ends = torch.searchsorted(order.values, experts).to(torch.int32)
+    sums = F.grouped_mm(call.hidden_states[order.indices // top_k], weights.gate_up.transpose(1, 2), offs=ends)
+    gate, up = sums.chunk(2, dim=1)
+    rows = F.grouped_mm(F.silu(gate) * up, weights.down.transpose(1, 2), offs=ends).float()
+    rows *= call.top_k_weights.flatten()[order.indices][:, None]
+    unsorted = torch.empty_like(rows)
+    unsorted[order.indices] = rows
+    call.out.copy_(unsorted.view(*call.slots.shape, -1).sum(1))
+
+
+def baselines(weights: Weights) -> dict[str, Callable[..., None]]:
+    """Dense paths over the weights as checkpoints store them; vLLM's fused experts where it is installed."""
+    found: dict[str, Callable[..., None]] = {"grouped_mm": partial(grouped_mm, weights)}
     try:
         from vllm.model_executor.layers.fused_moe import fused_experts
     except ImportError:
-        return None
-    down = weights.down_t.transpose(1, 2).contiguous()
+        return found
 
-    def run(call) -> None:  # type: ignore[no-untyped-def]
-        call.out.copy_(fused_experts(call.hidden_states, weights.gate_up, down, call.top_k_weights, call.ids))
+    def vllm(call) -> None:  # type: ignore[no-untyped-def]
+        call.out.copy_(fused_experts(call.hidden_states, weights.gate_up, weights.down, call.top_k_weights, call.slots))
 
-    return run
+    return {**found, "vllm": vllm}
 
 
-def check(call, path: Callable[..., None], threshold: float, name: str) -> None:  # type: ignore[no-untyped-def]
+def check(call, weights: Weights, path: Callable[..., None], threshold: float, name: str) -> None:  # type: ignore[no-untyped-def]
     """
     Raises:
         RuntimeError: a path computes something else.
     """
-    weights, tokens = call.weights, slice(0, 4)
+    tokens = slice(0, 4)
     call.out.fill_(float("nan"))
     path(call)
     expected = reference_experts(
         call.hidden_states[tokens],
-        call.ids[tokens],
+        call.slots[tokens],
         call.top_k_weights[tokens],
-        weights.gate_rows(),
-        weights.up_rows(),
-        weights.down_t.transpose(1, 2),
-        weights.gate_spec,
+        **weights.parts,
+        gate_spec=GateSpec(),
         threshold=threshold,
         dtype=torch.float32,
     )
     error = float((call.out[tokens].float() - expected).norm() / expected.norm())
     if not error <= LIMIT:
-        raise RuntimeError(f"{name} is wrong: relative error {error:.2e} at T = {len(call.ids)}")
+        raise RuntimeError(f"{name} is wrong: relative error {error:.2e} at T = {len(call.slots)}")
 
 
 def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device: torch.device) -> Iterator[Row]:
-    from moegraft.operators.kernels.workspace import Workspace
-    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer, synthetic_calls
-    from moegraft.operators.sparse.paths import PATHS, takes
+    from moegraft.operators.sparse.slots import SLOT_PATHS
 
     shape, reached = SHAPES[name], rates(device)
     weights = make_weights(shape, device)
-    workspace = Workspace(device)
-    plain = SparseGpuLayer(weights, workspace, lambda *_: "pair")
-    sketched = SparseGpuLayer(replace(weights, sketch=sketch_of(weights)), workspace, lambda *_: "pair")
-    paths = {path: (plain, run) for path, run in PATHS.items() if path != "grouped_mm" or takes(weights)}
-    paths["sketch"] = (sketched, PATHS["pair"])
-    vllm = vllm_experts(weights)
+    plain, sketched = (Layer(shape, weights, device, sketched=kind) for kind in (False, True))
+    sparse = {**{path: (plain, run) for path, run in SLOT_PATHS.items()}, "sketch": (sketched, SLOT_PATHS["pair"])}
+    dense = {"dense": sparse["dense"], **{path: (plain, run) for path, run in baselines(weights).items()}}
     for count in tokens:
         dense_ms: dict[str, float] = {}
         for total in shares:
             routed = shape.routed(total)
-            offered = dict(paths) if total else {path: paths[path] for path in DENSE if path in paths}
-            if not total and vllm is not None:
-                offered["vllm"] = (plain, vllm)
-            for path, (layer, run) in offered.items():
-                calls = synthetic_calls(layer, count, shape.top_k, routed)
+            for path, (layer, run) in (sparse if total else dense).items():
+                calls = layer.calls(count, routed)
                 threshold = float(calls[0].threshold.value)
                 if path != "sketch":  # which may miss a neuron
-                    check(calls[0], run, threshold, path)
-                works = [_work(layer, call, shape, path, dense=not total or path in DENSE) for call in calls]
-                times = measure([lambda run=run, call=call: run(call) for call in calls], device)  # type: ignore[misc]
+                    check(calls[0], weights, run, threshold, path)
+                works = [_work(layer, call, path, dense=not total or path in DENSE) for call in calls]
+                times = measure([partial(run, call) for call in calls], device)
                 median, floor = percentile(times, 0.5), mean_floor_ms(works, reached)
                 if not total:
                     dense_ms[path] = median
@@ -168,32 +211,30 @@ def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device
                 }
 
 
-def _work(layer, call, shape: Shape, path: str, *, dense: bool) -> Work:  # type: ignore[no-untyped-def]
+def _work(layer: Layer, call, path: str, *, dense: bool) -> Work:  # type: ignore[no-untyped-def]
     if dense:
-        return dense_work(call.ids, shape)
-    _, acted = next(layer.activations(call.hidden_states, call.ids))
+        return dense_work(call.slots, layer.shape)
+    _, acted = next(layer.experts.activations(call.hidden_states, call.arena, call.slots))
     active = acted.abs() >= call.threshold.value
-    return sparse_work(call.ids, active, shape, gate_bytes=0.5625 if path == "sketch" else 2.0)
+    return sparse_work(call.slots, active, layer.shape, gate_bytes=0.5625 if path == "sketch" else 2.0)
 
 
 def kernel_rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:
     """Time by kernel of each sparse path (Figure 7)."""
     from torch.profiler import ProfilerActivity, profile
 
-    from moegraft.operators.kernels.workspace import Workspace
-    from moegraft.operators.sparse.gpu_layer import SparseGpuLayer, synthetic_calls
-    from moegraft.operators.sparse.paths import PATHS
+    from moegraft.operators.sparse.slots import SLOT_PATHS
 
     shape = SHAPES[name]
-    layer = SparseGpuLayer(make_weights(shape, device), Workspace(device), lambda *_: "pair")
+    layer = Layer(shape, make_weights(shape, device), device)
     for total in TOTAL[1:]:
-        calls = synthetic_calls(layer, tokens, shape.top_k, shape.routed(total))
-        for path in ("pair", "ordered", "union", "dense"):
+        calls = layer.calls(tokens, shape.routed(total))
+        for path, run in SLOT_PATHS.items():
             for call in calls:  # compiles
-                PATHS[path](call)
+                run(call)
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 for call in calls:
-                    PATHS[path](call)
+                    run(call)
                 torch.cuda.synchronize(device)
             for event in seen.key_averages():
                 us = event.device_time_total / len(calls)

@@ -32,7 +32,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import collect, sparse_layers
 from moegraft.injection.checks import ExpertsLayer, experts_layer
 from moegraft.operators.activations import quantiles
-from moegraft.operators.kernels.availability import why_unavailable
+from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -42,7 +42,7 @@ LENGTHS = ((128, 128), (1024, 128), (128, 1024), (1024, 1024))  # of input and o
 LAYERS, VOCABULARY = 40, 8192
 CALIBRATION_TOKENS = 512
 LEFT_FREE = 0.25  # of the GPU: keys and values, activations, the neurons of large batches
-RULES = "- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, counts: total}}}\n"
+RULES = "- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: total}}}\n"
 Row = dict[str, object]
 Thresholds = Mapping[str, tuple[float, float]]  # by layer: the threshold and the share of routed neurons it is for
 

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from _hybrid_simulation import Simulation
+from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from hybrid import DECODE_TOKENS, SYSTEMS, WARM_TOKENS
 from record import write_rows
 
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 
 COMPARED = ("all_cpu", "fixed", "on_demand", "greedy", "all")
 LEFT_OUT = (0.0, 0.5, 0.85, 0.95)

@@ -139,12 +139,17 @@ def topk_keep(sparsity: float) -> Keep:
     return keep
 
 
+def hot_first(histogram: ActivationHistogram) -> torch.Tensor:
+    """(E, I) int64: each expert's neurons, those that are active most often first; of equals the earlier one."""
+    return histogram.active.argsort(dim=-1, descending=True, stable=True)
+
+
 class Grouping:
     """Neurons in groups of `size`, in their own order or each expert's hottest first."""
 
     def __init__(self, bench: Bench, size: int, hot: bool) -> None:
         self._size = size
-        self._orders = {path: histogram.hot_first() for path, histogram in bench.histograms.items()} if hot else None
+        self._orders = {path: hot_first(histogram) for path, histogram in bench.histograms.items()} if hot else None
 
     def largest(self, path: str, expert: int | None, values: torch.Tensor) -> torch.Tensor:
         """Each neuron's group's largest value: (n, I) -> (n, I)."""

@@ -40,14 +40,15 @@ import numpy as np
 from _draft_bounds import Costs, DraftBound, Verification
 from _draft_simulation import DraftSimulation, DraftWay, Played, Text
 from _hybrid_simulation import Simulation, System, rest_layer_ms
+from _model_shapes import MODELS, ModelShape
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from record import RESULTS, write_rows
 
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES, MachineProfile, ModelShape
+from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule
+from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 LOAD_ON_DEMAND = System("load_on_demand", "on_demand", CacheOptions(policy="lru"), NO_PREFETCH)
@@ -92,7 +93,7 @@ class Case:
         return Simulation(self.model, self.machine, ratio, system, warm.real.part(0, WARM_TOKENS), self.bits)
 
 
-def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, Schedule]]:
+def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedule]]:
     """By name; the lossy ones differ in `tolerance`."""
     half = max(1, top_k // 2)  # acceptance was measured with half of the experts, among others
     for tolerance in (0.0, TOLERANCE):
@@ -145,7 +146,7 @@ def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) 
 
 def limits_of(bound: DraftBound, played: Played) -> Row:
     """Columns of the most that could be gained by as many experts a draft as ran."""
-    judged = sum(played.statistics.judged_at)
+    judged = sum(played.statistics.compared_at)
     if not judged:
         return {}
     bound = dataclasses.replace(bound, top_k=played.parts["draft"].experts / played.parts["draft"].layers)

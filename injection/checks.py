@@ -10,25 +10,19 @@ What a rule's `sparsity` means for one layer of a model, and whether a threshold
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
-from moegraft.injection.routing import experts_per_token, shared_intermediate
 from moegraft.injection.rules import Match, Position, Rule, RuleFile
 from moegraft.injection.rules.diagnostics import Findings
-from moegraft.injection.rules.document import MappingNode
+from moegraft.injection.rules.document import MappingNode, Node
 from moegraft.injection.rules.matching import Assignment, ModelModules, explain_miss
 from moegraft.injection.rules.rule import grouped, runs
-from moegraft.operators.base import Operator
-from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
-from moegraft.operators.layout import read_layout, why_unsupported
+from moegraft.operators.base import Operator, PlannedUse
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.speculative.options import SpeculativeOptions
-from moegraft.operators.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
 
 # A number in a pattern, alone or in a group of them, that is followed by any character or by nothing.
 _OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")
@@ -224,119 +218,22 @@ def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
     return misses
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsLayer:
-    """One layer of experts as thresholds see it."""
-
-    path: str
-    num_experts: int
-    hidden: int
-    intermediate: int
-    shared_intermediate: int
-    top_k: int
-
-    def routed_target(self, options: SparsityOptions) -> float:
-        """The share of this layer's routed neurons to leave out.
-
-        Raises:
-            ValueError: the target cannot be reached.
-        """
-        return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
-
-    def draft_target(self, options: SparsityOptions, draft: float) -> float:
-        """The share of this layer's routed neurons that drafts leave out, for a `draft_sparsity`.
-
-        Raises:
-            ValueError: it cannot be reached, or is not above what is always left out.
-        """
-        if draft <= options.target:
-            raise ValueError(
-                f"draft_sparsity {draft:g} is not above the target of sparsity, {options.target:g}: such drafts leave out no more"
-            )
-        return self.routed_target(replace(options, target=draft))
-
-    def why_unfit(self, thresholds: Thresholds) -> str | None:
-        """Why a thresholds file says nothing of this layer, or None when it does."""
-        about = f"made for '{thresholds.model}' ({thresholds.model_type})"
-        found = thresholds.layers.get(self.path)
-        if found is None:
-            return f"{about}: it has no layer {self.path}"
-        theirs = (found.num_experts, found.hidden, found.intermediate, found.shared_intermediate, thresholds.top_k)
-        ours = (self.num_experts, self.hidden, self.intermediate, self.shared_intermediate, self.top_k)
-        names = ("experts", "hidden", "intermediate", "shared neurons", "experts a token")
-        for name, their, our in zip(names, theirs, ours, strict=True):
-            if their != our:
-                return f"{about}: {self.path} has {their} {name} there and {our} in this model"
-        return None
+def check_plan(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
+    """Report what operators ask of the model, or of each other, and cannot have."""
+    used = [
+        (rule, PlannedUse(registry[rule.operator], rule.options, taken))
+        for rule, taken in zip(rules, assignment.taken, strict=True)
+        if taken and rule.operator is not None
+    ]
+    uses = [use for _, use in used]
+    for rule, use in used:
+        for option, reason in use.operator.plan_errors(use, uses, model):
+            findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
 
 
-def experts_layer(path: str, model: nn.Module) -> ExpertsLayer:
-    """The layer at `path` of a model with its own modules, which may be on meta.
-
-    Raises:
-        UnsupportedModelError: how many experts a token has is not known.
-    """
-    layout = read_layout(model.get_submodule(path))
-    config: Any = model.config
-    return ExpertsLayer(
-        path, layout.num_experts, layout.hidden, layout.intermediate, shared_intermediate(path, model), experts_per_token(config)
-    )
-
-
-def sparsity_options(options: object) -> SparsityOptions | None:
-    """The `sparsity` of an operator's options; None where it is off or the operator has none."""
-    found = getattr(options, "sparsity", None)
-    return found if isinstance(found, SparsityOptions) else None
-
-
-def draft_sparsity(options: Iterable[object]) -> float | None:
-    """The `draft_sparsity` among the options of a model's operators."""
-    return next((each.draft_sparsity for each in options if isinstance(each, SpeculativeOptions)), None)
-
-
-def check_sparsity(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, findings: Findings) -> None:
-    """Reports what a rule's `sparsity` asks of the layers it takes and cannot have; one error a rule."""
-    draft = draft_sparsity(rule.options for rule, taken in zip(rules, assignment.taken, strict=True) if taken)
-    for rule, taken in zip(rules, assignment.taken, strict=True):
-        options = sparsity_options(rule.options)
-        if options is None or not (options.target or draft):
-            continue
-        try:
-            layers = list(_layers(taken, model))
-            targets = [layer.routed_target(options) if draft is None else layer.draft_target(options, draft) for layer in layers]
-        except (UnsupportedModelError, ValueError) as error:
-            findings.error(_place(rule, "target"), f"rule '{rule.id}': {error}")
-            continue
-        if options.thresholds is None:
-            continue
-        try:
-            _check_file(options.thresholds, layers, targets)
-        except ThresholdsError as error:
-            findings.error(_place(rule, "thresholds"), str(error))
-
-
-def _layers(taken: Sequence[str], model: nn.Module) -> Iterator[ExpertsLayer]:
-    for path in taken:
-        if why_unsupported(model.get_submodule(path)) is None:  # else its operator has refused it
-            yield experts_layer(path, model)
-
-
-def _check_file(path: Path, layers: Sequence[ExpertsLayer], targets: Sequence[float]) -> None:
-    """
-    Raises:
-        ThresholdsError: the file cannot be read, is not for these layers, or does not reach a target.
-    """
-    thresholds: Thresholds = read_thresholds(path)
-    for layer, target in zip(layers, targets, strict=True):
-        reason = layer.why_unfit(thresholds)
-        if reason is not None:
-            raise ThresholdsError(f"{path}: {reason}; calibrate this one with moegraft calibrate")
-        if target > thresholds.grid[-1]:
-            raise ThresholdsError(f"{path}: its last share is {thresholds.grid[-1]:g}, and {target:.4g} of the routed neurons are to go")
-
-
-def _place(rule: Rule, name: str) -> Position:
-    """Where an option of `sparsity` is written, else where the rule's operator is."""
-    sparsity = rule.kwargs.get("sparsity") if rule.kwargs is not None else None
-    node = sparsity.get(name) if isinstance(sparsity, MappingNode) else None
+def _place_of(rule: Rule, option: str) -> Position:
+    """Return where an option, such as `sparsity.target`, is written, else where the rule's operator is."""
+    node: Node | None = rule.kwargs
+    for name in option.split("."):
+        node = node.get(name) if isinstance(node, MappingNode) else None
     return node.position if node is not None else rule.place("operator")

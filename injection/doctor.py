@@ -1,7 +1,4 @@
-"""The state of the machine and of the installation, read without changing anything.
-
-What is wrong, from the facts alone, each with its mend.
-"""
+"""The state of the machine and of the installation, read without changing anything, and the problems found in it, each with a fix."""
 
 from __future__ import annotations
 
@@ -10,24 +7,18 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 from packaging.requirements import Requirement
 
-from moegraft.operators.machine import Gpu, probe_machine
-from moegraft.operators.self_test import (
-    InstructionSet,
-    instruction_sets,
-    kernel_default_isa,
-    kernel_isa,
-    kernel_threads,
-    kernel_tile_isas,
-)
+from moegraft.operators.machine import Gpu, cpu_info, probe_machine
+from moegraft.operators.self_test import InstructionSet, instruction_sets, kernel_in_use
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL = ("triton", "matplotlib", "fastapi")
@@ -40,6 +31,10 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "avx512_bf16": ("avx512_bf16",),
     "amx": ("amx_tile", "amx_int8", "amx_bf16"),
 }
+GIB = 1 << 30
+LITTLE_MEMORY_BYTES = 2 * GIB  # transformers and PyTorch alone take half a gigabyte
+Severity = Literal["error", "warning", "notice"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "notice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the doctor looks at.
+    """Everything that `moegraft doctor` looks at.
 
     Attributes:
         cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty where they cannot be read.
@@ -96,34 +91,33 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Looks at everything; runs the kernel's self-test, which takes well below a second."""
-    machine = probe_machine()
-    memory = _meminfo(_text("/proc/meminfo"))
+    """Collect all facts; runs the kernel's self-test, which takes well below a second."""
+    machine, kernel = probe_machine(), kernel_in_use()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    cpuinfo = _text("/proc/cpuinfo")
+    memory_limit = _text("/sys/fs/cgroup/memory.max").strip()
     return Facts(
         python=f"{platform.python_implementation()} {platform.python_version()}",
         platform=platform.platform(terse=True),
         packages=tuple(_packages()),
         cuda=torch.version.cuda,
         compiler=_compiler(),
-        cpu=_field(cpuinfo, "model name") or platform.processor() or "unknown",
-        cpu_flags=frozenset(_field(cpuinfo, "flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
+        cpu=cpu_info("model name") or platform.processor() or "unknown",
+        cpu_flags=frozenset(cpu_info("flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
         instruction_sets=tuple(instruction_sets()),
-        isa=kernel_isa(),
-        tile_isas=kernel_tile_isas(),
-        default_isa=kernel_default_isa(),
+        isa=kernel.isa,
+        tile_isas=kernel.tile_isas,
+        default_isa=kernel.default_isa,
         forced_isa=os.environ.get("MOEGRAFT_ISA"),
         cores=machine.cores,
         quota_cores=_quota(_text("/sys/fs/cgroup/cpu.max")),
-        kernel_threads=kernel_threads(),
+        kernel_threads=kernel.threads,
         torch_threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        total_bytes=memory.get("MemTotal", 0),
+        total_bytes=psutil.virtual_memory().total,
         available_bytes=machine.available_bytes,
-        memory_limit_bytes=_number(_text("/sys/fs/cgroup/memory.max")),
-        swap_bytes=memory.get("SwapTotal", 0),
+        memory_limit_bytes=int(memory_limit) if memory_limit.isdigit() else None,
+        swap_bytes=psutil.swap_memory().total,
         pinned_limit_bytes=None if locked == resource.RLIM_INFINITY else locked,
         gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
         gpus=machine.gpus,
@@ -137,22 +131,8 @@ def _text(path: str) -> str:
         return ""
 
 
-def _field(text: str, name: str) -> str:
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.partition(":")[0].strip() == name), "")
-
-
-def _meminfo(text: str) -> dict[str, int]:
-    """Bytes by the name of each line."""
-    rows = (line.split() for line in text.splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None
-
-
 def _quota(text: str) -> float | None:
-    """Cores, from `quota period` as cgroup v2 writes it."""
+    """Return the cores of `quota period`, as cgroup v2 writes it."""
     parts = text.split()
     return int(parts[0]) / int(parts[1]) if len(parts) == 2 and parts[0].isdigit() else None
 
@@ -165,7 +145,7 @@ def _compiler() -> str | None:
     return next(iter(done.stdout.splitlines()), found)
 
 
-def _packages() -> Iterable[Package]:
+def _packages() -> Iterator[Package]:
     for line in requires("moegraft") or ():
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -175,7 +155,7 @@ def _packages() -> Iterable[Package]:
 
 
 def package(name: str, wanted: str, *, optional: bool = False) -> Package:
-    """The installed version beside the wanted one."""
+    """Compare the installed version with the wanted one."""
     try:
         found = version(name)
     except PackageNotFoundError:
@@ -183,38 +163,32 @@ def package(name: str, wanted: str, *, optional: bool = False) -> Package:
     return Package(name, found, wanted, Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True))
 
 
-Severity = Literal["error", "warning", "notice"]
-GIB = 1 << 30
-LITTLE_MEMORY_BYTES = 2 * GIB  # transformers and PyTorch alone take half a gigabyte
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error gives wrong results or none, a warning slow ones; a notice only says what is not there."""
+    """An error gives wrong results or none, a warning slow ones; a notice only reports what is missing."""
 
     severity: Severity
     what: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.what}; {self.mend}"
+        return f"{self.severity}: {self.what}; {self.fix}"
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Errors first, then warnings, then notices."""
-    found = [*_package_problems(facts), *_kernel(facts), *_cpu(facts), *_memory(facts), *_gpu(facts)]
-    order = ("error", "warning", "notice")
-    return sorted(found, key=lambda problem: order.index(problem.severity))
+    """Return errors first, then warnings, then notices."""
+    found = [*_installation(facts), *_kernel(facts), *_cpu_and_memory(facts), *_gpu(facts)]
+    return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
-def _package_problems(facts: Facts) -> Iterator[Problem]:
+def _installation(facts: Facts) -> Iterator[Problem]:
     for package in facts.packages:
         if not package.ok:
             state = f"{package.name} {package.version} is installed" if package.version else f"{package.name} is not installed"
             wanted = f"{package.name}{package.wanted}"
             yield Problem("error", f"{state} and moegraft needs {wanted}", f"pip install '{wanted}'")
     if facts.compiler is None:
-        yield Problem("notice", "there is no C++ compiler", "needed only to build moegraft from source: apt install g++")
+        yield Problem("notice", "no C++ compiler was found", "needed only to build moegraft from source: apt install g++")
 
 
 def _kernel(facts: Facts) -> Iterator[Problem]:
@@ -248,9 +222,9 @@ def _kernel(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _cpu(facts: Facts) -> Iterator[Problem]:
+def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
     if facts.torch_threads < facts.kernel_threads:
-        why = f"OMP_NUM_THREADS is {facts.omp_num_threads}" if facts.omp_num_threads else "PyTorch chose so"
+        why = f"OMP_NUM_THREADS is {facts.omp_num_threads}" if facts.omp_num_threads else "PyTorch's own choice"
         yield Problem(
             "warning",
             f"PyTorch uses {facts.torch_threads} of {facts.kernel_threads} cores for what is not replaced ({why})",
@@ -260,7 +234,7 @@ def _cpu(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "notice",
             f"the container may use {facts.quota_cores:g} of the {facts.cores} cores it sees",
-            f"the kernel takes {facts.kernel_threads} threads by itself; give the container more CPUs for more speed",
+            f"the kernel uses {facts.kernel_threads} threads by default; give the container more CPUs for more speed",
         )
     if facts.numa_nodes > 1:
         yield Problem(
@@ -268,9 +242,6 @@ def _cpu(facts: Facts) -> Iterator[Problem]:
             f"there are {facts.numa_nodes} NUMA nodes and weights are placed where they are first touched",
             "start programs with: numactl --interleave=all",
         )
-
-
-def _memory(facts: Facts) -> Iterator[Problem]:
     if facts.available_bytes < LITTLE_MEMORY_BYTES:
         yield Problem("warning", f"{facts.available_bytes / GIB:.1f} GiB of memory are free", "end other programs before loading a model")
 
@@ -296,4 +267,4 @@ def _gpu(facts: Facts) -> Iterator[Problem]:
                 "raise it with 'ulimit -l unlimited', or --ulimit memlock=-1 for a container",
             )
     else:
-        yield Problem("notice", "there is no GPU that PyTorch can use", "everything runs on the CPU")
+        yield Problem("notice", "no GPU is visible to PyTorch", "everything runs on the CPU")

@@ -26,6 +26,5 @@ def fingerprint(model: PreTrainedModel) -> str:
     injection = getattr(model, "moegraft", None)
     if isinstance(injection, Injection):
         for swap in injection.plan.swaps:
-            meaning = {name: getattr(swap.options, name, None) for name in ("weights", "sparsity")}
-            digest.update(f"{swap.module} {swap.operator} {meaning}".encode())
+            digest.update(f"{swap.module} {swap.operator} {swap.operator_type.identity(swap.options)}".encode())
     return digest.hexdigest()

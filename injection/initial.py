@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from moegraft.injection.estimate.forecast import Forecast, Machinery, forecast
+from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast
 from moegraft.injection.estimate.memory import kv_cache
+from moegraft.injection.estimate.planned import Workload
 from moegraft.injection.estimate.speed import tokens_text
-from moegraft.injection.estimate.work import Load
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.injection.verify import BY_WEIGHTS
@@ -64,7 +64,7 @@ class Candidate:
         return (predicted.prefill_tokens_s if goal == "prefill" else predicted.decode_tokens_s) or 0.0
 
 
-def candidates(meta_model: MetaModel, load: Load, machinery: Machinery, registry: OperatorRegistry) -> list[Candidate]:
+def candidates(meta_model: MetaModel, load: Workload, machinery: TargetMachine, registry: OperatorRegistry) -> list[Candidate]:
     """Every combination that this model can have on this machine, those with a GPU first, each from the most exact on.
 
     Raises:
@@ -90,7 +90,7 @@ def candidates(meta_model: MetaModel, load: Load, machinery: Machinery, registry
     return found
 
 
-def _choices(machinery: Machinery, *, packs_linears: bool) -> Iterator[Choice]:
+def _choices(machinery: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
     for gpu in (True, False) if machinery.gpu is not None else (False,):
         # Of several GPUs quantized_linear's auto is the first, and the layers of the others would wait for it.
         linears = LINEAR_TYPES if packs_linears and not (gpu and machinery.gpu is not None and machinery.gpu.count > 1) else (None,)
@@ -116,7 +116,7 @@ def _linear_pattern(registry: OperatorRegistry) -> str | None:
     return next((rule.match.name for rule in rules if rule.operator == "quantized_linear"), None)
 
 
-def _rules(choice: Choice, pattern: str | None, load: Load, figures: Forecast | None = None) -> str:
+def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecast | None = None) -> str:
     """The rules as text, with `expect` and the number of slots once the plan is known."""
     counts: dict[str, int] = {}
     for swap in figures.plan.swaps if figures is not None else ():
@@ -148,7 +148,7 @@ def _rules(choice: Choice, pattern: str | None, load: Load, figures: Forecast | 
     return "\n".join(lines) + "\n"
 
 
-def _shared(weights: str, types: str, load: Load, figures: Forecast | None) -> list[str]:
+def _shared(weights: str, types: str, load: Workload, figures: Forecast | None) -> list[str]:
     """Experts in host memory and in slots, as the shipped file 'hybrid' has them."""
     gpu = figures.gpu if figures is not None else None
     slots = f"  # slots take what is left: about {gpu.experts_with_slot:,} of {gpu.experts:,} experts" if gpu is not None else ""

@@ -1,11 +1,4 @@
-"""KTransformers' rule files as data: read with a position on everything, by the reader of our own, which never calls what is read.
-
-From KTransformers' rules to ours: what each becomes, in which words, and why one is left out.
-
-What KTransformers' keyword arguments say, in our options.
-
-The rule file that comes of a KTransformers file: each of its rules named by line, with what became of it and why.
-"""
+"""Conversion of KTransformers' rule files into ours: what each rule becomes, and why one is left out."""
 
 from __future__ import annotations
 
@@ -18,8 +11,8 @@ from pathlib import Path
 
 from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, RuleErrors, nearest, shown
 from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, plain_text, read_document
+from moegraft.injection.rules.ktransformers import KWARGS, TheirClass, kwarg_advice, their_class
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
-from moegraft.injection.rules.replacement import KWARGS, TheirClass, kwarg_advice, their_class
 from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs
 
 RULE_KEYS = ("match", "replace", "recursive")

@@ -1,4 +1,4 @@
-"""Reads long prompts in chunks, so that activations take memory for a chunk and not for the prompt."""
+"""Read long prompts in chunks, so that activations take memory for a chunk and not for the prompt."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moegraft.injection.graft import new_cache
 
-PREFILL_CHUNK = 2048  # tokens; longer prompts are read in chunks of so many
+PREFILL_CHUNK = 2048  # tokens; longer prompts are read in chunks of this size
 APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that take several tokens after others as they take them at once
 
 
 def why_not_appendable(model: PreTrainedModel) -> str | None:
-    """Why a prompt cannot be read piece by piece into a cache of this model, or None when it can."""
+    """Return why a prompt cannot be read in chunks into a cache of this model, or None when it can."""
     if getattr(model, "_is_stateful", False):
         return "its layers keep a recurrent state"
     config = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""One pass over a text that finds every quantile of `|act(gate)|`, without keeping an activation."""
+"""Quantiles of `|act(gate)|` from one pass over a text, without storing activations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.sparsity import LayerSparsity, whole
 
-LOWEST, HIGHEST = -24, 8  # log2 of the magnitudes that are told apart
-PER_OCTAVE = 256  # so that a threshold is right to 0.27 %
+LOWEST, HIGHEST = -24, 8  # log2 of the magnitudes that have bins of their own
+PER_OCTAVE = 256  # a threshold is exact to 0.27 %
 BINS = (HIGHEST - LOWEST) * PER_OCTAVE
 
 
 class ActivationHistogram:
-    """`|act(gate)|` of one layer in bins of equal logarithm, and how often each neuron is among the largest.
+    """Histogram of `|act(gate)|` of one layer in logarithmic bins, with counts of how often each neuron is among the largest.
 
     Attributes:
         bins: (BINS,) int64; the first holds all below its upper edge, exact zeros too, the last all above its lower one.
         hot: the share of a layer's activations below its largest ones, for `active`.
-        active: (E, I) int64: how often a neuron reached the layer's `hot` quantile, as far as that was known at the time.
-        routed: (E,) int64: tokens each expert had.
+        active: (E, I) int64: how often a neuron reached the layer's `hot` quantile, as it was known at the time.
+        routed: (E,) int64: tokens routed to each expert.
     """
 
     def __init__(self, num_experts: int, intermediate: int, hot: float = 0.9) -> None:
@@ -35,7 +35,8 @@ class ActivationHistogram:
         self.hot = hot
 
     def add(self, top_k_index: torch.Tensor, acted: torch.Tensor) -> None:
-        """
+        """Count the activations of one forward pass.
+
         Args:
             top_k_index: (T, K) expert ids; -1 and E are padded slots.
             acted: (T, K, I) float32, `act(gate)`.
@@ -48,33 +49,29 @@ class ActivationHistogram:
         magnitudes = acted.flatten(0, 1)[real.to(acted.device)].abs().float()
         if not bool(torch.isfinite(magnitudes).all()):
             raise UnsupportedModelError("an activation is not finite: thresholds cannot be found for a model that computes NaN or infinity")
-        # The smallest is well inside the first bin: no logarithm of 0.
+        # Far inside the first bin: no logarithm of 0.
         octaves = magnitudes.clamp_min(2.0 ** (LOWEST - 1)).log2_().sub_(LOWEST).mul_(PER_OCTAVE)
         numbers = octaves.floor_().clamp_(0, BINS - 1).to(torch.int64).flatten()
         self.bins += torch.bincount(numbers, minlength=BINS).cpu().numpy()
         if not self.bins.any():
             return
-        # One pass cannot know the threshold that the whole text will give; that of the text so far orders neurons as well.
+        # One pass cannot know the threshold of the whole text; that of the text so far orders neurons equally well.
         reached = (magnitudes >= self.quantile(self.hot)).to("cpu", torch.int64)
         self.active.index_add_(0, index[real], reached)
         self.routed.index_add_(0, index[real], torch.ones_like(index[real]))
 
     @property
     def count(self) -> int:
-        """Activations seen."""
+        """Number of activations counted."""
         return int(self.bins.sum())
 
     def quantile(self, share: float) -> float:
-        """The upper edge of the bin up to which at least `share` of the magnitudes lie."""
+        """Return the upper edge of the bin up to which at least `share` of the magnitudes are."""
         return quantiles(self.bins, [share])[0]
-
-    def hot_first(self) -> torch.Tensor:
-        """(E, I) int64: each expert's neurons, those that are active most often first; of equals the earlier one."""
-        return self.active.argsort(dim=-1, descending=True, stable=True)
 
 
 def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, ...]:
-    """The thresholds that at least `shares` of the magnitudes in `bins` stay below, to one bin.
+    """Return the thresholds that at least `shares` of the magnitudes in `bins` stay below, to one bin.
 
     Raises:
         ValueError: nothing was counted.
@@ -103,7 +100,7 @@ class Calibration:
 
 @contextmanager
 def calibrating(layers: Mapping[str, LayerSparsity], sizes: Mapping[str, tuple[int, int]]) -> Iterator[Calibration]:
-    """While it lasts, every forward pass computes all neurons and adds to the histograms.
+    """Within the context, every forward pass computes all neurons and adds to the histograms.
 
     Args:
         layers: of one model, by module path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,18 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.machine import Machine
 
 # Members that only some models need are imported when they are first asked for: a model on the CPU must not wait for the GPU engine,
 # nor fail where Triton is not installed.
 if TYPE_CHECKING:
-    from moegraft.operators.kernels.workspace import Workspace
-    from moegraft.operators.kv_cache import CacheForm
     from moegraft.operators.offload.decode_steps import DecodeSteps
-    from moegraft.operators.offload.model_experts import GpuGroups
+    from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
+    from moegraft.operators.timeline import Timeline
 
 
 @dataclass(eq=False)
@@ -35,26 +36,21 @@ class InjectionContext:
         dtype: that of activations and of what is not replaced.
         threads: CPU threads of the operators; 0: one for each physical core.
         draft_switch: how many experts run while a draft is drawn.
+        cache_form: the form of the key-value cache that the rules ask for.
     """
 
     machine: Machine
     dtype: torch.dtype
     threads: int = 0
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
-    _workspaces: dict[torch.device, Workspace] = field(default_factory=dict, init=False, repr=False)
+    cache_form: CacheForm = field(default_factory=CacheForm, init=False)
+    _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
     @cached_property
     def runtime(self) -> Runtime:
         """The thread pool and kernels of the CPU."""
         return Runtime(threads=self.threads)
-
-    @cached_property
-    def cache_form(self) -> CacheForm:
-        """The form of the key-value cache that the rules ask for."""
-        from moegraft.operators.kv_cache import CacheForm
-
-        return CacheForm()
 
     @cached_property
     def sparse_layers(self) -> SparseLayers:
@@ -64,11 +60,11 @@ class InjectionContext:
         return SparseLayers()
 
     @cached_property
-    def gpu_groups(self) -> GpuGroups:
-        """The layers whose experts run on the CPU and on GPUs, grouped by their options."""
-        from moegraft.operators.offload.model_experts import GpuGroups
+    def gpu_engines(self) -> ModelEngines:
+        """The engines of the layers whose experts run on the CPU and on GPUs."""
+        from moegraft.operators.offload.model_experts import ModelEngines
 
-        return GpuGroups()
+        return ModelEngines(self.runtime, self.cache_form)
 
     @cached_property
     def path_choices(self) -> PathChoices:
@@ -76,12 +72,6 @@ class InjectionContext:
         from moegraft.operators.sparse.choice import PathChoices, choices_path
 
         return PathChoices(choices_path())
-
-    def workspace(self, device: torch.device) -> Workspace:
-        """Return the scratch memory that the layers on `device` share."""
-        from moegraft.operators.kernels.workspace import Workspace
-
-        return self._workspaces.setdefault(device, Workspace(device))
 
     def warn_once(self, logger: logging.Logger, message: str) -> None:
         """Log a warning that holds for many layers of this model once."""
@@ -91,23 +81,39 @@ class InjectionContext:
 
     @property
     def decode_steps(self) -> DecodeSteps | None:
-        """What captures the model's decode steps; None where no rule asks for it."""
-        groups = self._gpu_groups_in_use
-        return groups.decode_steps if groups is not None and groups.captures else None
+        """What captures the model's decode steps; None where no rule asks for it. To be read when all operators are built."""
+        engines = self._gpu_engines_in_use
+        if self._decode_steps is None and engines is not None and engines.captures:
+            from moegraft.operators.offload.decode_steps import DecodeSteps
+
+            self._decode_steps = DecodeSteps(engines)
+        return self._decode_steps
 
     def statistics(self) -> dict[str, object]:
         """Return what operators did together: `sparsity` for each target that rules give, and `devices` for each GPU that experts share."""
         sparsity = self.sparse_layers.statistics() if "sparse_layers" in vars(self) else []
-        groups = self._gpu_groups_in_use
-        devices: Mapping[str, object] = {} if groups is None else groups.statistics()
+        engines = self._gpu_engines_in_use
+        devices: Mapping[str, object] = {} if engines is None else engines.statistics()
         return {"sparsity": sparsity, "devices": dict(devices)}
+
+    def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the counters of each GPU that experts share, with its name; they only grow."""
+        engines = self._gpu_engines_in_use
+        return [] if engines is None else engines.counts()
+
+    def timelines(self) -> AbstractContextManager[list[Timeline]]:
+        """Record the work of each GPU that experts share while the context is entered; no timelines where there is none."""
+        engines = self._gpu_engines_in_use
+        return nullcontext([]) if engines is None else engines.timelines()
 
     def close(self) -> None:
         """End captured steps and transfers and free the GPUs' slots; the model computes no more."""
-        groups = self._gpu_groups_in_use
-        if groups is not None:
-            groups.close()
+        if self._decode_steps is not None:
+            self._decode_steps.release()
+        engines = self._gpu_engines_in_use
+        if engines is not None:
+            engines.close()
 
     @property
-    def _gpu_groups_in_use(self) -> GpuGroups | None:
-        return self.gpu_groups if "gpu_groups" in vars(self) else None
+    def _gpu_engines_in_use(self) -> ModelEngines | None:
+        return self.gpu_engines if "gpu_engines" in vars(self) else None

@@ -1,4 +1,4 @@
-"""Tensors as the kernel takes them, and the words for what computes them."""
+"""CPU tensors as arrays of the C++ kernels, and the description of their runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moegraft.cpu_backend import Runtime
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """A CPU tensor as an array over the same memory: bfloat16, which numpy lacks, crosses as its bits in uint16."""
+    """Return a CPU tensor as an array over the same memory: bfloat16, which numpy lacks, as its bits in uint16."""
     tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
@@ -21,13 +21,13 @@ ELEMENT_CODES = {dtype: code for code, dtype in enumerate(_ELEMENTS)}
 
 
 def element_name(dtype: torch.dtype) -> str:
-    """The kernel's name of a dtype: `bfloat16`.
+    """Return the kernel's name of a dtype: `bfloat16`.
 
     Raises:
-        ValueError: the kernel has none.
+        ValueError: the kernel does not support it.
     """
     if dtype not in ELEMENT_CODES:
-        raise ValueError(f"{dtype} is no dtype of the kernel")
+        raise ValueError(f"the CPU kernel does not support {dtype}")
     return str(dtype).removeprefix("torch.")
 
 
@@ -43,10 +43,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that the kernel has: float64, the only wider one, is rounded to float32."""
+    """Return the tensor in a dtype of the kernel: float64, the only wider one, is rounded to float32."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def describe(runtime: Runtime) -> str:
-    """The instruction set and threads of a runtime: `avx512_bf16, 2 threads`."""
+    """Return the instruction set and threads of a runtime: `avx512_bf16, 2 threads`."""
     return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}"

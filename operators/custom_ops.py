@@ -1,72 +1,33 @@
-"""The kernels as operations that `torch.compile` can put into a graph.
+"""Custom operations, so that `torch.compile` can put operators into a graph.
 
-A graph can hold a number but no Python object, so an operator that is to be traced takes a number from `register`; the table
-below is the one piece of state outside models, and holds its operators weakly.
+A graph can hold a number but no Python object, so an operator that is to be traced takes a number from `register`. The table below is the
+only state outside of models, and holds its operators weakly.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from moegraft.operators.errors import UnsupportedModelError
 
-
-class ExpertsKernel(Protocol):
-    """What computes a layer's experts: (T, H), (T, K) int64, (T, K) -> (T, H)."""
-
-    def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor: ...
-
-
-class LinearKernel(Protocol):
-    """What computes a linear layer: (..., in_features) -> (..., out_features)."""
-
-    out_features: int
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-class AttentionKernel(Protocol):
-    """What computes attention: (B, heads, T, D), twice (B, KV heads, S, D) -> (B, T, heads, D of values)."""
-
-    def compute(
-        self,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        causal: bool,
-    ) -> torch.Tensor: ...
-
-
-_experts: WeakValueDictionary[int, ExpertsKernel] = WeakValueDictionary()
-_linears: WeakValueDictionary[int, LinearKernel] = WeakValueDictionary()
-_attentions: WeakValueDictionary[int, AttentionKernel] = WeakValueDictionary()
+_operators: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of several kinds, each with a `compute` of its own signature
 _numbers = itertools.count()
 
 
-def register_experts(kernel: ExpertsKernel) -> int:
-    """A number under which graphs call `kernel` for as long as it lives."""
+def register(operator: Any) -> int:
+    """Return a number under which graphs call `operator.compute` for as long as the operator lives.
+
+    - experts: `compute(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`;
+    - linear layers: `compute(x (..., in_features)) -> (..., out_features)`;
+    - attention: `compute((query (B, heads, T, D), key (B, KV heads, S, D), value), mask, sinks, scale, softcap, causal)
+      -> (B, T, heads, D of values)`.
+    """
     number = next(_numbers)
-    _experts[number] = kernel
-    return number
-
-
-def register_linear(kernel: LinearKernel) -> int:
-    """A number under which graphs call `kernel` for as long as it lives."""
-    number = next(_numbers)
-    _linears[number] = kernel
-    return number
-
-
-def register_attention(kernel: AttentionKernel) -> int:
-    """A number under which graphs call `kernel` for as long as it lives."""
-    number = next(_numbers)
-    _attentions[number] = kernel
+    _operators[number] = operator
     return number
 
 
@@ -77,7 +38,8 @@ _tags = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("moegraft::experts", mutates_args=(), tags=_tags)
 def experts(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, number: int) -> torch.Tensor:
     """The experts registered under `number`."""
-    return _experts[number].compute(hidden_states, top_k_index, top_k_weights)
+    routed: torch.Tensor = _operators[number].compute(hidden_states, top_k_index, top_k_weights)
+    return routed
 
 
 @experts.register_fake
@@ -88,7 +50,8 @@ def _(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: tor
 @torch.library.custom_op("moegraft::linear", mutates_args=(), tags=_tags)
 def linear(x: torch.Tensor, out_features: int, number: int) -> torch.Tensor:
     """The linear layer registered under `number`."""
-    return _linears[number].compute(x)
+    y: torch.Tensor = _operators[number].compute(x)
+    return y
 
 
 @linear.register_fake
@@ -108,8 +71,9 @@ def attention(
     causal: bool,
     number: int,
 ) -> torch.Tensor:
-    """The attention registered under `number`; for inference only: who traces leaves calls with gradients to PyTorch."""
-    return _attentions[number].compute((query, key, value), mask, sinks, scale, softcap, causal)
+    """The attention registered under `number`; for inference only: its callers leave calls with gradients to PyTorch."""
+    found: torch.Tensor = _operators[number].compute((query, key, value), mask, sinks, scale, softcap, causal)
+    return found
 
 
 @attention.register_fake
@@ -129,13 +93,13 @@ def _(
 
 
 def needs_gradient(*inputs: torch.Tensor) -> bool:
-    """Whether autograd expects a gradient through what is computed from `inputs`."""
+    """Return whether autograd expects a gradient through what is computed from `inputs`."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
 @torch.library.custom_op("moegraft::no_gradient", mutates_args=())
 def _no_gradient(gradient: torch.Tensor, in_features: int) -> torch.Tensor:
-    """Stands where a gradient would be computed: a graph may hold it, only a backward pass that runs is an error.
+    """Stand in for a gradient: a graph may contain it, only running the backward pass is an error.
 
     Raises:
         UnsupportedModelError: always.

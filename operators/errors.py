@@ -1,4 +1,4 @@
-"""Errors that a user can mend: each message says where, what, and what to do."""
+"""Errors that a user can fix: each message has the place, the reason, and what to do."""
 
 import os
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -14,9 +14,10 @@ from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, is_plain, rounded
-from moegraft.operators.custom_ops import linear, needs_gradient, register_linear
+from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.kernels.availability import why_unavailable
+from moegraft.operators.estimates import Saving
+from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+WEIGHT_TYPES = Literal["bfloat16", "float16", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +34,22 @@ class QuantizedLinearOptions:
 
     Attributes:
         weights: the type the weight is packed to: int8 and int4 have groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
-            A GGUF file's Q4_K or Q6_K of no more bits stays as it is on the CPU.
-            bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at the memory's speed.
+            A GGUF file's Q4_K or Q6_K of no more bits stays as it is on the CPU. bfloat16 and float16 round nothing that is stored
+            so, and a single token's product reads them at the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
-            and Triton it is the CPU, and the log says so. The GPU kernels have not run on a GPU yet.
+            and Triton it is the CPU, which is logged. The GPU kernels have not run on a GPU yet.
     """
 
-    weights: Literal["bfloat16", "float16", "int8", "int4"] = "int8"
+    weights: WEIGHT_TYPES = "int8"
     gpu: str = "none"
 
     def __post_init__(self) -> None:
         if self.gpu not in ("none", "auto") and not (self.gpu.startswith("cuda:") and self.gpu[5:].isdigit()):
-            raise ValueError(f"gpu is 'none', 'auto' or a device such as 'cuda:0', not '{self.gpu}'")
+            raise ValueError(f"gpu must be 'none', 'auto' or a device such as 'cuda:0', not '{self.gpu}'")
 
     @property
     def device(self) -> torch.device:
-        """Where it is asked for, whether there is such a device or not."""
+        """The device that is asked for, which need not exist."""
         return torch.device({"none": "cpu", "auto": "cuda:0"}.get(self.gpu, self.gpu))
 
 
@@ -55,12 +57,13 @@ class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
     For int8 and int4 weights activations are quantised to int8 in groups of 32 on the CPU; on a GPU they keep their dtype. Sums are
-    float32. For inference: a backward pass is refused.
+    float32. For inference: a backward pass raises.
     """
 
     name = "quantized_linear"
     kind = "linear"
     options_type = QuantizedLinearOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "a linear layer with int8, int4 or 16-bit weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
 
     def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime, device: torch.device) -> None:
@@ -73,12 +76,12 @@ class QuantizedLinear(Operator):
         self._device = device
         self._packed: PackedLinear | None = None
         self._on_gpu: PackedLinearOnGpu | None = None
-        self._number = register_linear(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:
         if type(module) is not nn.Linear:
-            return f"{type(module).__name__} is no plain torch.nn.Linear"
+            return f"{type(module).__name__} is not a plain torch.nn.Linear"
         return None
 
     @classmethod
@@ -86,20 +89,48 @@ class QuantizedLinear(Operator):
         return options.gpu == "none"
 
     @classmethod
+    def identity(cls, options: QuantizedLinearOptions) -> str:
+        return options.weights
+
+    @classmethod
+    def devices_wanted(cls, options: QuantizedLinearOptions) -> frozenset[str]:
+        return frozenset() if options.gpu == "none" else frozenset({options.gpu})
+
+    @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
-        assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
+        assert isinstance(module, nn.Linear), "unsupported_reason refuses all others"
         held = PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)
         return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
 
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: InjectionContext) -> Self:
-        assert isinstance(module, nn.Linear), "refuse lets plain linears pass only"
+        assert isinstance(module, nn.Linear), "unsupported_reason refuses all others"
         device = options.device
         reason = why_unavailable() if device.type == "cuda" else None
         if reason is not None:
             context.warn_once(logger, f"quantized_linear stays on the CPU: {reason}")
             device = torch.device("cpu")
         return cls(module, options, context.runtime, device)
+
+    @classmethod
+    def weight_type_for(cls, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
+        return options.weights
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: QuantizedLinearOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+        packed = QuantizedLinearOptions(weights="int8")
+        if options is not None or cls.unsupported_reason(module, packed) is not None:
+            return ()
+        advice = f"'{cls.name}' with 'weights: int8' and 'gpu: auto' for the linear layers"
+        return (Saving(advice, cls.footprint(module, packed, dtype)),)
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, QuantizedLinearOptions]:
+        return {"int8": QuantizedLinearOptions(weights="int8"), "int4": QuantizedLinearOptions(weights="int4")}
+
+    @property
+    def weight_type(self) -> str:
+        return self.options.weights
 
     def placement(self) -> str:
         where = f"the CPU ({describe(self._runtime)})" if self._device.type == "cpu" else str(self._device)
@@ -115,28 +146,25 @@ class QuantizedLinear(Operator):
         if codes is not None:
             advance(codes.elements * source.dtype.itemsize)
         else:
-            weight = self._checked(source, "weight", (self.out_features, self.in_features))
+            weight = self._read(source, "weight", (self.out_features, self.in_features))
             packed.pack(as_array(weight))
             advance(weight.nbytes)
-        bias = self._checked(source, "bias", (self.out_features,)).float() if self.has_bias else None
+        bias = self._read(source, "bias", (self.out_features,)).float() if self.has_bias else None
         if bias is not None:
             packed.pack_bias(as_array(bias))
             advance(bias.numel() * source.dtype.itemsize)
         if self._device.type == "cpu":
             self._packed = packed
         else:
-            self._on_gpu = self._moved(packed, bias)
+            # Triton need not be installed where there is no GPU.
+            from moegraft.operators.kernels.linear import PackedLinearOnGpu
 
-    def _moved(self, packed: PackedLinear, bias: torch.Tensor | None) -> PackedLinearOnGpu:
-        # Triton need not be installed where no GPU is
-        from moegraft.operators.kernels.linear import PackedLinearOnGpu
+            # A copy, as torch wants memory that may be written to.
+            packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
+            bias = None if bias is None else bias.to(self._device)
+            self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self.options.weights, packed_bytes, bias)
 
-        # copied, so that the tensor has memory that may be written, as torch wants it
-        packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
-        values = None if bias is None else bias.to(self._device)
-        return PackedLinearOnGpu(self.out_features, self.in_features, self.options.weights, packed_bytes, values)
-
-    def _checked(self, source: WeightSource, part: Part, expected: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, source: WeightSource, part: Part, expected: tuple[int, ...]) -> torch.Tensor:
         piece = source.read(part)
         if tuple(piece.shape) != expected:
             raise CheckpointError(f"{source.origin(part)}: shape {tuple(piece.shape)} where the model has {expected}")
@@ -149,11 +177,11 @@ class QuantizedLinear(Operator):
         return self.compute(x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """What `forward` does, outside of any graph."""
+        """Compute `forward` outside of any graph."""
         if self._on_gpu is not None:
             y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
             return y.to(x.device, x.dtype)
-        assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        assert self._packed is not None, "load comes before forward"
         if type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features:
             y = x.new_empty((*x.shape[:-1], self.out_features))
             self._runtime.linear(self._packed, x, y)

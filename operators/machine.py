@@ -1,4 +1,4 @@
-"""What this machine has: memory, cores and GPUs, read when asked and never at import."""
+"""The memory, cores and GPUs of this machine, read when asked and never at import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -21,19 +22,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A snapshot of what placement decisions need to know."""
+    """A snapshot of what decides where things are placed."""
 
     cores: int
     available_bytes: int  # host memory that can still be taken, a container's limit included
     gpus: tuple[Gpu, ...] = ()
-
-
-def _meminfo_available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _cgroup_available_bytes() -> int | None:
@@ -48,12 +41,24 @@ def _cgroup_available_bytes() -> int | None:
 
 
 def probe_machine() -> Machine:
-    """The machine as it is now; a host whose free memory cannot be read counts half of its physical memory."""
-    bounds = [size for size in (_meminfo_available_bytes(), _cgroup_available_bytes()) if size is not None]
-    available = min(bounds) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Return the machine as it is now."""
+    limited = _cgroup_available_bytes()
+    available = psutil.virtual_memory().available
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(cores, available, tuple(gpus))
+    return Machine(cores, available if limited is None else min(available, limited), tuple(gpus))
+
+
+def cpu_info(name: str) -> str:
+    """Return a field of the first core in `/proc/cpuinfo`, such as `model name` or `flags`; empty where there is none.
+
+    psutil does not report these.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")

@@ -51,7 +51,6 @@ def reference_experts(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     threshold: float = 0.0,
-    group: int = 1,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, computed in `dtype`.
@@ -64,7 +63,6 @@ def reference_experts(
         down: (E, H, I).
         gate_bias, up_bias: (E, I), down_bias: (E, H), all or none.
         threshold: neurons with `|act(gate)|` (ungated: `|act(up)|`) below it count as zero.
-        group: this many neurons in a row are kept when one of them reaches the threshold.
 
     Returns:
         (T, H) of `dtype`.
@@ -81,19 +79,16 @@ def reference_experts(
         up_rows = F.linear(x, up[expert].to(dtype), _of(up_bias, expert, dtype))
         neurons = reference_gate(gate_spec, gate_rows, up_rows)
         if threshold > 0.0:
-            neurons = neurons.where(reference_kept(_acted(gate_spec, gate_rows, up_rows), threshold, group), 0.0)
+            neurons = neurons.where(reference_kept(_acted(gate_spec, gate_rows, up_rows), threshold), 0.0)
         share = top_k_weights[token, slot].to(dtype)[:, None]
         out.index_add_(0, token, share * F.linear(neurons, down[expert].to(dtype), _of(down_bias, expert, dtype)))
     return out
 
 
-def reference_kept(activations: torch.Tensor, threshold: float, group: int = 1) -> torch.Tensor:
+def reference_kept(activations: torch.Tensor, threshold: float) -> torch.Tensor:
     """Which neurons (T, I) are computed, by their activations."""
     # A NaN is not below the threshold: it must be seen.
-    kept = ~(activations.abs() < threshold)
-    padded = F.pad(kept, (0, -kept.shape[-1] % group))
-    any_kept: torch.Tensor = padded.unflatten(-1, (-1, group)).any(-1)
-    return any_kept.repeat_interleave(group, -1)[..., : kept.shape[-1]]
+    return ~(activations.abs() < threshold)
 
 
 def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -1,9 +1,10 @@
-"""What routers say: the scores of all experts, the experts that a layer's own router would choose, and every call as it is made.
+"""Routers of every family, read and called alike: their scores of all experts, their choices, and each call as it is made.
 
-The caches read the scores, prefetching applies the routers of later layers to the hidden states at hand. A router is called the way its
-block calls it and chooses by its family's own rule, biases and groups included. Shapes: T tokens, E experts, K experts a token, H hidden.
+Caches read the scores; prefetching applies the routers of later layers to the current hidden states. A router is called the way its block
+calls it and chooses by its family's own rule, biases and groups included. What it returns is read by shapes and types: families order it
+differently and turn logits into scores in different ways.
 
-What a router returned, read by shapes and types: families order it differently and turn logits into scores in different ways.
+Shapes: T tokens, E experts, K experts per token, H hidden.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from torch import nn
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.structure import ROUTER_NAMES
 
-__all__ = ["RoutedCall", "Router", "Scoring", "experts_paths", "router_of", "routers_of", "scores_of", "selection_of", "watch_routing"]
-
-
-# How families make scores of logits. The first that explains a router's weights is taken.
+# How families turn logits into scores. The first that explains a router's weights is used.
 SCORE_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "probabilities": lambda logits: logits,
     "softmax": lambda logits: logits.softmax(-1),
@@ -36,7 +34,7 @@ EXPLAINS = 0.02  # of a token's weight: bfloat16 weights are off by up to 0.004,
 
 @dataclass(frozen=True, slots=True)
 class RouterOutput:
-    """The logits, or already scores, of (T, E or more) experts; the weights and ids (T, K) of those chosen, where it returns them."""
+    """What a router returned: logits or scores of (T, E or more) experts, and weights and ids (T, K) of the chosen, where it has them."""
 
     logits: torch.Tensor
     top_k_weights: torch.Tensor | None
@@ -44,7 +42,8 @@ class RouterOutput:
 
     @classmethod
     def read(cls, output: Any, num_experts: int) -> Self:
-        """
+        """Read the output of a router's forward pass.
+
         Raises:
             ValueError: no floating-point tensor with a column for each expert is in `output`.
         """
@@ -53,7 +52,7 @@ class RouterOutput:
         wide = [part for part in parts if part.is_floating_point() and part.shape[-1] >= num_experts]
         if not wide:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "no tensor"
-            raise ValueError(f"a router of {num_experts} experts returned {shapes}: no scores of all experts are among them")
+            raise ValueError(f"a router of {num_experts} experts returned {shapes}, without scores of all experts")
         # Only a layer that chooses all its experts has two; its ids stand first where the logits stand last.
         logits = wide[-1] if parts[0] is index else wide[0]
         rest = [part for part in parts if part is not logits and part.is_floating_point()]
@@ -65,22 +64,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
-def _are_probabilities(logits: torch.Tensor) -> bool:
-    values = logits.float()
-    return bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < EXPLAINS).all())
-
-
 def score_function(output: RouterOutput) -> str:
-    """The name of the function in `SCORE_FUNCTIONS` that the weights of the chosen experts follow, up to a factor for each token.
+    """Return the name of the function in `SCORE_FUNCTIONS` that the weights of the chosen experts follow, up to a factor per token.
 
-    `softmax` where none does, or where one expert a token leaves nothing to compare.
+    `softmax` where none does, or where one expert per token leaves nothing to compare.
     """
-    if _are_probabilities(output.logits):
+    logits = output.logits.float()
+    if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < EXPLAINS).all()):
         return "probabilities"
     if output.top_k_index is None or output.top_k_weights is None or output.top_k_index.shape[-1] < 2:
         return "softmax"
     weights = _shares(output.top_k_weights.float())
-    logits = output.logits.float()
     errors = {
         name: float((_shares(function(logits).gather(-1, output.top_k_index.long())) - weights).abs().max())
         for name, function in SCORE_FUNCTIONS.items()
@@ -91,7 +85,7 @@ def score_function(output: RouterOutput) -> str:
 
 
 def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-    """Whether the weights (T, K) of the chosen are their scores of (T, E), up to a factor for each token."""
+    """Return whether the weights (T, K) of the chosen experts are their scores of (T, E), up to a factor per token."""
     found = _shares(scores.gather(-1, top_k_index.long()))
     return bool(((found - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
 
@@ -101,11 +95,11 @@ def _shares(weights: torch.Tensor) -> torch.Tensor:
 
 
 def scores_of(router_output: Any, num_experts: int, function: str | None = None) -> torch.Tensor:
-    """Every expert's share of what a router gives a token: (T, E) float32, rows sum to 1 (less where a router may choose no expert).
+    """Return each expert's share of a token's scores: (T, E) float32, rows sum to 1 (less where a router may choose no expert).
 
     Args:
         router_output: what the router's forward pass returned: logits (T, E) alone, or among weights and ids in any order.
-        function: how the family makes scores of logits, a name in `SCORE_FUNCTIONS`; found from the output where it is not known.
+        function: how the family turns logits into scores, a name in `SCORE_FUNCTIONS`; by default found from the output.
 
     Raises:
         ValueError: there are no scores of all experts in `router_output`.
@@ -129,12 +123,12 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a router thinks of all experts, chosen or not.
+    """A router's scores of all experts, chosen or not.
 
     Attributes:
         scores: (T, E) float32, what weights follow.
-        rankings: (T, E) float32 each, of which the router may choose the largest: the scores, and with every correction that it or its
-            block holds, added to them or to the logits. Groups are not among them.
+        rankings: (T, E) float32 each, of which the router may choose the largest: the scores, and the scores or logits plus each
+            correction that the router or its block holds. Expert groups are not considered.
     """
 
     scores: torch.Tensor
@@ -145,8 +139,8 @@ class Router:
     """One layer's router, as the block that holds it calls it.
 
     Attributes:
-        path: of the experts module it decides for.
-        exact: whether `route` chooses as the model does. False where a router reads more than hidden states and what its block holds:
+        path: of the experts module that it routes to.
+        exact: whether `route` chooses as the model does. False where a router reads more than hidden states and its block's tensors:
             the ids of the tokens (hash layers of DeepSeek-V4), or another layer's state (Zaya).
     """
 
@@ -158,19 +152,19 @@ class Router:
         self._function: str | None = None
         parameters = list(inspect.signature(module.forward).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        # By name, not by value: weights that are loaded later replace the tensors of today.
+        # By name, not by value: weights that are loaded later replace these tensors.
         self._held = [p.name for p in named if isinstance(getattr(block, p.name, None), torch.Tensor)]
         unknown = [p for p in named if p.name not in self._held]
         self._callable = all(p.default is not p.empty for p in unknown)
         self.exact = not unknown
-        self._windowed: bool | None = None  # whether it must be given (1, T, H); not known before the first call
+        self._windowed: bool | None = None  # whether it needs (1, T, H); unknown before the first call
 
     def _call(self, hidden_states: torch.Tensor) -> Any:
-        """What `forward` returns, hooks left out: they are told what the model does, not what is only predicted."""
+        """Call `forward` without hooks, which are for what the model does, not for predictions."""
         return self.module.forward(hidden_states, **{name: getattr(self._block, name) for name in self._held})
 
     def scores(self, output: Any) -> torch.Tensor:
-        """`scores_of` a router's `output`, the function that makes scores of logits found once: (T, E) float32."""
+        """Return `scores_of` the router's `output`, (T, E) float32; the function that turns logits into scores is found once."""
         read = RouterOutput.read(output, self.num_experts)
         if self._function is None and read.top_k_index is not None:
             self._function = score_function(read)
@@ -178,63 +172,56 @@ class Router:
 
     @torch.no_grad()
     def scoring(self, output: Any) -> Scoring:
-        """Of every expert, from what `forward` returned."""
+        """Return the scores of every expert, from what `forward` returned."""
         scores = self.scores(output)
         logits = RouterOutput.read(output, self.num_experts).logits.float()[:, : self.num_experts]
         raw = SCORE_FUNCTIONS[self._function](logits) if self._function is not None else scores
-        corrections = [each.float().reshape(-1) for each in self._corrections()]
-        return Scoring(scores, [raw, *(start + each for each in corrections for start in (raw, logits))])
-
-    def _corrections(self) -> list[torch.Tensor]:
-        """Biases of single experts, (E,), of the router or its block."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         named += [*self._block.named_parameters(recurse=False), *self._block.named_buffers(recurse=False)]
-        return [tensor for name, tensor in named if "bias" in name.rpartition(".")[2] and tensor.numel() == self.num_experts]
+        biases = [tensor for name, tensor in named if "bias" in name.rpartition(".")[2] and tensor.numel() == self.num_experts]
+        corrections = [bias.float().reshape(-1) for bias in biases]
+        return Scoring(scores, [raw, *(start + each for each in corrections for start in (raw, logits))])
 
     @torch.no_grad()
     def route(self, hidden_states: torch.Tensor) -> Routing:
-        """The router's decision on hidden states (T, H), which may be those of an earlier layer."""
+        """Return the router's decision on hidden states (T, H), which may be those of an earlier layer."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not self._callable:
-            logits = F.linear(tokens, self._weight().to(tokens.dtype))
+            # Approximated by its rows of weights, one for each expert.
+            rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
+            weight = next(rows, None)
+            if weight is None:
+                raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
+            logits = F.linear(tokens, weight.to(tokens.dtype))
             return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
         if self._windowed is None:
-            self._windowed = self._wants_windows(tokens[:1])
+            # Tried flat first: nearly all take (T, H), and some that are given (1, T, H) gather along a wrong axis.
+            try:
+                RouterOutput.read(self._call(tokens[:1]), self.num_experts)
+                self._windowed = False
+            except (ValueError, IndexError, RuntimeError):
+                self._windowed = True  # if it refuses this as well, its error is raised below
         output = self._call(tokens[None] if self._windowed else tokens)
         read = RouterOutput.read(output, self.num_experts)
         if read.top_k_index is None:
             read = self._routed_by_block(tokens, read)
         return _ranked(read.top_k_index, read.top_k_weights, self.scores(output))
 
-    def _wants_windows(self, tokens: torch.Tensor) -> bool:
-        """Found by trial, flat first: nearly all take (T, H), and some that are given windows gather along a wrong axis."""
-        try:
-            RouterOutput.read(self._call(tokens), self.num_experts)
-        except (ValueError, IndexError, RuntimeError):
-            return True  # should it refuse windows as well, the error is the caller's to see
-        return False
-
-    def _weight(self) -> torch.Tensor:
-        """(E or more, H)."""
-        rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
-        weight = next(rows, None)
-        if weight is None:
-            raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
-        return weight
-
     def top_k(self) -> int:
-        """Experts a token takes.
+        """Return the number of experts per token.
 
         Raises:
-            UnsupportedModelError: neither the router nor its block says.
+            UnsupportedModelError: neither the router nor its block states it.
         """
         found = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
         if not isinstance(found, int):
-            raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} does not say how many experts a token takes")
+            raise UnsupportedModelError(
+                f"{self.path}: its router {type(self.module).__name__} does not state the number of experts per token"
+            )
         return found
 
     def _routed_by_block(self, tokens: torch.Tensor, read: RouterOutput) -> RouterOutput:
-        """For routers that return logits alone (Jamba before transformers 5.2x): the block turns them into a choice."""
+        """Complete the output of a router that returns logits alone (Jamba before transformers 5.2x): its block chooses."""
         choose = getattr(self._block, "route_tokens_to_experts", None)
         if choose is None:
             self.exact = False
@@ -245,7 +232,7 @@ class Router:
 
 
 def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None, scores: torch.Tensor) -> Routing:
-    """Likeliest first: many routers do not sort, and biases may rank a chosen expert below one that is not."""
+    """Sort a decision, likeliest first: many routers do not sort, and biases may rank a chosen expert below one that is not."""
     assert top_k_index is not None, "a router's decision names experts"
     index = top_k_index.long()
     weights = top_k_weights if top_k_weights is not None else scores.gather(-1, index)
@@ -254,50 +241,34 @@ def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None
 
 
 def experts_paths(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that hold a layer's routed experts, injected or not, in the model's order."""
+    """Return the paths of the modules that hold a layer's routed experts, injected or not, in the model's order."""
     found = (path for path, module in model.named_modules() if path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts"))
-    return tuple(path for path in found if _router_beside(model, path) is not None)
+    return tuple(path for path in found if _sibling_router(model, path) is not None)
 
 
-def _router_beside(model: nn.Module, experts_path: str) -> nn.Module | None:
+def _sibling_router(model: nn.Module, experts_path: str) -> nn.Module | None:
     block = model.get_submodule(experts_path.rpartition(".")[0])
-    beside = (getattr(block, name, None) for name in ROUTER_NAMES)
-    return next((module for module in beside if isinstance(module, nn.Module)), None)
+    found = (getattr(block, name, None) for name in ROUTER_NAMES)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
 def router_of(model: nn.Module, experts_path: str) -> Router:
-    """The router beside the experts module at `experts_path`; the model may be on meta.
+    """Return the router of the experts module at `experts_path`, a module of the same block; the model may be on meta.
 
     Raises:
         UnsupportedModelError: there is none.
     """
     experts: Any = model.get_submodule(experts_path)  # its attributes are not declared in a common class
-    module = _router_beside(model, experts_path)
+    module = _sibling_router(model, experts_path)
     if module is None:
         names = " or ".join(f"'{name}'" for name in ROUTER_NAMES)
-        raise UnsupportedModelError(f"{experts_path}: no module {names} beside it routes tokens to {type(experts).__name__}")
+        raise UnsupportedModelError(f"{experts_path}: its block has no module {names} that routes tokens to {type(experts).__name__}")
     return Router(experts_path, module, model.get_submodule(experts_path.rpartition(".")[0]), int(experts.num_experts))
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:
-    """Every layer's router by the path of its experts, in the model's order."""
+    """Return every layer's router by the path of its experts, in the model's order."""
     return {path: router_of(model, path) for path in experts_paths(model)}
-
-
-def selection_of(router: Router, hidden_states: torch.Tensor, top_k: int | None = None) -> torch.Tensor:
-    """The experts that `router` would choose for hidden states (T, H): (T, K) int64, likeliest first.
-
-    `top_k` keeps that many of the router's own K.
-
-    Raises:
-        ValueError: `top_k` is not from 1 to K.
-    """
-    chosen = router.route(hidden_states).top_k_index
-    if top_k is None:
-        return chosen
-    if not 1 <= top_k <= chosen.shape[-1]:
-        raise ValueError(f"top_k is {top_k}; the router of {router.path} chooses {chosen.shape[-1]} experts a token")
-    return chosen[:, :top_k]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +277,7 @@ class RoutedCall:
 
     Attributes:
         router: of the layer.
-        router_input: (T, H), what the router decided on; prediction for later layers starts from it.
+        router_input: (T, H), the router's input; predictions for later layers start from it.
         scores: (T, E) float32.
         top_k_index, top_k_weights: (T, K), what the experts were called with.
     """
@@ -320,7 +291,7 @@ class RoutedCall:
 
 @contextmanager
 def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
-    """Tells `on_call` of every call of a layer's experts while the body runs; gives the routers by path."""
+    """Call `on_call` for every call of a layer's experts while the body runs; yields the routers by path."""
     routers = routers_of(model)
     hooks = []
     for path, router in routers.items():
@@ -335,7 +306,7 @@ def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> It
 
 
 class _Watch:
-    """Joins a router's call with the call of its experts that follows."""
+    """The hooks of one layer, which join a router's call with the call of its experts that follows."""
 
     def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
         self._router = router

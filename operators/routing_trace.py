@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
-from moegraft.operators.routing import RoutedCall, selection_of, watch_routing
+from moegraft.operators.routing import RoutedCall, watch_routing
 
 FORMAT = 1
 NO_EXPERT = -1
@@ -174,7 +174,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             raise TraceError(f"not a routing trace: {error}") from error
     missing = sorted(set(KINDS) - set(arrays))
     if missing:
-        raise TraceError(f"no array named {', '.join(missing)}; benchmarks/traces.py records traces")
+        raise TraceError(f"no array named {', '.join(missing)}; moegraft calibrate --routing FILE records traces")
     for name, kind in KINDS.items():
         if arrays[name].dtype.kind != kind:
             raise TraceError(f"{name} is of type {arrays[name].dtype}")
@@ -244,7 +244,8 @@ def _trace_of_calls(calls: Sequence[RoutedCall], source: str, depths: int) -> Tr
     predicted = np.full((depths, tokens, len(calls), top_k), NO_EXPERT, dtype=np.int64)
     for depth in range(depths):
         for layer in range(depth + 1, len(calls)):
-            predicted[depth, :, layer] = selection_of(calls[layer].router, calls[layer - 1 - depth].router_input).cpu().numpy()
+            routing = calls[layer].router.route(calls[layer - 1 - depth].router_input)
+            predicted[depth, :, layer] = routing.top_k_index.cpu().numpy()
 
     def stack(layers: Iterable[torch.Tensor]) -> NDArray[np.generic]:
         return np.stack([layer.cpu().numpy() for layer in layers], axis=1)

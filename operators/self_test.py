@@ -1,4 +1,4 @@
-"""Which instruction sets the experts kernel was compiled for, which this CPU has, and whether each computes what it should here."""
+"""The self-test of the C++ kernel: the instruction sets that it was compiled for, those that this CPU has, and the error of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InstructionSet:
 
 
 def instruction_sets() -> list[InstructionSet]:
-    """Every compiled instruction set, each tested on a small layer in every weight type."""
+    """Test every compiled instruction set on a small layer in every weight type."""
     usable = Runtime.available_isas()
     return [
         InstructionSet(name, name in usable, {weights: _error(name, weights) for weights in LIMITS} if name in usable else {})
@@ -50,28 +50,30 @@ def instruction_sets() -> list[InstructionSet]:
     ]
 
 
-def kernel_threads() -> int:
-    """The threads that the kernel takes by itself: physical cores within affinity and quota."""
-    return Runtime().threads
+@dataclass(frozen=True, slots=True)
+class KernelInUse:
+    """How the kernel runs on this machine.
+
+    Attributes:
+        isa: the instruction set in use: that of MOEGRAFT_ISA where it is set, else `default_isa`.
+        tile_isas: the instruction set in use for the weights of each type.
+        default_isa: what the kernel chooses for this CPU; `avx512_bf16+amx` where weight types differ.
+        threads: by default: physical cores within affinity and quota.
+    """
+
+    isa: str
+    tile_isas: Mapping[str, str]
+    default_isa: str
+    threads: int
 
 
-def kernel_isa() -> str:
-    """The instruction set in use: that of MOEGRAFT_ISA where it is set, else `kernel_default_isa()`."""
-    return Runtime(threads=1).isa
-
-
-def kernel_tile_isas() -> dict[str, str]:
-    """The instruction set in use for the weights of each type."""
-    return Runtime(threads=1).tile_isas
-
-
-def kernel_default_isa() -> str:
-    """The instruction set that the kernel chooses for this CPU; `avx512_bf16+amx` where weight types differ."""
-    return Runtime.default_isa()
+def kernel_in_use() -> KernelInUse:
+    runtime = Runtime(threads=1)
+    return KernelInUse(runtime.isa, runtime.tile_isas, Runtime.default_isa(), Runtime().threads)
 
 
 def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:
-    """A matrix (..., cols) in q4_k or q6_k as a GGUF file has it, (..., bytes): of both signs, and about 1 / sqrt(cols) large."""
+    """Return a matrix (..., cols) in q4_k or q6_k as a GGUF file stores it, (..., bytes): of both signs, and about 1 / sqrt(cols) large."""
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, SUPER_BLOCK_BYTES[weight_type]), np.uint8)
     # On average half of all steps of a scale times half of those of a code, which in q4_k minima as large are taken from.
     scales = {0: 1 / 200, 2: 7.5 / 200} if weight_type == "q4_k" else {208: 1 / 1400}
@@ -81,7 +83,7 @@ def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Ge
 
 
 def _error(isa: str, weight_type: str) -> float:
-    """Relative error on random tokens; infinite where the output is not finite. Only bfloat16 weights take bfloat16 tokens."""
+    """Return the relative error on random tokens; infinite where the output is not finite. Only bfloat16 weights take bfloat16 tokens."""
     random = np.random.default_rng(0)
     gate_spec, sizes = GateSpec(), SUPER_BLOCK_SHAPE if weight_type in SUPER_BLOCK_BYTES else SHAPE
     packed = PackedExperts(sizes, gate_spec, weight_type)

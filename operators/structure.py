@@ -11,6 +11,7 @@ from torch import nn
 from moegraft.operators.base import Kind
 
 ROUTER_NAMES = ("gate", "router")
+SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # of the experts that every token passes
 
 
 def is_experts(path: str, module: nn.Module) -> bool:

@@ -1,10 +1,7 @@
-"""The thresholds file: what `|act(gate)|` a share of a layer's neurons stays below, with what that was measured on.
+"""The option `sparsity`, the thresholds file that it refers to, and the margin of a sketch.
 
-JSON, so that people can read it and a checkpoint can carry it. It belongs to one model's weights and is refused for any other.
-
-The option `sparsity` of operators that can leave neurons out.
-
-How far below the threshold a sketched activation may lie before its neuron is not looked at: from a calibration's activations.
+A thresholds file gives, for a grid of shares, the `|act(gate)|` that this share of a layer's neurons stays below, and what that was
+measured on. It is JSON, which people can read and a checkpoint can include. It belongs to one model's weights and is refused for any other.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,25 +23,27 @@ import torch
 from moegraft.operators.errors import ThresholdsError
 from moegraft.operators.weights import WeightSource
 
-Counts = Literal["routed", "total"]
+Scope = Literal["routed", "total"]
 Mode = Literal["layer", "global"]
 
 
 @dataclass(frozen=True, slots=True)
 class SparsityOptions:
-    """Which neurons of an expert are left out: those whose `|act(gate)|` is below a threshold. It changes what the model says.
+    """Which neurons of an expert are left out: those whose `|act(gate)|` is below a threshold. It changes the model's output.
 
     Attributes:
-        target: share of neurons to leave out, from 0 (none, in the layout that can) to below 1.
-        counts: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
+        target: share of neurons to leave out, from 0 (none, in the layout that allows it) to below 1.
+        scope: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
             which stay whole, so that the routed ones must be sparser.
-        thresholds: a file that `moegraft calibrate` wrote. By default that of the model's own folder, `moegraft_thresholds.json`; where
+        thresholds: a file that `moegraft calibrate` wrote. By default that in the model's own folder, `moegraft_thresholds.json`; where
             there is none, a short calibration runs when the model is loaded.
-        mode: `layer` gives every layer the target; `global` takes one threshold for all layers, which have the target together.
+        mode: `layer` gives every layer the target; `global` uses one threshold for all layers, which reach the target together.
     """
 
+    renamed_options: ClassVar[Mapping[str, str]] = {"counts": "scope"}
+
     target: float
-    counts: Counts
+    scope: Scope
     thresholds: Path | None = None
     mode: Mode = "layer"
 
@@ -55,35 +54,30 @@ class SparsityOptions:
 
 
 def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
-    """The share of routed neurons that has to be left out.
+    """Return the share of routed neurons that has to be left out.
 
     A token passes `top_k * intermediate` routed neurons and `shared_intermediate` shared ones, so `total = routed * K I / (K I + I_shared)`
     (the accounting that the published table of Qwen3.5-35B-A3B fits).
 
     Raises:
-        ValueError: the target counts shared neurons that stay, and cannot be reached.
+        ValueError: the scope includes shared neurons, which stay, and the target cannot be reached.
     """
-    if options.counts == "routed" or not shared_intermediate:
+    if options.scope == "routed" or not shared_intermediate:
         return options.target
     routed = top_k * intermediate
     most = routed / (routed + shared_intermediate)
     if options.target >= most:
         raise ValueError(
             f"target {options.target:g} of all neurons cannot be reached: the shared expert stays whole, so that {most:.3f} would leave no "
-            "routed neuron; lower it, or count 'routed' neurons"
+            "routed neuron; lower it, or set scope: routed"
         )
     return options.target / most
-
-
-def total_share(routed: float, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
-    """The share of all neurons a token passes, shared ones included, when a share `routed` of the routed ones is left out."""
-    return routed * top_k * intermediate / (top_k * intermediate + shared_intermediate)
 
 
 FORMAT = "moegraft-thresholds/1"
 CRITERION = "abs_act_gate"
 FILE_NAME = "moegraft_thresholds.json"  # in a model's own folder
-# Shares of neurons at which thresholds are kept; one in between is interpolated.
+# Shares of neurons at which thresholds are stored; those in between are interpolated.
 GRID = (*(step / 100 for step in range(100)), 0.995, 0.999)
 
 
@@ -92,7 +86,7 @@ class LayerThresholds:
     """One layer of experts.
 
     Attributes:
-        shared_intermediate: neurons of the shared experts beside it, 0 where there are none.
+        shared_intermediate: neurons of the layer's shared experts, 0 where there are none.
         weights: what `weights_hash` gave.
         quantiles: the threshold at each share of the grid.
     """
@@ -107,15 +101,15 @@ class LayerThresholds:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What a target did on text that thresholds were not made from.
+    """The effect of a target on text that the thresholds were not made from.
 
     Attributes:
-        achieved: share of neurons left out, counted as the target is.
-        agreement: share of positions with the same likeliest next token as without sparsity.
+        achieved: share of neurons left out, of the same scope as the target.
+        agreement: share of positions with the same most likely next token as without sparsity.
     """
 
     target: float
-    counts: Counts
+    scope: Scope
     mode: Mode
     achieved: float
     dense_perplexity: float
@@ -129,7 +123,7 @@ class Thresholds:
 
     Attributes:
         model, model_type: as the user and the config name them.
-        text_sha256, tokens, held_out_tokens: the text, the tokens of it that made the thresholds, and those that judged them.
+        text_sha256, tokens, held_out_tokens: the text, its tokens that the thresholds are from, and its tokens that they were evaluated on.
         top_k: experts a token.
         layers: by the path of the experts module.
         all_layers: the quantiles of all layers together, for mode `global`.
@@ -147,7 +141,7 @@ class Thresholds:
     grid: tuple[float, ...] = GRID
 
     def threshold(self, module: str, routed_target: float, mode: Mode) -> float:
-        """The `|act(gate)|` below which a neuron of `module` is left out; 0 for a target of 0.
+        """Return the `|act(gate)|` below which a neuron of `module` is left out; 0 for a target of 0.
 
         Raises:
             ValueError: the target is above the last of the grid.
@@ -161,12 +155,12 @@ class Thresholds:
 
 
 def interpolated(grid: Sequence[float], quantiles: Sequence[float], share: float) -> float:
-    """A threshold between two of the grid, by their logarithms: activations spread over orders of magnitude."""
+    """Return a threshold between two of the grid, by their logarithms: activations spread over orders of magnitude."""
     return float(np.exp2(np.interp(share, grid, np.log2(quantiles))))
 
 
 def weights_hash(source: WeightSource, num_experts: int) -> str:
-    """What identifies a layer's weights on any machine: a hash of nine rows of three experts' first matrix, by value in float32."""
+    """Return what identifies a layer's weights on any machine: a hash of nine rows of three experts' first matrix, by float32 value."""
     digest = hashlib.sha256()
     part = source.parts()[0]  # the gate, or up where there is none
     for expert in sorted({0, num_experts // 2, num_experts - 1}):
@@ -177,14 +171,14 @@ def weights_hash(source: WeightSource, num_experts: int) -> str:
 
 
 def write_thresholds(thresholds: Thresholds, path: Path) -> None:
-    """Replaces the file in one step, so that a reader never finds half of it.
+    """Replace the file atomically, so that a reader never finds half of it.
 
     Raises:
         OSError: the file cannot be written.
     """
     body = {"format": FORMAT, "criterion": CRITERION, **asdict(thresholds)}
     text = json.dumps(_rounded(body), indent=1, allow_nan=False)
-    # One line a list of numbers: the quantiles of 48 layers are 5,000 of them.
+    # One line for each list of numbers: the quantiles of 48 layers are 5,000 of them.
     text = re.sub(r"\[[-+.,\s\de]+\]", lambda found: " ".join(found[0].split()), text)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -195,7 +189,7 @@ def write_thresholds(thresholds: Thresholds, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to six digits, which is finer than the histogram behind them."""
+    """Round numbers to six digits, which is finer than the histogram behind them."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
@@ -204,30 +198,31 @@ def _rounded(value: Any) -> Any:
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """
+    """Read a thresholds file.
+
     Raises:
-        ThresholdsError: there is no such file, or it is no thresholds file of this version, or is damaged.
+        ThresholdsError: the file does not exist, is not a thresholds file of this version, or is damaged.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ThresholdsError(f"{path}: no such file; write it with: moegraft calibrate --out {path.name}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ThresholdsError(f"{path}: no thresholds file can be read here ({error}); make it anew with moegraft calibrate") from error
+        raise ThresholdsError(f"{path}: cannot be read ({error}); write it again with moegraft calibrate") from error
     if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
-        raise ThresholdsError(f"{path}: not a thresholds file of format {FORMAT}; make it anew with moegraft calibrate")
+        raise ThresholdsError(f"{path}: not a thresholds file of format {FORMAT}; write it again with moegraft calibrate")
     criterion = body.pop("criterion", None)
     if criterion != CRITERION:
-        raise ThresholdsError(f"{path}: its thresholds are of {criterion!r}, and operators compare {CRITERION}")
+        raise ThresholdsError(f"{path}: its thresholds are for {criterion!r}, but operators compare {CRITERION}")
     try:
         return _parsed(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ThresholdsError(f"{path}: damaged ({error}); make it anew with moegraft calibrate") from error
+        raise ThresholdsError(f"{path}: damaged ({error}); write it again with moegraft calibrate") from error
 
 
 def _parsed(body: dict[str, Any]) -> Thresholds:
     layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
-    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(HeldOut(**row) for row in body["held_out"])}
+    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(_held_out(row) for row in body["held_out"])}
     found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
     _check_numbers("grid", found.grid, len(found.grid), least=0.0)
     _check_numbers("all_layers", found.all_layers, len(found.grid))
@@ -242,39 +237,45 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     return found
 
 
+def _held_out(row: Mapping[str, Any]) -> HeldOut:
+    """Read one row; older files have the scope under the key `counts`."""
+    return HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()})
+
+
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:
-    """
+    """Check a list of numbers.
+
     Raises:
-        ValueError: not `count` finite numbers that rise from `least` or more.
+        ValueError: it is not `count` finite, ascending numbers of at least `least`.
     """
     if len(values) != count or not count:
         raise ValueError(f"{name} has {len(values)} numbers where the grid has {count}")
     if not all(isinstance(value, int | float) and least <= value < math.inf for value in values):
-        raise ValueError(f"{name} has something that is no number{' above 0' if least else ' from 0 on'}")
+        raise ValueError(f"{name} has a value that is not a number{' above 0' if least else ' of at least 0'}")
     if any(left > right for left, right in pairwise(values)):
-        raise ValueError(f"{name} does not rise")
+        raise ValueError(f"{name} is not in ascending order")
 
 
 MISSED = 1e-3  # share of the active neurons that a sketch may miss
-MOST_A_CALL = 1 << 15  # activations that are kept of a call, evenly spread
+MOST_A_CALL = 1 << 15  # activations that are kept from a call, evenly spread
 DEFAULT_MARGIN = 0.8  # without a calibration; found with synthetic weights
 
 
 class SketchSamples:
-    """Activations by exact gates and by sketched ones, side by side, of a part of a calibration's neurons."""
+    """Activations by exact gates and by sketched ones, of a sample of a calibration's neurons."""
 
     def __init__(self) -> None:
         self._exact: list[torch.Tensor] = []
         self._sketched: list[torch.Tensor] = []
 
     def add(self, exact: torch.Tensor, sketched: torch.Tensor) -> None:
-        """What `sample` gave of one call, both ways."""
+        """Add what `sample` returned for one call, from exact gates and from sketched ones."""
         assert exact.shape == sketched.shape, "both are of the same neurons"
         self._exact.append(exact)
         self._sketched.append(sketched)
 
     def margin(self, threshold: float) -> float | None:
-        """The share of the threshold that all but MISSED of the active neurons reach when sketched, at most 1; None: none is active."""
+        """Return the share of the threshold, up to 1, that all but MISSED of the active neurons reach when sketched; None without any."""
         if not self._exact or threshold <= 0:
             return None
         exact, sketched = torch.cat(self._exact), torch.cat(self._sketched)
@@ -286,7 +287,7 @@ class SketchSamples:
 
 
 def sample(ids: torch.Tensor, acted: torch.Tensor) -> torch.Tensor:
-    """Some of the magnitudes of `acted (T, K, I)`, those of padded slots in `ids (T, K)` left out: always the same places. On the CPU."""
+    """Sample the magnitudes of `acted (T, K, I)`, always at the same places, without padded slots of `ids (T, K)`; on the CPU."""
     magnitudes = acted[ids >= 0].abs().flatten()
     step = max(1, magnitudes.numel() // MOST_A_CALL) | 1  # odd: not always the same neurons
     return magnitudes[::step].float().to("cpu", copy=True)

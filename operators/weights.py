@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, Protocol, runtime_checkable
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moegraft.operators.weight_formats import FORMATS
+
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
 # What the kernel takes from a GGUF file as it is and does not quantise to, with the bytes of a block of 256 weights.
-SUPER_BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+SUPER_BLOCK_BYTES = {name: found.block_bytes for name, found in FORMATS.items() if found.super_block}
 
 
 class WeightSource(Protocol):
@@ -107,3 +109,42 @@ def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The narrowest dtype that holds all of `dtypes`, at least one, without rounding."""
     return reduce(torch.promote_types, dtypes)
+
+
+# Bytes of a block of 256 weights: weights that a file stores in fewer are kept as they are.
+BLOCK_BYTES = {name: found.nbytes(256) for name, found in FORMATS.items() if found.scaled}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTypes:
+    """The weight types of a module whose weights a file stores in blocks.
+
+    Attributes:
+        whole: the narrowest type that the kernel quantises to and that holds all of them; super-blocks count as int8.
+        gate_up, down: the narrowest of each, `q4_k` and `q6_k` among them; both are that of the weight in a linear layer.
+    """
+
+    whole: str
+    gate_up: str
+    down: str
+
+
+def resolve_weight_type(asked: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
+    """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
+
+    `stored` becomes the file's type. Super-blocks are kept under `stored`, and under int8 and int4 where those have no fewer bits.
+
+    Args:
+        asked: what the rule gives.
+        known: the types that the operator packs weights to.
+        supports: whether the operator can compute with super-blocks, such as `q4_k` or, of gate and up and of down, `q4_k+q6_k`.
+    """
+    kept = [
+        own if asked == "stored" or (own in SUPER_BLOCK_BYTES and BLOCK_BYTES[own] <= BLOCK_BYTES.get(asked, 0)) else asked
+        for own in (stored.gate_up, stored.down)
+    ]
+    if any(own in SUPER_BLOCK_BYTES for own in kept):
+        weight_type = kept[0] if kept[0] == kept[1] else "+".join(kept)
+        if supports(weight_type):
+            return weight_type
+    return stored.whole if asked == "stored" and stored.whole in known else asked

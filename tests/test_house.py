@@ -9,7 +9,7 @@ import pytest
 from support import ROOT
 
 # What each part may import of ours, the more specific part first.
-ROOT_PARTS = {"operators", "operators/context", "operators/kv_cache", "cpu_backend"}
+ROOT_PARTS = {"operators", "operators/context", "cpu_backend"}
 MAY_IMPORT = {
     "operators/experts": {"operators/experts", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators/offload": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
@@ -24,18 +24,10 @@ MAY_IMPORT = {
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
-    "injection": {
-        "injection",
-        "operators",
-        "operators/context",
-        "operators/experts",
-        "operators/kv_cache",
-        "operators/linear",
-        "operators/offload",
-        "operators/sparse",
-        "operators/speculative",
-        "rules",
-    },
+    # Rule files know the interface of operators, and programs what `model.moegraft` offers.
+    "injection/rules": {"injection/rules", "operators", "rules"},
+    # What is particular to an operator is asked of the `Operator` interface.
+    "injection": {"injection", "injection/rules", "operators", "operators/context", "rules"},
 }
 
 
@@ -54,6 +46,26 @@ def imported_modules(file: Path) -> list[str]:
     return [name for name in found if name.split(".")[0] == "moegraft"]
 
 
+# What injection may know of operators: their interface, and what several of them share. No particular operator, engine or draft.
+INTERFACE = {
+    "activations",
+    "base",
+    "cache_form",
+    "context",
+    "errors",
+    "estimates",
+    "experts_layer",
+    "layout",
+    "machine",
+    "registry",
+    "routing_trace",
+    "self_test",
+    "sparsity",
+    "structure",
+    "thresholds",
+    "timeline",
+    "weights",
+}
 SOURCES = sorted(path for folder in ("injection", "operators", "cpu_backend", "rules") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -63,6 +75,13 @@ def test_imports_point_down(file: Path) -> None:
     for module in imported_modules(file):
         other = part_of("/".join(module.split(".")[1:]))
         assert other in MAY_IMPORT[own], f"{file}: {own} must not import {module}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "injection").rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_injection_knows_no_particular_operator(file: Path) -> None:
+    prefix = "moegraft.operators."
+    imported = {name.removeprefix(prefix) for name in imported_modules(file) if name.startswith(prefix)}
+    assert imported <= INTERFACE, f"{file}: {', '.join(sorted(imported - INTERFACE))}: ask it of the `Operator` interface"
 
 
 def test_there_is_no_root_package() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTenso
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import Part, WeightSource, widest
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, widest
 
 
 def _read(tensor: LazyTensor) -> torch.Tensor:
@@ -284,20 +283,6 @@ def _target(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skelet
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTypes:
-    """The kernel's weight types for the weights of a module as a file codes them.
-
-    Attributes:
-        whole: the narrowest that holds all of them, of those that the kernel quantises to: super-blocks count as int8.
-        gate_up, down: the narrowest of each; `q4_k` and `q6_k` are among them. A linear layer's type stands in both.
-    """
-
-    whole: str
-    gate_up: str
-    down: str
-
-
 class StoredWeights(Protocol):
     """The stored weights of one model, of which only headers are read until they are asked for."""
 
@@ -313,11 +298,11 @@ class StoredWeights(Protocol):
         """The weights for an operator of `kind` that replaces the module at `path`."""
         ...
 
-    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
-        """What codes the module at `path`, of kind `experts` or `linear`, is stored in; None where the dtype says it."""
+    def stored_types(self, path: str) -> StoredTypes | None:
+        """Return the weight types of the experts or linear layer at `path` where it is stored in blocks; None where it has a dtype."""
         ...
 
-    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         """Logs what is not computed with as it is stored.
 
         Args:
@@ -342,10 +327,10 @@ class CheckpointWeights:
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
 
-    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+    def stored_types(self, path: str) -> StoredTypes | None:
         return None
 
-    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         """Floats of one width become floats of another; who asked for it knows."""
 
 

@@ -1,7 +1,4 @@
-"""From the options of a command to a model that answers, with its tokenizer. Imports torch: commands import this when they run.
-
-From a command's options to rules and the meta_model of the model that they are for. Imports torch: commands import this when they run.
-"""
+"""From the options of a command to rules, a meta model or a loaded model. Imports torch: commands import this when they run."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.options import ModelOptions, OptionsError, StatedMachine
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
-from moegraft.injection.estimate.forecast import Machinery
+from moegraft.injection.estimate.forecast import TargetMachine
 from moegraft.injection.estimate.measure import Measurements
-from moegraft.injection.estimate.work import budget_of
+from moegraft.injection.estimate.planned import budget_of
 from moegraft.injection.graft import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.model_source import find_model
@@ -139,7 +136,7 @@ def model_and_rules(options: ModelOptions) -> ModelAndRules:
     return ModelAndRules(found, rules, registry)
 
 
-def machinery_of(measured: Measurements | None, stated: StatedMachine) -> Machinery:
+def machinery_of(measured: Measurements | None, stated: StatedMachine) -> TargetMachine:
     """This machine, with what the options state of another.
 
     Raises:
@@ -152,4 +149,4 @@ def machinery_of(measured: Measurements | None, stated: StatedMachine) -> Machin
         raise OptionsError(
             "--gpu-bandwidth and --link-bandwidth are of a GPU, and none is here: state its memory, too, as --gpu-memory 24GiB"
         )
-    return Machinery(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)
+    return TargetMachine(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import INTERRUPTED, library_log, user_errors
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options
-from moegraft.injection.cli.output import Terminal, open_terminal
+from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.chat.session import Chat
+    from moegraft.injection.cli.loading import LoadedModel
+    from moegraft.operators.timeline import Timeline
 
 PROGRAM = "local_chat"
 
@@ -30,37 +32,39 @@ def _show_version(wanted: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What is said and shown."""
+    """The prompt and what is printed about the answer."""
 
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and leave; also read from a pipe.")] = (
-        None
-    )
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt and exit; also read from a pipe.")
+    ] = None
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Same seed, same answers; none: another each time.")] = None
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="FILE", help="Go on with a chat that /save FILE.safetensors wrote.")
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for repeatable answers; default: a new one each time.")
     ] = None
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help="Continue a chat that /save FILE.safetensors wrote.")] = (
+        None
+    )
     prefill_chunk: Annotated[
-        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Read longer prompts so many tokens at a time; 0: whole.")
+        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Read long prompts in chunks of this many tokens; 0: whole.")
     ] = 2048
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write who worked when, GPU, CPU and link, for Perfetto.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline of GPU, CPU and transfers for Perfetto.")
     ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Answers and errors only.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, read no weights, and leave.")] = False
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print answers and errors only.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit; no weights are read.")] = False
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError("--prompt and --prompt-file both say what to answer; give one of them")
+            raise ValueError("--prompt and --prompt-file exclude each other; give one of them")
         if self.resume is not None and self.system is not None:
-            raise ValueError("--resume brings the chat's own system message; leave out --system")
+            raise ValueError("--resume restores the chat's own system message; remove --system")
 
 
 class PromptError(MoegraftError):
-    """There is nothing to answer, or nothing that is text."""
+    """The prompt is empty or not text."""
 
 
 app = typer.Typer(
@@ -74,7 +78,7 @@ app = typer.Typer(
 @user_errors(PROGRAM)
 @takes_options(ModelOptions, SamplingOptions, ChatOptions)
 def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
-    """Chat with a mixture-of-experts model on this machine; with no --model, with the small one that moegraft brings."""
+    """Chat with a mixture-of-experts model on this machine; by default with the small one that comes with moegraft."""
     terminal = open_terminal(quiet=options.quiet)
     if options.dry_run:
         _print_plan(model, terminal)
@@ -82,7 +86,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
     prompt = _prompt(options)
     with library_log(terminal):
         session = _open_chat(model, sampling, options, terminal)
-        with _traced(session, options, terminal):
+        with _traced(session.loaded, options.trace, terminal):
             if prompt is None:
                 session.run()
             elif session.turn(prompt).ending == "interrupted":
@@ -139,10 +143,34 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     return session
 
 
-def _traced(session: Chat, options: ChatOptions, terminal: Terminal) -> AbstractContextManager[None]:
-    from moegraft.injection.cli.chat.tracing import traced
+@contextmanager
+def _traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterator[None]:
+    """Write a trace of the body's work on GPUs and of its rounds of drafts to `path`, whatever ends the body.
 
-    return traced(session.loaded, options.trace, terminal)
+    Raises:
+        OSError: the file cannot be written; raised before the body runs.
+    """
+    from moegraft.injection.graft import injection_of
+    from moegraft.operators.timeline import write_trace
+
+    injection = injection_of(loaded.model)
+    if path is None or injection is None:
+        yield
+        return
+    recorded: Sequence[Timeline] = ()
+    try:
+        with injection.timelines() as timelines:
+            if timelines:
+                write_trace(path, [])
+                recorded = timelines
+            else:
+                terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
+            yield
+    finally:
+        if recorded:
+            write_trace(path, recorded)
+            spans = sum(len(timeline.spans) for timeline in recorded)
+            terminal.notice(f"{path}: {spans} spans; open it in https://ui.perfetto.dev")
 
 
 def main() -> None:

@@ -19,9 +19,7 @@ from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import verify
 from moegraft.injection.cli.options import PROGRAM, option_name
 
-EXIT_CODES = (
-    "Exit codes: 0 all is well; 1 the answer is no (wrong rules, does not fit, differs); 2 the command or its input cannot be used."
-)
+EXIT_CODES = "Exit codes: 0 success; 1 a negative result (wrong rules, does not fit, differs); 2 the command or its input cannot be used."
 
 app = typer.Typer(
     add_completion=True,
@@ -42,7 +40,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def moegraft(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Write, check and understand moegraft's rule files. To chat with a model, see local_chat."""

@@ -1,11 +1,4 @@
-"""The options that several commands share, and how their values are read.
-
-Command-line options as frozen dataclasses, so that commands share groups of them and take one argument a group.
-
-Which model, by which rules: the options that every command with a model shares.
-
-How the next token is chosen, under the names that `generate` gives its options.
-"""
+"""Command-line options that several programs share, in groups of frozen dataclasses, and how their values are read."""
 
 from __future__ import annotations
 
@@ -33,7 +26,7 @@ OTHER_NAMES = {
 
 
 def option_name(name: str) -> str:
-    """The name an option has here: KTransformers writes --optimize_config_path for --rules, generate top_p for --top-p."""
+    """Return an option's name here: KTransformers has --optimize_config_path for --rules, generate has top_p for --top-p."""
     dashed = name.replace("_", "-")
     return OTHER_NAMES.get(dashed, dashed)
 
@@ -44,48 +37,48 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Hub id or folder; none: the bundled model.", rich_help_panel=MODEL_PANEL),
+        typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.", rich_help_panel=MODEL_PANEL),
     ] = None
     rules: Annotated[
         str | None,
         typer.Option(
             "--rules",
             metavar="FILE",
-            help="Rule file, or the name of a shipped one; none: the one for the model's type.",
+            help="Rule file, or the name of a shipped one; default: cpu.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None
     var: Annotated[
         list[str],
-        typer.Option(
-            "--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.", rich_help_panel=MODEL_PANEL
-        ),
+        typer.Option("--var", metavar="NAME=VALUE", help="Set ${NAME} of the rule file; may be repeated.", rich_help_panel=MODEL_PANEL),
     ] = field(default_factory=list)
     gguf: Annotated[
         str | None,
         typer.Option(
             "--gguf",
             metavar="PATH",
-            help="Take the weights from this GGUF file, or folder with those of one model; --model has config and tokenizer.",
+            help="Load the weights from this GGUF file or folder; config and tokenizer come from --model.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="TYPE", help="Of what no rule replaces: float32, float16, bfloat16.", rich_help_panel=MODEL_PANEL),
+        typer.Option(
+            "--dtype", metavar="TYPE", help="Type of what no rule replaces: float32, float16 or bfloat16.", rich_help_panel=MODEL_PANEL
+        ),
     ] = None
     threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.", rich_help_panel=MODEL_PANEL)
+        int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.", rich_help_panel=MODEL_PANEL)
     ] = 0
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel=MODEL_PANEL)
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL_PANEL)
     ] = False
 
     def __post_init__(self) -> None:
         self.vars()
 
     def vars(self) -> Mapping[str, object]:
-        """The `--var` values, typed as YAML types them: 0.25 is a number, true a boolean.
+        """Return the `--var` values, typed as in YAML: 0.25 is a number, true a boolean.
 
         Raises:
             ValueError: one is not NAME=VALUE.
@@ -107,11 +100,11 @@ Options = Any  # a frozen dataclass; each command names its own, so no one type 
 
 
 class OptionsError(MoegraftError):
-    """Options that contradict each other, or a value that its group refuses."""
+    """Options that contradict each other, or an invalid value."""
 
 
 def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a Typer command of a function that takes one object of each group, in order.
+    """Turn a function that takes one object of each group, in order, into a Typer command.
 
     A field is annotated as a Typer parameter is: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from a
     group's own checks becomes an OptionsError.
@@ -148,33 +141,35 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 RulesArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; none: the one for the model's type.")
+    str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; default: cpu.")
 ]
 ModelOption: TypeAlias = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (its config.json is enough); none: the bundled model.")
+    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (config.json is enough); default: the bundled model.")
 ]
 GgufOption: TypeAlias = Annotated[
-    str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file, or folder with those of one model.")
+    str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file or folder.")
 ]
 VarOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="A value for ${NAME} in the rule file; may be repeated.")
+    list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="Set ${NAME} of the rule file; may be repeated.")
 ]
-TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
+TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 GpuMemoryOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--gpu-memory", metavar="SIZE", help="GPU to plan for, here or not, as 24GiB, or 24GiB,24GiB; 0: none; without it: those here."
+        "--gpu-memory",
+        metavar="SIZE",
+        help="Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine.",
     ),
 ]
 GpuBandwidthOption: TypeAlias = Annotated[
     float | None,
-    typer.Option("--gpu-bandwidth", metavar="GB/S", min=1, help="What that GPU's memory reaches; none: measured, else assumed."),
+    typer.Option("--gpu-bandwidth", metavar="GB/S", min=1, help="Memory bandwidth of that GPU; default: measured, else assumed."),
 ]
 LinkBandwidthOption: TypeAlias = Annotated[
     float | None,
-    typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="What copies to that GPU reach; none: measured, else assumed."),
+    typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="Bandwidth of copies to that GPU; default: measured, else assumed."),
 ]
-JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 
 
 def model_options(
@@ -198,7 +193,7 @@ def model_options(
 
 @dataclass(frozen=True, slots=True)
 class StatedMachine:
-    """What the options say of the machine to plan for; None: what is here, and measured here.
+    """The machine to plan for, as options state it; None: this machine, as measured.
 
     Attributes:
         ram: bytes of host memory.
@@ -215,16 +210,16 @@ class StatedMachine:
 def stated_machine(ram: str | None, gpu_memory: str | None, gpu_bandwidth: float | None, link_bandwidth: float | None) -> StatedMachine:
     """
     Raises:
-        OptionsError: a size that is none.
+        OptionsError: a size is not valid.
     """
     return StatedMachine(parse_size(ram, "--ram"), parse_sizes(gpu_memory, "--gpu-memory"), gpu_bandwidth, link_bandwidth)
 
 
 def parse_size(text: str | None, option: str) -> int | None:
-    """Bytes of `64GiB`, `64G` or `64GB`, all of which mean 64 * 1024**3 as memory is sold; None of None.
+    """Return the bytes of `64GiB`, `64G` or `64GB`, all of which mean 64 * 1024**3 as memory is sold; None for None.
 
     Raises:
-        OptionsError: the text is no size.
+        OptionsError: the text is not a size.
     """
     if text is None:
         return None
@@ -235,17 +230,17 @@ def parse_size(text: str | None, option: str) -> int | None:
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Sizes with commas between: one for each device.
+    """Return the bytes of sizes separated by commas, one per device.
 
     Raises:
-        OptionsError: one is no size.
+        OptionsError: one is not a size.
     """
     sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
     return None if sizes is None else tuple(size for size in sizes if size is not None)
 
 
-SAMPLING_PANEL = "Sampling (by default what the model's generation_config.json says)"
-SHAPING = ("temperature", "top_p", "top_k", "min_p")  # of use only when sampling
+SAMPLING_PANEL = "Sampling (default: the model's generation_config.json)"
+SHAPING = ("temperature", "top_p", "top_k", "min_p")  # used only when sampling
 LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits divided by less can overflow float32
 LEAST_PENALTY = 0.01  # penalties divide logits, too
 # What `generate` takes for "off": a model's own values for these have to be overridden when its user asks for greedy.
@@ -258,25 +253,26 @@ def _option(name: str, metavar: str | None, about: str, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Sampling as the user asked for it; None leaves the model's own choice."""
+    """Sampling options; None keeps the model's own value."""
 
-    max_new_tokens: Annotated[int | None, _option("--max-new-tokens", "N", "Longest answer, in tokens.", min=1)] = None
+    max_new_tokens: Annotated[int | None, _option("--max-new-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = None
     do_sample: Annotated[
-        bool | None, _option("--do-sample/--no-do-sample", None, "Draw tokens at random, or always take the likeliest.")
+        bool | None, _option("--do-sample/--no-do-sample", None, "Sample tokens at random, or always take the likeliest.")
     ] = None
     temperature: Annotated[
-        float | None, _option("--temperature", "X", f"Flatness of the draw; below {LEAST_TEMPERATURE:g} takes the likeliest.", min=0.0)
+        float | None,
+        _option("--temperature", "X", f"Sampling temperature; below {LEAST_TEMPERATURE:g} always takes the likeliest token.", min=0.0),
     ] = None
     top_p: Annotated[
-        float | None, _option("--top-p", "X", "Draw from the likeliest tokens that hold this probability.", min=0.0, max=1.0)
+        float | None, _option("--top-p", "X", "Sample from the likeliest tokens with this total probability.", min=0.0, max=1.0)
     ] = None
-    top_k: Annotated[int | None, _option("--top-k", "N", "Draw from this many of the likeliest tokens; 0: from all.", min=0)] = None
+    top_k: Annotated[int | None, _option("--top-k", "N", "Sample from this many of the likeliest tokens; 0: all.", min=0)] = None
     min_p: Annotated[
-        float | None, _option("--min-p", "X", "Leave out tokens below this share of the likeliest one's probability.", min=0.0, max=1.0)
+        float | None, _option("--min-p", "X", "Exclude tokens below this share of the likeliest token's probability.", min=0.0, max=1.0)
     ] = None
-    repetition_penalty: Annotated[float | None, _option("--repetition-penalty", "X", "Above 1: repeat less.")] = None
+    repetition_penalty: Annotated[float | None, _option("--repetition-penalty", "X", "Penalise repeated tokens; 1: off.")] = None
     no_repeat_ngram_size: Annotated[
-        int | None, _option("--no-repeat-ngram-size", "N", "Never repeat this many tokens in a row; 0: may.", min=0)
+        int | None, _option("--no-repeat-ngram-size", "N", "Never repeat a sequence of this many tokens; 0: off.", min=0)
     ] = None
 
     def __post_init__(self) -> None:
@@ -305,7 +301,7 @@ class SamplingOptions:
         return [name for name in SHAPING if getattr(self, name) is not None]
 
     def overrides(self, *, model_samples: bool) -> dict[str, Any]:
-        """Keyword arguments for `generate`; naming a shape of the draw asks for drawing."""
+        """Return keyword arguments for `generate`; an option that shapes sampling turns it on."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
         if self.do_sample is False or self._greedy_temperature or (self.do_sample is None and not self._shaping() and not model_samples):
             return {**given, **NEUTRAL, "do_sample": False}

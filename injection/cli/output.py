@@ -1,60 +1,101 @@
-"""What commands print: one JSON object for programs, or columns for people, which look the same in a pipe.
+"""What a program prints, and how it ends.
 
-Where a command writes: answers on stdout and nothing else there, everything about them on stderr.
+Answers go to stdout, everything about them to stderr. A user's error is one message and exit code 2; a closed pipe or Ctrl-C ends the
+program without a traceback.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
+import typer
 from rich.console import Console
 
-from moegraft.injection.rules import Diagnostic
+from moegraft.injection.rules import Diagnostic, RuleErrors
+from moegraft.operators.errors import MoegraftError, RuleFileError, error_sentence
 
-# What a terminal would obey rather than show; a model may write any of them. Tab and newline stay.
+FINDINGS = 1  # wrong rules, a model that does not fit, a failed verification
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# Control characters, which a terminal would obey and a model may write. Tab and newline stay.
 CONTROLS = dict.fromkeys([*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
+
+
+@contextmanager
+def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None]:
+    """End the program without a traceback on every error that is not a bug of ours.
+
+    Args:
+        wrong_rules: the exit code for mistakes in a rule file; a file that cannot be read is a USER_ERROR.
+
+    Raises:
+        typer.Exit: with the exit code of the error that the body raised.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        # Python flushes stdout again when it exits, and would report the same closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (MoegraftError, OSError) as error:
+        print(error_message(error, program), file=sys.stderr)
+        in_rules = isinstance(error, RuleErrors) and Path(error.diagnostics[0].position.file).is_file()
+        raise typer.Exit(wrong_rules if in_rules else USER_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def error_message(error: Exception, program: str) -> str:
+    """Return a rule file's findings as they are, and any other error as one sentence after the program's name."""
+    if isinstance(error, RuleFileError):
+        return str(error)
+    return f"{program}: error: {error_sentence(error)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The two output streams of one program run."""
+    """The two output streams of a program."""
 
     out: TextIO
     notices: Console
     quiet: bool = False
 
     def write(self, text: str) -> None:
-        """Shows a piece of an answer at once.
+        """Write a piece of an answer to stdout and flush it.
 
         Raises:
-            BrokenPipeError: nobody reads stdout any more.
+            BrokenPipeError: the reader of stdout is gone.
         """
         self.out.write(text.translate(CONTROLS) if self.out.isatty() else text)
         self.out.flush()
 
     def notice(self, text: str, style: str = "dim") -> None:
-        """A line about the run, for people; silent under --quiet."""
+        """Print a line about the run to stderr; nothing under --quiet."""
         if not self.quiet:
             self._print(text, style)
 
     def reply(self, text: str) -> None:
-        """Lines that the user asked for, so shown under --quiet too."""
+        """Print lines that the user asked for to stderr, under --quiet too."""
         self._print(text, "")
 
     def complain(self, text: str) -> None:
-        """A line about something that could not be done."""
+        """Print a line about something that failed to stderr."""
         self._print(text, "red")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[], None]]:
-        """A spinner where one can turn, else nothing; gives what stops it before the body ends."""
+        """Show a spinner on a terminal that can; yield a function that stops it before the body ends."""
         if self.notices.is_terminal and not self.notices.is_dumb_terminal and self.out.isatty() and not self.quiet:
             with self.notices.status(text, spinner_style="dim") as spinner:
                 yield spinner.stop
@@ -66,18 +107,41 @@ class Terminal:
 
 
 def open_terminal(*, quiet: bool = False) -> Terminal:
-    """The terminal of this process. NO_COLOR and a dumb terminal mean no escape sequence at all."""
+    """Return the terminal of this process. NO_COLOR or a dumb terminal means no escape sequences."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a Latin-1 terminal cannot show every answer
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Terminal(sys.stdout, Console(stderr=True, color_system=None if plain else "auto"), quiet)
 
 
-Json = Mapping[str, Any]  # what a command reports differs from command to command
+class _TerminalHandler(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.notice(record.getMessage(), style="yellow" if record.levelno >= logging.WARNING else "dim")
+
+
+@contextmanager
+def library_log(terminal: Terminal) -> Iterator[None]:
+    """Print what moegraft logs as notices while the body runs: the rules in use, findings of the plan, slower paths taken."""
+    logger, handler = logging.getLogger("moegraft"), _TerminalHandler(terminal)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+Json = Mapping[str, Any]  # each command reports something else
 
 
 def write_json(terminal: Terminal, data: Json) -> None:
-    """One object; numbers that JSON lacks (NaN, infinity) become null, paths and the like their text."""
+    """Write one JSON object. NaN and infinity, which JSON lacks, become null; paths and other objects their text."""
     terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
@@ -92,20 +156,12 @@ def _finite(value: Any) -> Any:
 
 
 def diagnostic_json(found: Diagnostic) -> Json:
-    position = found.position
-    return {
-        "file": position.file,
-        "line": position.line,
-        "column": position.column,
-        "severity": found.severity,
-        "message": found.message,
-    }
+    at = found.position
+    return {"file": at.file, "line": at.line, "column": at.column, "severity": found.severity, "message": found.message}
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Rows in aligned columns; `right` are the columns of numbers. Nothing is cut: a pipe has no width."""
-    if not rows:
-        return []
+    """Align rows in columns, the columns of numbers in `right` to the right. Nothing is cut: a pipe has no width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -117,5 +173,5 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 module`, `2 modules`."""
+    """Return `1 module` or `2 modules`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

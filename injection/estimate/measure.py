@@ -1,6 +1,6 @@
-"""Rates of this machine: how fast memory is read, and how fast the operators and PyTorch's own layers run.
+"""Rates of this machine: how fast memory is read, and how fast operators and PyTorch's own layers run.
 
-Measurements kept in the user's cache folder, good for the machine and the versions that they were made with.
+Measurements are kept in the user's cache folder and hold for the machine and the versions that they were made with.
 """
 
 from __future__ import annotations
@@ -14,39 +14,31 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.injection.estimate.work import GpuRates
-from moegraft.injection.load import optimize_and_load
+from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
-from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.machine import probe_machine
-from moegraft.operators.self_test import kernel_isa, kernel_threads
+from moegraft.operators.estimates import GpuRates, Rate
+from moegraft.operators.machine import cpu_info, probe_machine
+from moegraft.operators.registry import load_registry
+from moegraft.operators.self_test import kernel_in_use
 
 # Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
 READ_BYTES = 1 << 28
+LINEAR_COLUMNS = 4096
 PREFILL_TOKENS = 256
 MANY_TOKENS = 2048  # enough that a GPU computes rather than reads
 LINK_BYTES = 1 << 26
-EXPERT_TYPES = ("float32", "bfloat16", "int8", "int4")
-LINEAR_TYPES = ("float32", "bfloat16")
-QUANTIZED_TYPES = ("int8", "int4")
+LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
 BUSY = 0.5  # load average by core; from half a core on, rates are of the other programs too
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """One kind of layer: bytes of weights read a second with one token, arithmetic a second with many."""
-
-    decode_gbps: float
-    prefill_gflops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,7 @@ class Measurements:
 
     Attributes:
         read_gbps: of plain memory.
-        experts, linear: by weight type; linear has PyTorch's own layers and `quantized_linear`.
+        experts, linear: by weight type; `linear` has PyTorch's own layers and those of operators.
         layer_overhead_ms: of a decoder layer with next to no weights: what Python and PyTorch take for each layer and token.
         load: of each core by other programs when measuring began (the load average over cores); near 0 on a quiet machine.
         gpu: of the first GPU and the link to it; None where there is none.
@@ -77,35 +69,61 @@ class Measurements:
 
 
 def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:
-    """Measures everything; takes some ten seconds. `progress` is told what comes next."""
+    """Measure everything; takes some ten seconds. `progress` is called with the name of what comes next."""
     machine = probe_machine()
+    load = psutil.getloadavg()[0] / machine.cores
+    registry = load_registry()
+    operators = [registry[name] for name in registry]
     context = InjectionContext(machine=machine, dtype=torch.float32)
-    load = os.getloadavg()[0] / machine.cores
     with torch.no_grad():
         progress("memory")
-        reading = _seconds(_reader(), budget_s=1.5, most=25)
-        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, dtype=torch.bfloat16)
-        with torch.device("meta"):
-            module = Qwen3MoeExperts(config).to(torch.bfloat16)
-        _filled(module)
-        experts = {}
-        for weights in EXPERT_TYPES:
+        data = torch.ones(READ_BYTES // 4)
+        reading_s = _best_fifth_s(data.sum, budget_s=1.5, most=25)
+        del data
+        experts: dict[str, Rate] = {}
+        linear: dict[str, Rate] = {}
+        module = _experts_module()
+        for weights, operator, options in _cases(operators, "experts"):
             progress(f"experts, {weights}")
-            experts[weights] = _experts_rate(weights, module, context)
-        linear = {}
-        for weights in (*LINEAR_TYPES, *QUANTIZED_TYPES):
+            experts[weights] = _experts_rate(weights, _loaded(operator, module, options, context), _bytes(operator, module, options))
+        for weights in LINEAR_TYPES:
             progress(f"linear layers, {weights}")
-            linear[weights] = _linear_rate(weights, context)
+            layer = _linear_module(getattr(torch, weights))
+            linear[weights] = _linear_rate(layer, layer.weight.dtype, layer.weight.nbytes)
+        for weights, operator, options in _cases(operators, "linear"):
+            progress(f"linear layers, {weights}")
+            layer = _linear_module(torch.bfloat16)
+            linear[weights] = _linear_rate(_loaded(operator, layer, options, context), torch.bfloat16, _bytes(operator, layer, options))
         progress("overhead")
         overhead_ms = _overhead_ms()
         if machine.gpus:
             progress("GPU")
         gpu = measure_gpu(torch.device("cuda:0")) if machine.gpus else None
-    return Measurements(READ_BYTES / _best_fifth(reading) / 1e9, experts, linear, overhead_ms, load, gpu)
+    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, overhead_ms, load, gpu)
+
+
+def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
+    """Return weight type, operator and options of what to measure; of two operators for one weight type the first by name."""
+    found: dict[str, tuple[str, type[Operator], Any]] = {}
+    for operator in operators:
+        if operator.kind == kind:
+            for weights, options in operator.measured_options().items():
+                found.setdefault(weights, (weights, operator, options))
+    return list(found.values())
+
+
+def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: InjectionContext) -> nn.Module:
+    built = operator.build(module, options, context)
+    built.load(live_source(operator.kind, module), lambda size: None)
+    return built
+
+
+def _bytes(operator: type[Operator], module: nn.Module, options: Any) -> int:
+    return operator.footprint(module, options, torch.bfloat16).total_bytes
 
 
 def measure_gpu(device: torch.device) -> GpuRates:
-    """What the device reaches at products with one token and with many, and copies from page-locked host memory to it."""
+    """Measure products with one token and with many on the device, and copies from page-locked host memory to it."""
     side = 8192
     weight = torch.empty(READ_BYTES // 2 // side, side, dtype=torch.bfloat16, device=device).normal_()
     token, tokens = (torch.randn(side, count, device=device).to(torch.bfloat16) for count in (1, MANY_TOKENS))
@@ -121,74 +139,64 @@ def measure_gpu(device: torch.device) -> GpuRates:
         return run
 
     reading_s, computing_s, copying_s = (
-        _best_fifth(_seconds(finished(call)))
+        _best_fifth_s(finished(call))
         for call in (lambda: weight @ token, lambda: weight @ tokens, lambda: there.copy_(host, non_blocking=True))
     )
     flops = 2 * weight.numel() * MANY_TOKENS
     return GpuRates(weight.nbytes / reading_s / 1e9, flops / computing_s / 1e12, LINK_BYTES / copying_s / 1e9, "measured here")
 
 
-def _seconds(call: Callable[[], object], *, budget_s: float = 0.6, most: int = 15) -> list[float]:
-    """Sorted times of a call, after one to warm up: 3 at least, then as many as the budget allows."""
+def _best_fifth_s(call: Callable[[], object], *, budget_s: float = 0.6, most: int = 15) -> float:
+    """Return the time that one call in five stays below: of at least 3, then as many as the budget allows, after one to warm up."""
     call()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < budget_s and len(times) < most):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times)
+    return sorted(times)[len(times) // 5]
 
 
-def _best_fifth(times: list[float]) -> float:
-    return times[len(times) // 5]
+def _experts_module() -> nn.Module:
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config).to(torch.bfloat16)
+    return _filled(module)
 
 
-def _reader() -> Callable[[], object]:
-    data = torch.ones(READ_BYTES // 4)
-    return data.sum
+def _linear_module(dtype: torch.dtype) -> nn.Linear:
+    """A layer of `READ_BYTES` in 16 bits."""
+    layer = nn.Linear(LINEAR_COLUMNS, READ_BYTES // (2 * LINEAR_COLUMNS), bias=False, dtype=dtype, device="meta")
+    _filled(layer)
+    return layer
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """A module on meta with weights: one random row again and again, which takes no time and times like any other."""
+    """Give a module on meta its weights: one random row repeated, which is quick to make and times like any other."""
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape[-1]) / parameter.shape[-1] ** 0.5)
     return module
 
 
-def _experts_rate(weights: str, module: nn.Module, context: InjectionContext) -> Rate:
-    options: Any = HybridExpertsOptions(weights=weights)  # type: ignore[arg-type]
-    operator = HybridExperts.build(module, options, context)
-    operator.load(live_source("experts", module), lambda size: None)
+def _experts_rate(weights: str, operator: nn.Module, held_bytes: int) -> Rate:
     dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
-    held_bytes = HybridExperts.footprint(module, options, torch.bfloat16).total_bytes
 
     def run(tokens: int) -> Callable[[], object]:
         hidden, shares = torch.randn(tokens, HIDDEN, dtype=dtype), torch.full((tokens, TOP_K), 1 / TOP_K)
-        turns = iter(range(1 << 30))
+        calls = iter(range(1 << 30))
         # Other experts at every call, so that none is still in a cache.
-        return lambda: operator(hidden, (torch.arange(tokens * TOP_K).view(tokens, TOP_K) + next(turns) * TOP_K) % EXPERTS, shares)
+        return lambda: operator(hidden, (torch.arange(tokens * TOP_K).view(tokens, TOP_K) + next(calls) * TOP_K) % EXPERTS, shares)
 
-    decode_s, prefill_s = _best_fifth(_seconds(run(1), most=100)), _best_fifth(_seconds(run(PREFILL_TOKENS)))
+    decode_s, prefill_s = _best_fifth_s(run(1), most=100), _best_fifth_s(run(PREFILL_TOKENS))
     flops = 6 * HIDDEN * INTERMEDIATE * TOP_K * PREFILL_TOKENS
     return Rate(held_bytes * TOP_K / EXPERTS / decode_s / 1e9, flops / prefill_s / 1e9)
 
 
-def _linear_rate(weights: str, context: InjectionContext) -> Rate:
-    columns = 4096
-    rows = READ_BYTES // (2 * columns)
-    dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    layer: nn.Module = _filled(nn.Linear(columns, rows, bias=False, dtype=dtype, device="meta"))
-    held_bytes = sum(parameter.nbytes for parameter in layer.parameters())
-    if weights in QUANTIZED_TYPES:
-        options: Any = QuantizedLinearOptions(weights=weights)  # type: ignore[arg-type]
-        held_bytes = QuantizedLinear.footprint(layer, options, dtype).total_bytes
-        operator = QuantizedLinear.build(layer, options, context)
-        operator.load(live_source("linear", layer), lambda size: None)
-        layer = operator
-    one, many = torch.randn(1, columns, dtype=dtype), torch.randn(PREFILL_TOKENS, columns, dtype=dtype)
-    decode_s, prefill_s = _best_fifth(_seconds(lambda: layer(one))), _best_fifth(_seconds(lambda: layer(many)))
-    return Rate(held_bytes / decode_s / 1e9, 2 * rows * columns * PREFILL_TOKENS / prefill_s / 1e9)
+def _linear_rate(layer: nn.Module, dtype: torch.dtype, held_bytes: int) -> Rate:
+    one, many = torch.randn(1, LINEAR_COLUMNS, dtype=dtype), torch.randn(PREFILL_TOKENS, LINEAR_COLUMNS, dtype=dtype)
+    decode_s, prefill_s = _best_fifth_s(lambda: layer(one)), _best_fifth_s(lambda: layer(many))
+    return Rate(held_bytes / decode_s / 1e9, READ_BYTES * PREFILL_TOKENS / prefill_s / 1e9)  # two operations a weight, two bytes a weight
 
 
 def _overhead_ms() -> float:
@@ -206,22 +214,18 @@ def _overhead_ms() -> float:
     model = optimize_and_load(Qwen3MoeForCausalLM(config), "cpu", progress=False)
     token = torch.ones(1, 1, dtype=torch.int64)
     cache = model(token, use_cache=True).past_key_values
-    return _best_fifth(_seconds(lambda: model(token, past_key_values=cache, use_cache=True))) / OVERHEAD_LAYERS * 1e3
-
-
-def linear_rate(measured: Measurements, dtype: torch.dtype) -> Rate:
-    """That of PyTorch's own layers in `dtype`; float16 runs as bfloat16 does."""
-    return measured.linear["float32" if dtype == torch.float32 else "bfloat16"]
+    return _best_fifth_s(lambda: model(token, past_key_values=cache, use_cache=True)) / OVERHEAD_LAYERS * 1e3
 
 
 def measurements_path() -> Path:
-    """`$XDG_CACHE_HOME/moegraft/measurements.json`, by default in `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/moegraft/measurements.json`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "measurements.json"
 
 
 def save(measured: Measurements) -> Path:
-    """
+    """Write the measurements to `measurements_path()` and return it.
+
     Raises:
         OSError: the cache folder cannot be written.
     """
@@ -232,33 +236,22 @@ def save(measured: Measurements) -> Path:
 
 
 def load() -> Measurements | None:
-    """What was measured on this machine with these versions; None where nothing was, or nothing that can be read."""
+    """Return what was measured on this machine with these versions; None where nothing was, or nothing that can be read."""
     try:
         data = json.loads(measurements_path().read_text(encoding="utf-8"))
         if data["made_with"] != _made_with():
             return None
-        return _measurements(data["measured"])
+        measured = data["measured"]
+        rates = {kind: {name: Rate(**rate) for name, rate in measured[kind].items()} for kind in ("experts", "linear")}
+        gpu = measured.get("gpu")
+        return Measurements(**{**measured, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _measurements(data: dict[str, Any]) -> Measurements:
-    rates = {kind: {name: Rate(**rate) for name, rate in data[kind].items()} for kind in ("experts", "linear")}
-    gpu = data.get("gpu")
-    return Measurements(**{**data, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
-
-
 def _made_with() -> dict[str, Any]:
-    """What rates depend on."""
-    names = ("moegraft", "torch", "transformers")
+    """Return what rates depend on."""
     gpus = [gpu.name for gpu in probe_machine().gpus]
-    found: dict[str, Any] = {"cpu": _cpu(), "threads": kernel_threads(), "isa": kernel_isa(), "gpus": gpus}
-    return {**found, **{name: version(name) for name in names}}
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    kernel = kernel_in_use()
+    versions = {name: version(name) for name in ("moegraft", "torch", "transformers")}
+    return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}

@@ -1,30 +1,25 @@
-"""Host memory that a plan takes: at rest, at the peak of loading, and while it runs.
-
-GPU memory that a plan takes: what stays of the model, the KV cache, and expert slots in what is left.
-
-How large a model's key-value cache grows: measured on meta tensors, so that every kind of attention tells its own.
-"""
+"""Memory that a plan takes: of the host at rest, at the peak of loading and while it runs; of each GPU; and of the key-value cache."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.injection.estimate.work import GpuBudget, Load, gpus_used, held_on_gpu, shares_experts
+from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.plan import Plan, Swap
-from moegraft.operators.kv_cache import WORKED_ON, QuantisedForm, QuantizedKvCache, QuantizedKvCacheOptions, group_of
+from moegraft.injection.plan import Swap
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes, token_bytes
+from moegraft.operators.estimates import ExpertSlots, gpu_margin_bytes
 from moegraft.operators.layout import read_layout
-from moegraft.operators.offload.options import MARGIN_BYTES, MARGIN_SHARE, kv_cache_bytes, token_bytes
 from moegraft.operators.structure import kinds
+
+WIDTHS = 8  # hidden-size vectors a token that are alive at once: residual, norms, projections, and the operator's own copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +33,12 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """A model's cache.
+    """A model's key-value cache.
 
     Attributes:
         exact: False where it is from the config's numbers of heads instead of from the model itself.
         itemsize: bytes of a value in the model's dtype.
-        form: of a quantised cache, of which one layer at a time is in that dtype as well.
+        form: of a quantised cache.
     """
 
     layers: tuple[LayerCache, ...]
@@ -52,36 +47,30 @@ class KvCache:
     form: QuantisedForm | None = None
 
     def nbytes(self, context: int, batch: int = 1) -> int:
-        """For `batch` sequences of `context` tokens."""
+        """Return the bytes of `batch` sequences of `context` tokens."""
         if self.form is not None:
-            held = sum(self.form.layer_bytes(layer.bytes_per_token, self.itemsize, context) for layer in self.layers)
-            return batch * (held + WORKED_ON * context * max(layer.bytes_per_token for layer in self.layers))
+            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
         kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
-        per_sequence = sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
-        return batch * per_sequence
-
-
-def form_of(plan: Plan, skeleton: PreTrainedModel) -> QuantisedForm | None:
-    """What a plan's rules make of the cache; None: nothing."""
-    found = next((swap.options for swap in plan.swaps if swap.operator == QuantizedKvCache.name), None)
-    return found.form(group_of(skeleton.config, found)) if isinstance(found, QuantizedKvCacheOptions) else None
+        return batch * sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
 
 
 def kv_cache(skeleton: PreTrainedModel) -> KvCache:
-    """The cache of a model on meta: what one and two tokens leave in it, read off its tensors."""
+    """Measure the cache of a model on meta: what one and two tokens leave in it, whatever kind of attention it has."""
     try:
         one, two = (_filled(skeleton, tokens) for tokens in (1, 2))
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-        # Some families look at values, which meta tensors do not have.
-        return _by_config(skeleton)
+        one = two = []  # some families look at values, which meta tensors do not have
     layers = tuple(
         LayerCache(after - before, 2 * before - after, window) for (before, window), (after, _) in zip(one, two, strict=True) if after
     )
-    return KvCache(layers, True, skeleton.dtype.itemsize) if layers else _by_config(skeleton)
+    if layers:
+        return KvCache(layers, True, skeleton.dtype.itemsize)
+    by_config = tuple(LayerCache(size, 0, None) for size in token_bytes(skeleton.config, skeleton.dtype))
+    return KvCache(by_config, False, skeleton.dtype.itemsize)
 
 
 def _filled(skeleton: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:
-    """Bytes and window of each layer of a cache with this many tokens."""
+    """Return bytes and window of each layer of a cache with this many tokens."""
     with _without_experts(skeleton), torch.no_grad(), torch.device("meta"):
         cache = skeleton(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
     return [(sum(map(_nbytes, vars(layer).values())), getattr(layer, "sliding_window", None)) for layer in cache.layers]
@@ -97,7 +86,7 @@ def _nbytes(value: object) -> int:
 
 @contextmanager
 def _without_experts(skeleton: PreTrainedModel) -> Iterator[None]:
-    """While it lasts, experts give back what they are given: which expert a token goes to is a value, and no cache depends on it."""
+    """Have experts return their input: which expert a token goes to is a value, and no cache depends on it."""
     experts = [module for path, module in skeleton.named_modules() if "experts" in kinds(path, module, skeleton)]
     for module in experts:
         module.forward = lambda hidden_states, *args, **kwargs: hidden_states
@@ -106,146 +95,6 @@ def _without_experts(skeleton: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in experts:
             del module.forward
-
-
-def _by_config(skeleton: PreTrainedModel) -> KvCache:
-    config = skeleton.config.get_text_config()
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    found = tuple(LayerCache(token_bytes(layer, skeleton.dtype), 0, None) for layer in layers)
-    return KvCache(found, False, skeleton.dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Layers alike whose experts are in host memory and in slots.
-
-    Attributes:
-        resident: share of the experts that have a slot.
-    """
-
-    swaps: tuple[Swap, ...]
-    num_experts: int
-    expert_bytes: int
-    slots: int
-    slot_bytes: int
-    stated: bool
-
-    @property
-    def experts(self) -> int:
-        return len(self.swaps) * self.num_experts
-
-    @property
-    def resident(self) -> float:
-        return min(1.0, self.slots / self.experts)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Bytes on each of `count` GPUs.
-
-    Attributes:
-        weights: what stays of the model, and what operators hold there for good.
-        reserve: activations of a prompt, PyTorch's own blocks and the display.
-        shared: layers with slots.
-    """
-
-    count: int
-    available: int
-    weights: int
-    kv_cache: int
-    reserve: int
-    shared: tuple[Shared, ...]
-
-    @property
-    def slots(self) -> int:
-        return sum(group.slot_bytes for group in self.shared) // self.count
-
-    @property
-    def needed(self) -> int:
-        return self.weights + self.kv_cache + self.reserve + self.slots
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-    @property
-    def experts_with_slot(self) -> int:
-        return sum(group.slots for group in self.shared)
-
-    @property
-    def experts(self) -> int:
-        return sum(group.experts for group in self.shared)
-
-
-def moved_bytes(plan: Plan) -> int:
-    """Of what a plan counts for the host when there is no GPU, what goes to one: all but the experts in host memory."""
-    return plan.rest_bytes + sum(swap.footprint.by_device.get("cpu", 0) for swap in plan.swaps if held_on_gpu(swap))
-
-
-def gpu_memory_of(meta_model: MetaModel, plan: Plan, cache: KvCache, load: Load, budget: GpuBudget, activations: int) -> GpuMemory | None:
-    """What a plan takes of each GPU; None where no rule asks for one.
-
-    Slots are counted as they are opened: in what is free then, after a KV cache of the rule's own `context`.
-    """
-    count = gpus_used(plan, budget)
-    if not count:
-        return None
-    held = sum(sum(swap.footprint.by_device.values()) for swap in plan.swaps if held_on_gpu(swap))
-    weights = -(-(plan.rest_bytes + held) // count)
-    margin = max(MARGIN_BYTES, int(MARGIN_SHARE * budget.available_bytes))
-    kv_bytes = cache.nbytes(load.context, load.batch) // count
-    shared = tuple(_shared(meta_model, plan, (budget.available_bytes - weights - margin) * count))
-    return GpuMemory(count, budget.available_bytes, weights, kv_bytes, max(margin, activations), shared)
-
-
-def _shared(meta_model: MetaModel, plan: Plan, free_bytes: int) -> Iterator[Shared]:
-    """Each group takes what those before it leave, as engines are opened."""
-    for swaps in _groups(plan).values():
-        options: Any = swaps[0].options
-        module = meta_model.skeleton.get_submodule(swaps[0].module)
-        num_experts = module.num_experts
-        assert isinstance(num_experts, int), "an experts module says how many it has"
-        expert_bytes = _host_bytes(swaps[0]) // num_experts
-        kv_bytes = kv_cache_bytes(meta_model.source.config, options.cache.context, meta_model.dtype, form_of(plan, meta_model.skeleton))
-        room, captured = max(0, free_bytes - kv_bytes), options.on_gpu.captures
-        plan_of_slots = options.cache.plan(len(swaps), num_experts, expert_bytes, room, captured=captured)
-        stated = any(getattr(options.cache, name) is not None for name in ("ratio", "slots", "gpu_memory"))
-        found = Shared(tuple(swaps), num_experts, expert_bytes, plan_of_slots.total, plan_of_slots.slots * expert_bytes, stated)
-        free_bytes -= found.slot_bytes
-        yield found
-
-
-def _groups(plan: Plan) -> dict[object, list[Swap]]:
-    found: dict[object, list[Swap]] = {}
-    for swap in plan.swaps:
-        if shares_experts(swap):
-            options: Any = swap.options
-            found.setdefault((options.on_gpu, _host_bytes(swap)), []).append(swap)
-    return found
-
-
-def _host_bytes(swap: Swap) -> int:
-    return swap.footprint.by_device.get("cpu", 0) + swap.footprint.by_device.get("disk", 0)
-
-
-def largest_ratio(memory: GpuMemory) -> float | None:
-    """The largest share of every group's experts, in hundredths, that fits beside the rest; None where not one slot does."""
-    room = (memory.available - memory.weights - memory.kv_cache - memory.reserve) * memory.count
-    return next((percent / 100 for percent in range(100, 0, -1) if _slot_bytes(memory.shared, percent / 100) <= room), None)
-
-
-def _slot_bytes(shared: Sequence[Shared], ratio: float) -> int:
-    total = 0
-    for group in shared:
-        options: Any = group.swaps[0].options
-        cache = replace(options.cache, ratio=ratio, slots=None, gpu_memory=None)
-        slots = cache.plan(len(group.swaps), group.num_experts, group.expert_bytes, 0, captured=options.on_gpu.captures).slots
-        total += slots * group.expert_bytes
-    return total
-
-
-PROGRAM_BYTES = 1 << 29  # Python, PyTorch and transformers where it cannot be read
-WIDTHS = 8  # hidden-size vectors a token that are alive at once: residual, norms, projections, and the operator's own copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,21 +132,22 @@ class Memory:
         return max(self.peak_loading, self.running)
 
 
-def memory_of(meta_model: MetaModel, plan: Plan, cache: KvCache, load: Load, *, on_gpu: bool) -> Memory:
-    """What loading and running a plan takes of the host, `on_gpu` with all but the experts on a GPU."""
+def memory_of(planned: PlannedModel, cache: KvCache, load: Workload, *, on_gpu: bool) -> Memory:
+    """Predict the host memory that loading and running a plan takes, `on_gpu` with all but the experts on a GPU."""
+    meta_model = planned.meta_model
     hidden_size = getattr(meta_model.source.config.get_text_config(), "hidden_size", 0)
     copied = 2 * load.batch * load.prompt * hidden_size * meta_model.dtype.itemsize  # tokens on their way to the experts and back
     return Memory(
-        weights=plan.bytes_by_device.get("cpu", 0) - (moved_bytes(plan) if on_gpu else 0),
-        program=_program_bytes(),
-        loading=max(_transient_bytes(meta_model, plan), default=0),
+        weights=planned.host_bytes() if on_gpu else planned.plan.bytes_by_device.get("cpu", 0),
+        program=psutil.Process().memory_info().rss,  # this process has loaded the same libraries and no weights
+        loading=max(_transient_bytes(planned), default=0),
         kv_cache=0 if on_gpu else cache.nbytes(load.context, load.batch),
         activations=copied if on_gpu else activation_bytes(meta_model, load),
     )
 
 
-def activation_bytes(meta_model: MetaModel, load: Load) -> int:
-    """What is alive at once while a prompt is read, wherever that is."""
+def activation_bytes(meta_model: MetaModel, load: Workload) -> int:
+    """Return what is alive at once while a prompt is read, on whatever device that is."""
     config = meta_model.source.config.get_text_config()
     tokens = load.batch * max(load.prompt, 1)
     widest = max(getattr(config, "hidden_size", 0), getattr(config, "intermediate_size", 0) or 0)
@@ -305,17 +155,10 @@ def activation_bytes(meta_model: MetaModel, load: Load) -> int:
     return tokens * widest * WIDTHS * meta_model.dtype.itemsize + vocabulary
 
 
-def _program_bytes() -> int:
-    """What this process holds now: it has loaded the same libraries and no weights."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return PROGRAM_BYTES
-
-
-def _transient_bytes(meta_model: MetaModel, plan: Plan) -> Iterator[int]:
-    """For every module, what is read of it at once, and the copy that it becomes on its way."""
-    replaced = {swap.module for swap in plan.swaps if not swap.in_place}
+def _transient_bytes(planned: PlannedModel) -> Iterator[int]:
+    """Yield for every module what is read of it at once, with the copy that it becomes on its way."""
+    meta_model = planned.meta_model
+    replaced = {swap.module for swap in planned.plan.swaps if not swap.in_place}
     for path, module in meta_model.skeleton.named_modules():
         for parameter in module.parameters(recurse=False):
             read = parameter.numel() * meta_model.stored.itemsize
@@ -326,8 +169,123 @@ def _transient_bytes(meta_model: MetaModel, plan: Plan) -> Iterator[int]:
 
 
 def _piece_bytes(path: str, module: nn.Module, parameter_bytes: int, meta_model: MetaModel) -> int:
-    """Experts are read one at a time, but for layouts that only transformers' converter can make, which come as a whole."""
+    """Experts are read one at a time, except for layouts that only transformers' converter can make, which come as a whole."""
     if "experts" not in kinds(path, module, meta_model.skeleton):
         return parameter_bytes
     layout = read_layout(module)
     return parameter_bytes if layout.transposed or layout.interleaved else parameter_bytes // layout.num_experts
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGroup:
+    """Equal layers whose experts are in host memory and share slots on a GPU.
+
+    Attributes:
+        resident: experts of all layers that have a slot.
+        slot_bytes: of all slots, with those that experts are loaded into.
+    """
+
+    rule: ExpertSlots
+    swaps: tuple[Swap, ...]
+    num_experts: int
+    expert_bytes: int
+    resident: int
+    slot_bytes: int
+
+    @property
+    def experts(self) -> int:
+        return len(self.swaps) * self.num_experts
+
+    @property
+    def resident_share(self) -> float:
+        return min(1.0, self.resident / self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes on each of `count` GPUs.
+
+    Attributes:
+        weights: what stays of the model, and what operators hold there for good.
+        reserve: activations of a prompt, PyTorch's own blocks and the display.
+        groups: layers with slots.
+    """
+
+    count: int
+    available: int
+    weights: int
+    kv_cache: int
+    reserve: int
+    groups: tuple[SlotGroup, ...]
+
+    @property
+    def slots(self) -> int:
+        return sum(group.slot_bytes for group in self.groups) // self.count
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_cache + self.reserve + self.slots
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    @property
+    def experts_with_slot(self) -> int:
+        return sum(group.resident for group in self.groups)
+
+    @property
+    def experts(self) -> int:
+        return sum(group.experts for group in self.groups)
+
+    def largest_ratio(self) -> float | None:
+        """Return the largest share of every group's experts, in hundredths, that fits beside the rest; None where no slot does."""
+        room = (self.available - self.weights - self.kv_cache - self.reserve) * self.count
+        return next((percent / 100 for percent in range(100, 0, -1) if self._slot_bytes(percent / 100) <= room), None)
+
+    def _slot_bytes(self, ratio: float) -> int:
+        return sum(
+            group.expert_bytes * group.rule.with_ratio(ratio).count(len(group.swaps), group.num_experts, group.expert_bytes, 0).total
+            for group in self.groups
+        )
+
+
+def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget: GpuBudget) -> GpuMemory | None:
+    """Predict what a plan takes of each GPU; None where no rule asks for one.
+
+    Slots are counted as they are opened: in what is free then, after a KV cache of the rule's own `context`.
+    """
+    count = planned.gpus_used(budget)
+    if not count:
+        return None
+    held = sum(swap.footprint.total_bytes for swap in planned.plan.swaps if planned.on_gpu_alone(swap))
+    weights = -(-(planned.plan.rest_bytes + held) // count)
+    margin = gpu_margin_bytes(budget.available_bytes)
+    kv_bytes = cache.nbytes(load.context, load.batch) // count
+    groups = tuple(_slot_groups(planned, (budget.available_bytes - weights - margin) * count))
+    reserve = max(margin, activation_bytes(planned.meta_model, load))
+    return GpuMemory(count, budget.available_bytes, weights, kv_bytes, reserve, groups)
+
+
+def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
+    """Yield the groups in the order in which they are opened: each takes what those before it leave."""
+    alike: dict[tuple[ExpertSlots, int], list[Swap]] = {}
+    for swap in planned.plan.swaps:
+        slots = planned.slots(swap)
+        if slots is not None:
+            host_bytes = sum(swap.footprint.by_device.get(device, 0) for device in ("cpu", "disk"))
+            alike.setdefault((slots, host_bytes), []).append(swap)
+    meta_model = planned.meta_model
+    for (slots, host_bytes), swaps in alike.items():
+        num_experts = _num_experts(meta_model, swaps)
+        expert_bytes = host_bytes // num_experts
+        kv_bytes = kv_cache_bytes(meta_model.source.config, slots.context, meta_model.dtype, planned.cache_form())
+        count = slots.count(len(swaps), num_experts, expert_bytes, max(0, free_bytes - kv_bytes))
+        yield SlotGroup(slots, tuple(swaps), num_experts, expert_bytes, count.resident, count.total * expert_bytes)
+        free_bytes -= count.total * expert_bytes
+
+
+def _num_experts(meta_model: MetaModel, swaps: Sequence[Swap]) -> int:
+    found = meta_model.skeleton.get_submodule(swaps[0].module).num_experts
+    assert isinstance(found, int), "an experts module has the attribute num_experts"
+    return found

@@ -1,4 +1,4 @@
-"""What is found wrong in a rule file, each finding at its line and column, all reported together."""
+"""Findings in rule files: each with its line and column, all reported together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 from moegraft.operators.errors import RuleFileError
 
 Severity = Literal["error", "warning", "notice"]
-MAX_ERRORS = 100  # a damaged file could have tens of thousands; nobody mends by the hundred
+MAX_ERRORS = 100  # a damaged file could have tens of thousands; nobody fixes them by the hundred
 MAX_WORD = 100  # difflib is quadratic in a word's length
 
 
@@ -39,7 +39,7 @@ class Diagnostic:
 
 
 class RuleErrors(RuleFileError):
-    """Every finding of a rule file, or of a plan, that has at least one error; `diagnostics` has them in the order of the files."""
+    """All findings of a rule file or plan with at least one error; `diagnostics` are in the order of the files."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
@@ -48,7 +48,7 @@ class RuleErrors(RuleFileError):
 
 @dataclass(slots=True)
 class Findings:
-    """Collects findings while reading goes on, so that one run shows them all."""
+    """Collects findings while a file is read, so that one run reports them all."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
     errors: int = 0
@@ -68,12 +68,12 @@ class Findings:
             raise RuleErrors(self.diagnostics)
 
     def void(self, position: Position, message: str) -> None:
-        """Reports an error in a value; what else would be said of that value follows from it and is not."""
+        """Report an error in a value, and none of the further errors at its position, which would follow from it."""
         self.error(position, message)
         self._void.add(position)
 
     def stop(self, position: Position, message: str) -> NoReturn:
-        """Reports an error past which nothing can be read.
+        """Report an error past which nothing can be read.
 
         Raises:
             RuleErrors: always, with everything found so far.
@@ -88,7 +88,7 @@ class Findings:
         self.diagnostics.append(Diagnostic(position, "notice", message))
 
     def in_order(self) -> tuple[Diagnostic, ...]:
-        """All findings by file, in the order in which files were first found at fault, then by line and column."""
+        """Return all findings by file, in the order in which files first had one, then by line and column."""
         files = list(dict.fromkeys(finding.position.file for finding in self.diagnostics))
         return tuple(sorted(self.diagnostics, key=lambda finding: (files.index(finding.position.file), finding.position)))
 
@@ -102,7 +102,7 @@ class Findings:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was probably meant to be, whatever its case."""
+    """Return the known word nearest to `word`, ignoring case; None where none is near."""
     if len(word) > MAX_WORD:
         return None
     by_lower = {name.lower(): name for name in known}
@@ -111,7 +111,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the near miss, else everything that is known."""
+    """Return the end of an error message: the nearest known word, else all of them."""
     names = list(known)
     near = nearest(word, names)
     if near is not None:
@@ -120,5 +120,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """A value as messages quote it, cut where it is long."""
+    """Return a value in quotes, shortened if it is long."""
     return f"'{text}'" if len(text) <= MAX_WORD else f"'{text[: MAX_WORD - 3]}...'"

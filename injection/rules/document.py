@@ -1,10 +1,7 @@
-"""Bytes to nodes: YAML read event by event, so that positions are kept and no text can cause a call, a blow-up or deep recursion.
+"""YAML text as nodes, each key and value with its position, and the variables `${name}` in values.
 
-PyYAML's safe loader scans and parses; nothing of its constructors is used. Tags, anchors and aliases are refused.
-
-The data of a rule file with a position on every key and value.
-
-`${name}` in values: a value that is one `${name}` takes the variable's type, and within text its text is put in.
+PyYAML's safe loader scans and parses, event by event; none of its constructors run, and tags, anchors and aliases are errors. So no text
+can call code, grow beyond its size or recurse deeply.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ Node: TypeAlias = ScalarNode | ListNode | MappingNode
 
 
 def parse_value(text: str) -> Value:
-    """An unquoted value: true, false, null or a finite decimal number in any usual form, else the text itself."""
+    """Return the value of unquoted text: true, false, null or a finite decimal number in any usual form, else the text."""
     if text.lower() in _WORDS and text in (text.lower(), text.upper(), text.capitalize()):
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -97,7 +94,7 @@ def parse_value(text: str) -> Value:
 
 
 def plain_text(value: Value) -> str:
-    """A value as YAML writes it, the inverse of `parse_value`."""
+    """Return a value as YAML writes it, the inverse of `parse_value`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
@@ -111,10 +108,10 @@ _UNPRINTABLE = yaml.reader.Reader.NON_PRINTABLE
 
 
 def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -> Node:
-    """The one document of a file.
+    """Return the one document of a file.
 
     Args:
-        plain_keys: numbers and the like are keys too, by their text: a rule file has none, and what others wrote may.
+        plain_keys: accept numbers and the like as keys, by their text; our rule files have none, KTransformers' may.
 
     Raises:
         RuleErrors: the file cannot be read, is no YAML, or is empty, too large or too deep; earlier findings are included.
@@ -132,7 +129,7 @@ def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -
 
 
 def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
-    """The one document of `text`; `file` is what positions name.
+    """Return the one document of `text`; positions name `file`.
 
     Raises:
         RuleErrors: as `read_document`.
@@ -175,9 +172,9 @@ def _position_in(before: str, file: str) -> Position:
 
 
 def why_unprintable(text: str) -> str | None:
-    """Why a rule file cannot have `text`, raw or escaped; None where it can. No path has a NUL, and half a surrogate cannot be printed."""
+    """Return why `text` cannot occur in a rule file, raw or escaped, or None: a path has no NUL, half a surrogate cannot be printed."""
     found = _UNPRINTABLE.search(text)
-    return None if found is None else f"character U+{ord(found[0]):04X} has no place in a rule file"
+    return None if found is None else f"character U+{ord(found[0]):04X} is not allowed in a rule file"
 
 
 def _refuse_characters(text: str, file: str, findings: Findings) -> None:
@@ -192,13 +189,13 @@ def _refuse_characters(text: str, file: str, findings: Findings) -> None:
 
 def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     if error.problem is not None and "'\\t'" in error.problem:
-        return "a tab stands here; YAML wants a space"
+        return "there is a tab here; YAML needs a space"
     parts = [part for part in (error.context, error.problem) if part]
     return f"not valid YAML: {', '.join(parts)}"
 
 
 class Mark(Protocol):
-    """A place as PyYAML's scanner and its C twin give it; both count from 0."""
+    """A place as PyYAML's scanner and its C version give it; both count from 0."""
 
     line: int
     column: int
@@ -231,7 +228,7 @@ class _Builder:
         if isinstance(event, yaml.DocumentStartEvent):
             self._documents += 1
             if self._documents == 2:
-                self._findings.stop(self.position(event.start_mark), "a second YAML document starts here; a rule file is one")
+                self._findings.stop(self.position(event.start_mark), "a second YAML document starts here; a rule file is a single document")
         elif isinstance(event, yaml.NodeEvent):
             self._take_node(event, self.position(event.start_mark))
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -249,11 +246,11 @@ class _Builder:
             self._open.append(_Open(position, isinstance(event, yaml.MappingStartEvent)))
 
     def _refuse_reference(self, event: yaml.NodeEvent, position: Position) -> None:
-        mend = "name the value in vars: and write ${name}"
+        advice = "name the value in vars: and write ${name}"
         if isinstance(event, yaml.AliasEvent):
-            self._findings.void(position, f"alias '*{event.anchor}': rule files take no aliases; {mend}")
+            self._findings.void(position, f"alias '*{event.anchor}': rule files take no aliases; {advice}")
         elif event.anchor is not None:
-            self._findings.error(position, f"anchor '&{event.anchor}': rule files take no anchors; {mend}")
+            self._findings.error(position, f"anchor '&{event.anchor}': rule files take no anchors; {advice}")
         tag = getattr(event, "tag", None)
         if tag is not None:
             self._findings.void(
@@ -300,7 +297,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:
-    """`node` with every `${name}` replaced; what is undefined is an error where it stands, and becomes null."""
+    """Return `node` with every `${name}` replaced; an undefined one is an error at its position and becomes null."""
     if isinstance(node, ScalarNode):
         return _substituted(node, variables, findings)
     if isinstance(node, ListNode):

@@ -1,9 +1,4 @@
-"""Which rule takes which module: the first that matches, outer modules before what they hold.
-
-A model's modules as rules see them: path, class names, kinds and layer.
-
-What a rule that matches no module was probably meant to say.
-"""
+"""Which rule takes which module of a model, and a near miss for a rule that takes none."""
 
 from __future__ import annotations
 
@@ -17,8 +12,8 @@ from torch import nn
 
 from moegraft.injection.rules import Match, Position, Rule
 from moegraft.injection.rules.diagnostics import Findings, nearest, shown
+from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
-from moegraft.injection.rules.replacement import is_theirs
 from moegraft.injection.rules.rule import layer_of, runs
 from moegraft.operators.base import Kind
 from moegraft.operators.structure import kinds

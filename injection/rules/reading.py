@@ -1,9 +1,4 @@
-"""From the name of a rule file to its rules, with all that it extends.
-
-What a rule file says about itself, before its rules: version, extends, vars, requires.
-
-The list of rules: which keys a rule has, and what their values may be.
-"""
+"""`read_rules`: a rule file and what it extends, read and checked as far as that is possible without a model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a rule file says, as data.
-
-The clauses of a rule, `match` and `replace`: which keys stand there, and what their values may be.
-
-Layer numbers: the ranges that rules write, and the runs that listings show.
-"""
+"""Rules as data, and the `match` clause: which modules a rule takes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array
 from moegraft.operators.cpu_ops.in_place import CpuOperator, NoOptions, NotRecognisedError, probe
-from moegraft.operators.custom_ops import attention, needs_gradient, register_attention
+from moegraft.operators.custom_ops import attention, needs_gradient, register
 from moegraft.operators.structure import source_of
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class CpuAttention(CpuOperator):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        self.number = register_attention(self)  # under which graphs of `torch.compile` call it
+        self.number = register(self)  # under which graphs of `torch.compile` call it
         self._logged: set[str] = set()  # reasons for falling back to PyTorch
 
     @classmethod

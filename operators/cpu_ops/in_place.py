@@ -114,7 +114,7 @@ class CpuForwardOperator(CpuOperator):
         if not names:
             raise NotRecognisedError(f"it holds no number named {' or '.join(self.attribute_names)}")
         self._attribute, self._value = names[0], getattr(module, names[0])
-        self._dtype, self._shape = weight.dtype, weight.shape
+        self._dtype, self._shape, self._columns = weight.dtype, weight.shape, weight.shape[-1:]
         self.fit(module, weight, self._value)
         # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
         # for the signature of `forward` finds them.
@@ -131,8 +131,8 @@ class CpuForwardOperator(CpuOperator):
             or weight is None
             or not x.dtype == weight.dtype == self._dtype
             or weight.shape != self._shape
-            or x.shape[-1:] != self._shape[-1:]
-            or not (x.is_cpu and is_plain(weight))
+            or x.shape[-1:] != self._columns
+            or not is_plain(weight)
             or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
             or module.__dict__.get(self._attribute) != self._value
         ):

@@ -51,7 +51,8 @@ class CpuRouter(CpuForwardOperator):
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         form, parameters, buffers = self._form, module._parameters, module._buffers
         if (
-            not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
+            not x.is_cpu
+            or not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
             or x.numel() > MAX_TOKENS * weight.shape[1]
             or any(_version(parameters.get(name, buffers.get(name))) != version for name, version in self._copied.items())
         ):
@@ -82,9 +83,15 @@ class RouterForm:
 
     def spec(self, weight: torch.Tensor) -> RouterSpec:
         """Return the specification for a weight (E, H), whose dtype hidden states will have; the biases are copied."""
-        names = (element_name(dtype) for dtype in (weight.dtype, self.logits_type, self.weights_type))
-        types = dict(zip(("element_type", "logits_type", "weights_type"), names, strict=True))
-        return RouterSpec(weight.shape[1], weight.shape[0], self.top_k, **types, **self.rule)
+        return RouterSpec(
+            weight.shape[1],
+            weight.shape[0],
+            self.top_k,
+            element_type=element_name(weight.dtype),
+            logits_type=element_name(self.logits_type),
+            weights_type=element_name(self.weights_type),
+            **self.rule,
+        )
 
 
 def routed(

@@ -1,38 +1,39 @@
-"""`hybrid_experts`: all routed experts of a layer, packed in host memory and computed by the C++ kernel.
-
-The forward pass of packed experts on the CPU, with the neurons left out that a layer's threshold says.
-"""
+"""`hybrid_experts`: all routed experts of a layer, packed in host memory, computed by the C++ kernel or on the CPU and GPUs together."""
 
 from __future__ import annotations
 
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, PlannedUse
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
-from moegraft.operators.custom_ops import experts, needs_gradient, register_experts
+from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
+from moegraft.operators.estimates import Saving
+from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.model_experts import LoadedLayer, ModelExperts
+from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
-from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
 
@@ -48,6 +49,7 @@ STORED_TYPES: dict[torch.dtype, StoredType] = {
     torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
 }
 WEIGHT_TYPES = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+SMALLER_TYPES: tuple[WEIGHT_TYPES, ...] = ("bfloat16", "int8", "int4")  # those to save memory with, the most exact first
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +57,25 @@ class HybridExpertsOptions:
     """Options of `hybrid_experts`.
 
     Attributes:
-        weights: the type the experts are packed to; `stored` keeps what the checkpoint has. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits a weight. What a GGUF file has in Q4_K or
-            Q6_K (4.5 and 6.6 bits) stays as it is with `stored`, and with int8 and int4 where that has no fewer bits, on the CPU
+        weights: the type the experts are packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Q4_K and Q6_K weights of GGUF
+            files (4.5 and 6.6 bits) are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the CPU
             without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
-            the pages, and a model larger than memory runs from disk. Of use for checkpoints, not for models already in memory.
+            the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
-            changes what the model says.
-        gpu: where experts run beside the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several with
-            commas between. Where there is none, everything runs on the CPU, which is said. `emulated` is for tests.
+            changes the model's answers.
+        gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
+            separated by commas. Without a GPU everything runs on the CPU, which is logged. `emulated` is for tests.
         cache: which experts have a slot on the GPU, and how many.
-        schedule: who computes what: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's simulation; `on_demand`, all
-            on the GPU; `fixed`, what has a slot on the GPU and the rest on the CPU; `layer_map`, whole layers on one device;
-            `all_cpu`.
-        prefetch: what is loaded before it is asked for.
-        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, what has a
-            slot on the GPU and the rest on the CPU; `auto`, the faster of them, measured on the first tokens of a real GPU. A
-            captured step needs a static key-value cache of full attention and sliding windows; where it cannot be, `eager` runs
-            and the reason is said.
+        schedule: which device computes which expert: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's
+            simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
+            layers on one device; `all_cpu`.
+        prefetch: which experts are loaded before they are needed.
+        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, resident
+            experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on the first tokens of a real GPU. A
+            captured step needs a static key-value cache of full attention and sliding windows; without one, `eager` runs and the
+            reason is logged.
     """
 
     weights: WEIGHT_TYPES = "stored"
@@ -106,12 +108,13 @@ class HybridExperts(Operator):
 
     Accumulates in float32 and returns the dtype of `hidden_states`. Ids of -1 and of `num_experts` are padded slots.
     float32 activations are computed in float32 whatever the weights; bfloat16 activations with bfloat16 weights use
-    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass is refused.
+    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass raises an error.
     """
 
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
+    weight_types = get_args(WEIGHT_TYPES)
     summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
@@ -121,7 +124,7 @@ class HybridExperts(Operator):
         runtime: Runtime,
         draft: DraftSwitch,
         sparsity: LayerSparsity | None = None,
-        group: ModelExperts | None = None,
+        engines: ModelEngines | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -131,10 +134,10 @@ class HybridExperts(Operator):
         self._runtime = runtime
         self._draft = draft
         self._packed: PackedExperts | None = None
-        self._group = group
-        self._number_in_group = -1 if group is None else group.join()
+        self._engines = engines
+        self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
-        self._number = register_experts(self)
+        self._number = register(self)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
@@ -142,14 +145,31 @@ class HybridExperts(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The GPU's kernels and the sparse layout have none. Whether there is a GPU does not count: a plan may be for another machine.
+        # The GPU's kernels and the sparse layout have none. Whether this machine has a GPU does not matter: a plan may be for another.
         return options.gpu == "none" and options.sparsity is None
+
+    @classmethod
+    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
+        return sparsity_errors(use, uses, model)
+
+    @classmethod
+    def identity(cls, options: HybridExpertsOptions) -> str:
+        return f"{options.weights} {options.sparsity}"
+
+    @classmethod
+    def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
+        gpu = options.on_gpu
+        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+
+    @classmethod
+    def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
+        return options.sparsity
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
         expert_bytes = PackedExperts.expert_bytes_for(layout.shape, _weight_type(options, dtype), sparse=options.sparsity is not None)
-        # Pages of a mapped file can be dropped and read again: they are no demand on memory.
+        # Pages of a mapped file can be dropped and read again: they need no memory.
         held = {"cpu" if options.cache_dir is None else "disk": layout.num_experts * expert_bytes}
         slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
         if slots:
@@ -162,10 +182,43 @@ class HybridExperts(Operator):
         draft = context.draft_switch
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        group = None
-        if options.on_gpu is not None:
-            group = context.gpu_groups.group(options.on_gpu, runtime, context.cache_form)
-        return cls(read_layout(module), options, runtime, draft, sparsity, group)
+        engines = None if options.on_gpu is None else context.gpu_engines
+        return cls(read_layout(module), options, runtime, draft, sparsity, engines)
+
+    @classmethod
+    def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
+        return _weight_type(options, dtype)
+
+    @classmethod
+    def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+        if options is None:
+            return ()
+        held = cls.footprint(module, options, dtype)
+        smaller = [
+            Saving(f"'weights: {weights}' for the experts", cls.footprint(module, replace(options, weights=weights), dtype))
+            for weights in SMALLER_TYPES
+        ]
+        found = [saving for saving in smaller if saving.footprint.total_bytes < held.total_bytes]
+        if options.cache_dir is None:
+            mapped = Footprint({"disk" if device == "cpu" else device: size for device, size in held.by_device.items()})
+            found.append(Saving("'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)", mapped))
+        return found
+
+    @classmethod
+    def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
+        gpu = options.on_gpu
+        return None if gpu is None or gpu.emulated else SharedSlots(gpu)
+
+    @classmethod
+    def measured_options(cls) -> Mapping[str, HybridExpertsOptions]:
+        return {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
+
+    @classmethod
+    def with_sparsity(cls, options: HybridExpertsOptions, sparsity: SparsityOptions) -> HybridExpertsOptions:
+        return replace(options, sparsity=sparsity)
+
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext() if self.sparsity is None else whole([self.sparsity])
 
     @property
     def weight_type(self) -> str | None:
@@ -185,7 +238,7 @@ class HybridExperts(Operator):
         weight_type = _weight_type(self.options, source.dtype)
         fingerprint = source.fingerprint
         if self.options.cache_dir is not None and fingerprint is None:
-            warnings.warn("cache_dir is not used: it keeps experts of checkpoints, and this model is in memory already", stacklevel=2)
+            warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
         if self.options.cache_dir is None or fingerprint is None:
             packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=self.sparsity is not None)
             self._pack(packed, source, advance)
@@ -199,11 +252,11 @@ class HybridExperts(Operator):
         self._packed = packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._group is None:
+        if self._engines is None:
             return
         assert self._packed is not None, "weights are loaded before the model is"
         shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
-        weak_self = weakref.ref(self)  # neither the group nor the block's other modules keep the operator alive
+        weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
 
         def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
             operator = weak_self()
@@ -218,7 +271,7 @@ class HybridExperts(Operator):
                 layer.overlap(shared, compute)
 
         loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
-        self._group.ready(self._number_in_group, loaded, model.config, model.dtype)
+        self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
         for expert in range(self.num_experts):

@@ -1,8 +1,8 @@
-"""Packed experts on disk: one file a layer, mapped at the next start, so that loading is reading nothing and processes share pages.
+"""Packed experts on disk: one file per layer, mapped at the next start, so that loading packs nothing and processes share pages.
 
-A file is named by everything its bytes depend on, the checkpoint's fingerprint among it, so a stale one is never found. Its header
-holds a checksum for each expert, verified at every open; a damaged file is rebuilt. While a file is being made the experts are
-packed straight into its mapping, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
+The name of a file is a hash of everything its bytes depend on, including the checkpoint's fingerprint, so a stale one is never found. Its
+header holds a checksum for each expert, verified at every open; a damaged file is rebuilt. Experts are packed directly into the mapping of
+a new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from moegraft.operators.layout import ExpertsLayout
 
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
-HEADER_BYTES = 1 << 16  # a whole number of pages: the mapping behind it starts where the kernel wants it
-CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s a thread, and reading ahead of it hides the disk
+HEADER_BYTES = 1 << 16  # a whole number of pages, so that the mapping behind it is aligned
+CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s per thread, and reading ahead of it hides the disk
 
 Fill = Callable[[PackedExperts], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What the packed bytes of a layer depend on."""
+    """Everything that the packed bytes of a layer depend on."""
 
     fingerprint: str  # of the source's stored weights, the module's name included
     weight_type: str
@@ -51,7 +51,7 @@ class CacheKey:
 
 
 def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False) -> CacheKey:
-    """The key of one layer; `fingerprint` comes from its `WeightSource`, `sparse` is that of `PackedExperts`."""
+    """Return the key of one layer; `fingerprint` comes from its `WeightSource`, `sparse` is that of `PackedExperts`."""
     return CacheKey(fingerprint, weight_type, repr(layout), sparse)
 
 
@@ -60,7 +60,8 @@ def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
 
 
 def check_folder(cache_dir: str) -> None:
-    """
+    """Check the name of a cache folder.
+
     Raises:
         ValueError: the folder is in the home of a user that this machine does not have.
     """
@@ -71,7 +72,7 @@ def check_folder(cache_dir: str) -> None:
 
 
 class PackedCache:
-    """The cache files in one folder, which is made when the first is written."""
+    """The cache files in one folder, which is created when the first is written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
@@ -80,7 +81,7 @@ class PackedCache:
         return self.folder / f"{key.digest}.experts"
 
     def open(self, key: CacheKey, layout: ExpertsLayout) -> PackedExperts | None:
-        """The mapped experts, or None where there is no file or it is damaged, which is logged."""
+        """Return the mapped experts; None if there is no file or it is damaged, which is logged."""
         path = self.path(key)
         if not path.is_file():
             return None
@@ -89,22 +90,22 @@ class PackedCache:
             checksums = _read_header(path, key)
             packed = _map(path, key, layout, mode="r")
             if _checksums(packed) != checksums:
-                raise _DamagedError("its bytes do not match their checksums")
+                raise _DamagedError("checksums do not match")
         except (_DamagedError, OSError, ValueError) as error:
-            logger.warning("%s: damaged cache file (%s); it is made anew from the checkpoint", path, error)
+            logger.warning("%s: damaged cache file (%s); rebuilding it from the checkpoint", path, error)
             return None
         seconds = time.perf_counter() - start
         logger.info("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
         return packed
 
     def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:
-        """Packs a layer into a new file and maps that: the file appears under its name only when it is whole.
+        """Pack a layer into a new file and map that: the file appears under its name only when it is complete.
 
         Raises:
             CheckpointError: the folder cannot be written, or the disk is full.
         """
         path = self.path(key)
-        # A name of its own: threads share a process id, and so do containers that share a folder.
+        # A random name: threads share a process id, and so may containers that share a folder.
         scratch = path.with_suffix(f".{uuid4().hex}.part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ class PackedCache:
             scratch.replace(path)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder}: the packed experts cannot be kept there ({error}); free space or take cache_dir out"
+                f"{self.folder}: cannot write the packed experts ({error}); free disk space or remove cache_dir from the rule"
             ) from error
         finally:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -125,7 +126,7 @@ class PackedCache:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Takes the space now where the system can: a full disk must be an error here and not a crash while packing into the mapping."""
+    """Allocate the file where the system can: a full disk must raise an error here, not crash while packing into the mapping."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -139,7 +140,7 @@ class _DamagedError(Exception):
 def _map(path: Path, key: CacheKey, layout: ExpertsLayout, *, mode: Any) -> PackedExperts:
     size = _packed_bytes(key, layout)
     if path.stat().st_size != HEADER_BYTES + size:
-        raise _DamagedError(f"it has {path.stat().st_size} bytes, not {HEADER_BYTES + size}")
+        raise _DamagedError(f"expected {HEADER_BYTES + size} bytes, found {path.stat().st_size}")
     buffer = np.memmap(path, dtype=np.uint8, mode=mode, offset=HEADER_BYTES, shape=(size,))
     return PackedExperts(layout.shape, layout.gate, key.weight_type, np.asarray(buffer), sparse=key.sparse)
 
@@ -153,7 +154,7 @@ def _checksums(packed: PackedExperts) -> list[int]:
 def _write_header(path: Path, key: CacheKey, checksums: list[int]) -> None:
     body = json.dumps({"key": asdict(key), "checksums": checksums}).encode()
     header = MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-    assert len(header) <= HEADER_BYTES, "the header holds 10 digits an expert: enough for thousands"
+    assert len(header) <= HEADER_BYTES, "the header has 10 digits per expert: enough for thousands"
     with path.open("r+b") as file:
         file.write(header)
         os.fsync(file.fileno())
@@ -165,7 +166,7 @@ def _read_header(path: Path, key: CacheKey) -> list[int]:
         head = file.read(HEADER_BYTES)
     body = head[start : start + int.from_bytes(head[len(MAGIC) : len(MAGIC) + 4], "little")]
     if not head.startswith(MAGIC) or zlib.crc32(body) != int.from_bytes(head[len(MAGIC) + 4 : start], "little"):
-        raise _DamagedError("its header is not whole")
+        raise _DamagedError("incomplete header")
     found = json.loads(body)
     if found["key"] != asdict(key):
         raise _DamagedError("it belongs to other weights")

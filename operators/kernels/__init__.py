@@ -1,5 +1,5 @@
 """Triton kernels for CUDA GPUs that several operators share.
 
-Without Triton only `availability`, `packed_layout`, `sparse_weights` and `workspace` can be imported; `why_unavailable()` gives the reason.
-Every kernel agrees with its eager reference in Triton's interpreter and compiles for sm_80 and sm_90; none has run on a GPU yet.
+Without Triton only `launch` and `packed_layout` can be imported; `launch.why_unavailable()` gives the reason. Every kernel agrees with its
+eager reference in Triton's interpreter and compiles for sm_80 and sm_90; none has run on a GPU yet.
 """

@@ -1,26 +1,42 @@
-"""What every launch shares."""
+"""Whether kernels can run on this machine, and what every launch shares."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from moegraft.operators.kernels.packed_layout import UNIT_DTYPES
+from moegraft.operators.kernels.packed_layout import gpu_format
 
 # Fused multiply-adds are meant, whatever a Triton version's default is.
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 
 
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels on the CPU: for tests, thousands of times slower than a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_unavailable() -> str | None:
+    """Return why no Triton kernel can run on a GPU of this machine, or None. The interpreter does not count."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install 'moegraft[gpu]')"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA GPU"
+    return None
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on PyTorch's current device, wherever the tensors are: models over several GPUs do not change it for each layer."""
+    """Make `device` PyTorch's current one, which Triton launches on wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class PackedBytes:
     """Packed bytes as the kernels read them: one storage under three types."""
 
     units: torch.Tensor
@@ -28,15 +44,15 @@ class Bytes:
     biases: torch.Tensor  # float32
 
     @classmethod
-    def of(cls, packed: torch.Tensor, weight_type: str) -> Bytes:
-        """Views of contiguous uint8.
+    def of(cls, packed: torch.Tensor, weight_type: str) -> PackedBytes:
+        """Return views of contiguous uint8.
 
         Raises:
-            ValueError: bytes that are not contiguous, or do not begin at a multiple of 16.
+            ValueError: the bytes are not contiguous, or do not begin at a multiple of 16.
         """
         if packed.dtype != torch.uint8 or not packed.is_contiguous():
             raise ValueError(f"packed bytes must be contiguous uint8, not {packed.dtype} of strides {packed.stride()}")
         if packed.data_ptr() % 16:
             raise ValueError("packed bytes must begin at a multiple of 16 bytes: the kernels read 16 at a time")
         flat = packed.view(-1)
-        return cls(flat.view(UNIT_DTYPES[weight_type]), flat.view(torch.float16), flat.view(torch.float32))
+        return cls(flat.view(gpu_format(weight_type).unit_dtype), flat.view(torch.float16), flat.view(torch.float32))

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.launch import LAUNCH, Bytes, on
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, on
 from moegraft.operators.kernels.packed_layout import BLOCK_ROWS, PackedMatrix, block_bytes, packed_matrix, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.slots import UNITS, WARPS, row_products
@@ -58,8 +58,8 @@ class PackedLinearOnGpu:
         self.matrix: PackedMatrix = packed_matrix(weight_type, padded, columns, outputs=rows)
         if bias is not None:
             self.matrix = self.matrix._replace(bias_word=0)
-        views = Bytes.of(packed, weight_type)
-        self._bytes = views if bias is None else Bytes(views.units, views.scales, bias)
+        views = PackedBytes.of(packed, weight_type)
+        self._bytes = views if bias is None else PackedBytes(views.units, views.scales, bias)
 
     def forward(self, x: torch.Tensor, path: Literal["decode", "grouped"] | None = None) -> torch.Tensor:
         """`x (..., columns)` floating -> `(..., rows)` of its dtype, on the current stream; accumulates in float32.

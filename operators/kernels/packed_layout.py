@@ -1,9 +1,15 @@
-"""The CPU kernel's dense block layout (cpu_backend/csrc/experts/block_layout.h) as the GPU kernels address it.
+"""The CPU kernel's packed layouts (cpu_backend/csrc/experts/block_layout.h) as the GPU kernels address them.
 
-A matrix is a row of blocks of 32 output rows. Within a block lie groups of 32 input columns, and in a group the 32 rows of one *unit* side
-by side: a unit is a 4-byte word with 1, 2, 4 or 8 consecutive columns of one row (float16: a half with one column). int8 and int4 groups
-begin with a line of 32 float16 scales. So consecutive threads read consecutive bytes, and the bytes that the CPU computes from need no
-second form on the GPU.
+Both devices compute from the same bytes. In the *dense* layout a matrix is a row of blocks of 32 output rows. A block consists of groups
+of 32 input columns, and a group holds the 32 rows of one *unit* side by side: a unit is a 4-byte word with 1, 2, 4 or 8 consecutive
+columns of one row (float16: a half with one column). int8 and int4 groups begin with a line of 32 float16 scales. So consecutive threads
+read consecutive bytes.
+
+In the *sparse* layout the gates (of ungated experts the ups) are stored in such blocks, but up and down neuron by neuron, each neuron a row
+of H columns, so that those of inactive neurons need not be read. A row is its scales, for int8 and int4, and then chunks of 512 columns:
+unit i of lane l of a chunk holds consecutive columns of the lane's group of 32.
+
+The descriptions here are compile-time constants of the kernels. Offsets and strides are in units unless they are named otherwise.
 """
 
 from __future__ import annotations
@@ -12,140 +18,38 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
+from moegraft.operators.weight_formats import FORMATS, GpuFormat
 
 BLOCK_ROWS = 32
 GROUP_COLUMNS = 32
-COLUMNS_A_UNIT = {"float32": 1, "float16": 1, "bfloat16": 2, "int8": 4, "int4": 8}
-# What a tensor of bytes is viewed as, so that one element is one unit.
-UNIT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.int32, "int8": torch.int32, "int4": torch.int32}
-# Input columns that a step of a matrix product takes: 32 or 64 units, enough for a tensor-core instruction a column of the unit.
-STEP_COLUMNS = {"float32": 32, "float16": 64, "bfloat16": 128, "int8": 128, "int4": 256}
+CHUNK_COLUMNS = 512
+LANES = 16  # of a chunk
+MOST_LANES = 2048  # neurons that a program looks at in one go: 16 a thread
+SKETCH = "int4"  # the weight type of a sketch
 
 
 def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 
-def unit_bytes(weight_type: str) -> int:
-    return UNIT_DTYPES[weight_type].itemsize
+def next_power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
 
 
-class PackedMatrix(NamedTuple):
-    """One matrix of an expert, a compile-time constant of the kernels; strides and offsets in units unless named otherwise."""
-
-    weights: str
-    rows: int  # padded to 32; a gated gate_up matrix has 16 gate rows and 16 up rows in turn
-    outputs: int  # true outputs: neurons or hidden size
-    columns: int  # true inputs
-    columns_a_unit: int
-    step_columns: int
-    units_a_group: int
-    group_stride: int
-    header: int  # scales before a group's units
-    block_stride: int
-    expert_stride: int
-    first: int
-    expert_words: int  # 4-byte words between two experts
-    bias_word: int  # word of the first bias within an expert, -1 without
-    up_bias_word: int
-    bias_stride: int = 1
-
-
-def packed_matrix(
-    weight_type: str,
-    rows: int,
-    columns: int,
-    *,
-    outputs: int,
-    first_byte: int = 0,
-    expert_bytes: int = 0,
-    biases: tuple[int, int] = (-1, -1),
-) -> PackedMatrix:
-    """The description of a matrix of `rows` (a multiple of 32) whose bytes begin `first_byte` into an expert; `biases` are byte offsets."""
-    assert rows % BLOCK_ROWS == 0, f"{rows} rows are no whole blocks"
-    size = unit_bytes(weight_type)
-    units_a_group = GROUP_COLUMNS // COLUMNS_A_UNIT[weight_type]
-    header = BLOCK_ROWS * 2 // size if weight_type in ("int8", "int4") else 0
-    group_stride = header + units_a_group * BLOCK_ROWS
-    return PackedMatrix(
-        weights=weight_type,
-        rows=rows,
-        outputs=outputs,
-        columns=columns,
-        columns_a_unit=COLUMNS_A_UNIT[weight_type],
-        step_columns=STEP_COLUMNS[weight_type],
-        units_a_group=units_a_group,
-        group_stride=group_stride,
-        header=header,
-        block_stride=group_stride * (round_up(columns, GROUP_COLUMNS) // GROUP_COLUMNS),
-        expert_stride=expert_bytes // size,
-        first=first_byte // size,
-        expert_words=expert_bytes // 4,
-        bias_word=biases[0] // 4 if biases[0] >= 0 else -1,
-        up_bias_word=biases[1] // 4 if biases[1] >= 0 else -1,
-    )
-
-
-def block_bytes(weight_type: str, columns: int) -> int:
-    """Bytes of one block of 32 rows."""
-    matrix = packed_matrix(weight_type, BLOCK_ROWS, columns, outputs=BLOCK_ROWS)
-    return matrix.block_stride * unit_bytes(weight_type)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """The two matrices of an expert in its `expert_bytes`."""
-
-    gate_up: PackedMatrix  # ungated: up alone
-    down: PackedMatrix
-    gated: bool
-    neurons: int  # intermediate size, padded to 32
-    expert_bytes: int
-
-
-def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
-    """Where the matrices and biases of each expert lie.
+def gpu_format(weight_type: str) -> GpuFormat:
+    """Return how kernels read a weight type.
 
     Raises:
-        ValueError: an unknown weight type.
+        ValueError: an unknown weight type, or one without GPU kernels.
     """
-    if weight_type not in COLUMNS_A_UNIT:
-        raise ValueError(f"unknown weight type {weight_type!r}; known are {', '.join(COLUMNS_A_UNIT)}")
-    neurons = round_up(shape.intermediate, BLOCK_ROWS)
-    up_rows = neurons * (2 if shape.gated else 1)
-    down_rows = round_up(shape.hidden, BLOCK_ROWS)
-    down_at = block_bytes(weight_type, shape.hidden) * (up_rows // BLOCK_ROWS)
-    gate_bias_at = down_at + block_bytes(weight_type, shape.intermediate) * (down_rows // BLOCK_ROWS)
-    up_bias_at = gate_bias_at + (4 * neurons if shape.bias and shape.gated else 0)
-    down_bias_at = up_bias_at + (4 * neurons if shape.bias else 0)
-    expert_bytes = down_bias_at + (4 * down_rows if shape.bias else 0)
-    assert expert_bytes == PackedExperts.expert_bytes_for(shape, weight_type), "this layout is not the CPU kernel's"
-    none = (-1, -1)
-    return ExpertMatrices(
-        gate_up=packed_matrix(
-            weight_type,
-            up_rows,
-            shape.hidden,
-            outputs=shape.intermediate,
-            expert_bytes=expert_bytes,
-            biases=none if not shape.bias else (gate_bias_at, up_bias_at) if shape.gated else (up_bias_at, -1),
-        ),
-        # Of the neurons beyond the intermediate size, which the first matrix makes zeros, the columns are zeros too.
-        down=packed_matrix(
-            weight_type,
-            down_rows,
-            neurons,
-            outputs=shape.hidden,
-            first_byte=down_at,
-            expert_bytes=expert_bytes,
-            biases=(down_bias_at, -1) if shape.bias else none,
-        ),
-        gated=shape.gated,
-        neurons=neurons,
-        expert_bytes=expert_bytes,
-    )
+    found = FORMATS.get(weight_type)
+    if found is None or found.gpu is None:
+        known = ", ".join(name for name, each in FORMATS.items() if each.gpu is not None)
+        raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {known}")
+    return found.gpu
 
 
 class Gate(NamedTuple):
@@ -162,3 +66,304 @@ class Gate(NamedTuple):
 
 def gate_of(spec: GateSpec, *, gated: bool = True) -> Gate:
     return Gate(gated, spec.activation, spec.alpha, spec.gate_limit, spec.act_limit, spec.up_limit, spec.up_offset)
+
+
+class PackedMatrix(NamedTuple):
+    """One matrix of an expert in blocks."""
+
+    weights: str
+    rows: int  # padded to 32; a gated gate_up matrix alternates 16 gate rows and 16 up rows
+    outputs: int  # true outputs: neurons or hidden size
+    columns: int  # true inputs
+    columns_a_unit: int
+    step_columns: int
+    units_a_group: int
+    group_stride: int
+    header: int  # scales before a group's units
+    block_stride: int
+    expert_stride: int
+    first: int
+    expert_words: int  # 4-byte words between two experts
+    bias_word: int  # word of the first bias within an expert, -1 without
+    up_bias_word: int
+
+
+def packed_matrix(
+    weight_type: str,
+    rows: int,
+    columns: int,
+    *,
+    outputs: int,
+    first_byte: int = 0,
+    expert_bytes: int = 0,
+    biases: tuple[int, int] = (-1, -1),
+) -> PackedMatrix:
+    """Describe a matrix of `rows` (a multiple of 32) whose bytes begin `first_byte` into an expert; `biases` are byte offsets."""
+    assert rows % BLOCK_ROWS == 0, f"{rows} rows are not whole blocks"
+    read = gpu_format(weight_type)
+    size = read.unit_dtype.itemsize
+    units_a_group = GROUP_COLUMNS // read.unit_columns
+    header = BLOCK_ROWS * 2 // size if FORMATS[weight_type].scaled else 0
+    group_stride = header + units_a_group * BLOCK_ROWS
+    return PackedMatrix(
+        weights=weight_type,
+        rows=rows,
+        outputs=outputs,
+        columns=columns,
+        columns_a_unit=read.unit_columns,
+        step_columns=read.step_columns,
+        units_a_group=units_a_group,
+        group_stride=group_stride,
+        header=header,
+        block_stride=group_stride * (round_up(columns, GROUP_COLUMNS) // GROUP_COLUMNS),
+        expert_stride=expert_bytes // size,
+        first=first_byte // size,
+        expert_words=expert_bytes // 4,
+        bias_word=biases[0] // 4 if biases[0] >= 0 else -1,
+        up_bias_word=biases[1] // 4 if biases[1] >= 0 else -1,
+    )
+
+
+def block_bytes(weight_type: str, columns: int) -> int:
+    """Return the bytes of one block of 32 rows."""
+    matrix = packed_matrix(weight_type, BLOCK_ROWS, columns, outputs=BLOCK_ROWS)
+    return matrix.block_stride * gpu_format(weight_type).unit_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """The two matrices of an expert in the dense layout."""
+
+    gate_up: PackedMatrix  # ungated: up alone
+    down: PackedMatrix
+    gated: bool
+    neurons: int  # intermediate size, padded to 32
+    expert_bytes: int
+
+
+def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
+    """Return where the matrices and biases of each expert are in the dense layout.
+
+    Raises:
+        ValueError: an unknown weight type.
+    """
+    gpu_format(weight_type)
+    neurons = round_up(shape.intermediate, BLOCK_ROWS)
+    up_rows = neurons * (2 if shape.gated else 1)
+    down_rows = round_up(shape.hidden, BLOCK_ROWS)
+    down_at = block_bytes(weight_type, shape.hidden) * (up_rows // BLOCK_ROWS)
+    biases = _Biases.after(down_at + block_bytes(weight_type, shape.intermediate) * (down_rows // BLOCK_ROWS), shape)
+    assert biases.end == PackedExperts.expert_bytes_for(shape, weight_type), "this layout is not the CPU kernel's"
+    return ExpertMatrices(
+        gate_up=packed_matrix(
+            weight_type,
+            up_rows,
+            shape.hidden,
+            outputs=shape.intermediate,
+            expert_bytes=biases.end,
+            biases=(biases.gate, biases.up) if shape.gated else (biases.up, -1),
+        ),
+        # Columns of neurons beyond the intermediate size, which the first matrix makes zeros, are zeros too.
+        down=packed_matrix(
+            weight_type,
+            down_rows,
+            neurons,
+            outputs=shape.hidden,
+            first_byte=down_at,
+            expert_bytes=biases.end,
+            biases=(biases.down, -1),
+        ),
+        gated=shape.gated,
+        neurons=neurons,
+        expert_bytes=biases.end,
+    )
+
+
+class _Biases(NamedTuple):
+    """Byte offsets of float32 biases behind an expert's matrices, -1 without; and of the expert's end."""
+
+    gate: int
+    up: int
+    down: int
+    end: int
+
+    @classmethod
+    def after(cls, matrices_end: int, shape: ExpertsShape) -> _Biases:
+        if not shape.bias:
+            return cls(-1, -1, -1, matrices_end)
+        neurons_bytes = 4 * round_up(shape.intermediate, BLOCK_ROWS)
+        up = matrices_end + (neurons_bytes if shape.gated else 0)
+        down = up + neurons_bytes
+        return cls(matrices_end if shape.gated else -1, up, down, down + 4 * round_up(shape.hidden, BLOCK_ROWS))
+
+
+class PackedRows(NamedTuple):
+    """The neurons of each expert as rows, read by units."""
+
+    weights: str
+    columns_a_unit: int
+    hidden: int
+    neurons: int
+    padded_neurons: int  # a power of two
+    lanes: int  # neurons that a program looks at in one go
+    gated: bool
+    header: int  # scales before a row's units, for int8 and int4
+    units: int  # of a row
+    row_stride: int
+    expert_stride: int
+    gate_first: int  # -1: the gates are in blocks alone
+    up_first: int
+    down_first: int
+    expert_words: int
+    gate_bias_word: int  # of ungated experts the ups'; -1: no biases
+    up_bias_word: int
+    down_bias_word: int
+
+    @property
+    def width(self) -> int:
+        """Values of a vector in unit order."""
+        return self.units * self.columns_a_unit
+
+
+class ElementRows(NamedTuple):
+    """`PackedRows` by elements, for tensor cores: an element is a number, of int8 its byte, of int4 a byte with two numbers.
+
+    Offsets and strides are in elements.
+    """
+
+    weights: str
+    neurons: int
+    hidden: int
+    gated: bool
+    scaled: bool
+    held: int  # numbers in an element
+    elements: int  # of a row
+    together: int  # elements of one lane that are side by side, and share a scale
+    chunk: int  # elements of 512 columns
+    header: int
+    row_stride: int
+    expert_stride: int
+    gate_first: int  # negative: the gates are in blocks alone
+    up_first: int
+    down_first: int
+    expert_words: int
+    gate_bias_word: int
+    up_bias_word: int
+    down_bias_word: int
+
+    @property
+    def width(self) -> int:
+        """Values of a vector in element order."""
+        return self.elements * self.held
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayout:
+    """Where the parts of an expert are in the sparse layout.
+
+    Attributes:
+        gates: the blocks that gates (of ungated experts ups) are computed from; with `sketched` a 4-bit copy that predicts which neurons
+            are active, while the exact gates are rows like those of up and down.
+    """
+
+    weight_type: str
+    gates: PackedMatrix
+    rows: PackedRows
+    elements: ElementRows
+    gate: Gate
+    expert_bytes: int
+    sketched: bool
+
+
+def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *, sketched: bool = False) -> SparseLayout:
+    """Describe the sparse layout; `sketched` has a sketch of the gates in front, 4.5 bits a weight, and the gates themselves as rows."""
+    read = gpu_format(weight_type)
+    size, held = read.unit_dtype.itemsize, read.unit_columns
+    neurons = round_up(shape.intermediate, BLOCK_ROWS)
+    chunks = round_up(shape.hidden, CHUNK_COLUMNS) // CHUNK_COLUMNS
+    header_bytes = round_up(chunks * LANES * 2, 64) if FORMATS[weight_type].scaled else 0
+    units = chunks * CHUNK_COLUMNS // held
+    row_bytes = header_bytes + units * size
+    gates_type = SKETCH if sketched else weight_type
+    gate_at = block_bytes(gates_type, shape.hidden) * (neurons // BLOCK_ROWS)
+    up_at = gate_at + (row_bytes * neurons if sketched else 0)
+    down_at = up_at + (row_bytes * neurons if shape.gated else 0)
+    biases = _Biases.after(down_at + row_bytes * neurons, shape)
+    expected = PackedExperts.expert_bytes_for(shape, weight_type, sparse=True)
+    assert sketched or biases.end == expected, "this layout is not the CPU kernel's"
+    first_bias = biases.gate if shape.gated else biases.up
+    rows = PackedRows(
+        weights=weight_type,
+        columns_a_unit=held,
+        hidden=shape.hidden,
+        neurons=shape.intermediate,
+        padded_neurons=next_power_of_two(shape.intermediate),
+        lanes=min(MOST_LANES, next_power_of_two(shape.intermediate)),
+        gated=shape.gated,
+        header=header_bytes // size,
+        units=units,
+        row_stride=row_bytes // size,
+        expert_stride=biases.end // size,
+        gate_first=gate_at // size if sketched else -1,
+        up_first=up_at // size,
+        down_first=down_at // size,
+        expert_words=biases.end // 4,
+        gate_bias_word=first_bias // 4 if shape.bias else -1,
+        up_bias_word=biases.up // 4 if shape.bias else -1,
+        down_bias_word=biases.down // 4 if shape.bias else -1,
+    )
+    return SparseLayout(
+        weight_type=weight_type,
+        gates=packed_matrix(
+            gates_type, neurons, shape.hidden, outputs=shape.intermediate, expert_bytes=biases.end, biases=(first_bias, -1)
+        ),
+        rows=rows,
+        elements=_by_elements(rows, read),
+        gate=gate_of(gate_spec, gated=shape.gated),
+        expert_bytes=biases.end,
+        sketched=sketched,
+    )
+
+
+def _by_elements(rows: PackedRows, read: GpuFormat) -> ElementRows:
+    held = read.element_columns
+    together = rows.columns_a_unit // held
+    assert rows.expert_stride * together < 1 << 31, "offsets within an expert have 32 bits"
+    return ElementRows(
+        weights=rows.weights,
+        neurons=rows.neurons,
+        hidden=rows.hidden,
+        gated=rows.gated,
+        scaled=rows.header > 0,
+        held=held,
+        elements=rows.units * together,
+        together=together,
+        chunk=CHUNK_COLUMNS // held,
+        header=rows.header * together,
+        row_stride=rows.row_stride * together,
+        expert_stride=rows.expert_stride * together,
+        gate_first=rows.gate_first * together,
+        up_first=rows.up_first * together,
+        down_first=rows.down_first * together,
+        expert_words=rows.expert_words,
+        gate_bias_word=rows.gate_bias_word,
+        up_bias_word=rows.up_bias_word,
+        down_bias_word=rows.down_bias_word,
+    )
+
+
+def in_unit_order(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """(T, columns) -> (T, width) float32: first what each unit of a row holds first, then what each holds second, and so on.
+
+    A thread then reads as many bytes of x as of units, and the loop over a row needs no barrier.
+    """
+    held = rows.columns_a_unit
+    padded = F.pad(x.float(), (0, rows.width - x.shape[1]))
+    return padded.view(len(x), -1, LANES, GROUP_COLUMNS // held, held).permute(0, 4, 1, 3, 2).reshape(len(x), -1)
+
+
+def in_element_order(x: torch.Tensor, rows: ElementRows) -> torch.Tensor:
+    """(T, columns) -> (T, width) of the same dtype, in the order of a row's elements; of int4 the upper numbers follow the lower ones."""
+    padded = F.pad(x, (0, rows.width - x.shape[1]))
+    by_lane = padded.view(len(x), -1, LANES, GROUP_COLUMNS // (rows.held * rows.together), rows.held, rows.together)
+    return by_lane.permute(0, 4, 1, 3, 2, 5).reshape(len(x), -1)

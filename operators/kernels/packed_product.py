@@ -1,4 +1,4 @@
-"""A matrix product over packed weights on tensor cores: tiles are unpacked in registers, right into the operand of the instruction.
+"""A matrix product over packed weights on tensor cores: tiles are unpacked in registers, directly into the operand of the instruction.
 
 The weights are the left operand (their rows fill the 64 that an instruction wants, however few the tokens), the activations the right one.
 A unit holds several consecutive columns of a row, and the J-th columns of 32 or 64 units make one instruction's operand. The order in which
@@ -11,30 +11,32 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.availability import interpreted
 from moegraft.operators.kernels.epilogue import Epilogue, finish_tile
-from moegraft.operators.kernels.launch import LAUNCH, Bytes
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.units import column, column_as, dot, load, scale_at, signed, unit_at
 
 
 def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """A program's rows and warps, by the registers they leave (compile_check.py). Not timed yet."""
+    """Return a program's rows and warps, by the registers they leave (benchmarks/compiled_kernels.py). Not timed yet."""
     if dtype == torch.float32:  # three passes over split operands
         return 64, 4
     return 128, 8 if block_pairs >= 64 else 4
 
 
 def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
-    """Two programs of 8 warps fit a multiprocessor with 128 registers a thread. Where a loop without masks just fits, the assembler keeps
-    to them only if it is told to, and else parks a value in memory; with masks it does better by itself."""
+    """Limit registers where a loop without masks just fits.
+
+    Two programs of 8 warps fit a multiprocessor with 128 registers a thread. The assembler keeps to that only where a limit is given, and
+    otherwise parks a value in memory; with masks it does better without a limit.
+    """
     masked = matrix.columns % matrix.step_columns != 0 or matrix.rows % rows != 0
     return {"maxnreg": 128} if warps == 8 and matrix.header > 0 and not masked else {}
 
 
 def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """`x (T, columns)` as the product wants it: (T, padded columns), in each step of columns first all that units hold first, and so on."""
+    """`x (T, columns)` -> (T, padded columns) in the product's order: within each step, the first columns of all units, then the second."""
     step, held = matrix.step_columns, matrix.columns_a_unit
     padded = torch.nn.functional.pad(x, (0, round_up(x.shape[1], step) - x.shape[1]))
     if held == 1:
@@ -112,7 +114,7 @@ def _packed_product_kernel(
     pair_count,
     M: tl.constexpr,
     GATE: tl.constexpr,
-    FINISH: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr,  # pairs that share a row of x: K for hidden states, 1 for neurons
     X_WIDTH: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -136,7 +138,7 @@ def _packed_product_kernel(
     start = slot * M.expert_stride + M.first
     total = _tile_product(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, x_rows, present, M, X_WIDTH, ROWS, BM, UPCAST)
     biases_ptr += slot * M.expert_words
-    value, lanes = finish_tile(total, first_row, biases_ptr, present, None, None, M, GATE, FINISH, 1, ROWS, BM)
+    value, lanes = finish_tile(total, first_row, biases_ptr, M, GATE, EPILOGUE, ROWS, BM)
     columns = lanes if NEXT is None else _grouped_column(lanes, NEXT)
     out_ptrs = out_ptr + (pair[None, :] * OUT_WIDTH + columns[:, None])
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=present[None, :] & (lanes < OUT_WIDTH)[:, None])
@@ -144,17 +146,17 @@ def _packed_product_kernel(
 
 def packed_product(
     x: torch.Tensor,
-    packed: Bytes,
+    packed: PackedBytes,
     matrix: PackedMatrix,
     out: torch.Tensor,
     *,
     groups: PairGroups | None = None,
     gate: Gate | None = None,
-    finish: Epilogue = "rows",
+    epilogue: Epilogue = "rows",
     pairs_a_row: int = 1,
     following: PackedMatrix | None = None,
 ) -> None:
-    """`out[pair] = finish(W[expert of pair] @ x[pair // pairs_a_row] + bias)`.
+    """`out[pair] = epilogue(W[expert of pair] @ x[pair // pairs_a_row] + bias)`.
 
     Args:
         x: in the order of `grouped_columns` for `matrix`.
@@ -170,6 +172,6 @@ def packed_product(
     _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
         x, packed.units, packed.scales, packed.biases,
         groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
-        M=matrix, GATE=gate, FINISH=finish, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
+        M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
         ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=3, **_registers(matrix, rows, warps), **LAUNCH,
     )  # fmt: skip

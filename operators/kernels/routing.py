@@ -1,4 +1,4 @@
-"""Pairs of a token and an expert, put together by expert, on the device and without waiting for it."""
+"""Pairs of a token and an expert: grouped by expert, and each token's sum over them; on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton.language as tl
 from moegraft.operators.kernels.launch import LAUNCH
 
 CHUNK = 1024  # pairs that a program looks at in one go
+COLUMNS = 512  # of a program that sums rows
 
 
 @triton.jit
@@ -61,10 +62,10 @@ def _group_pairs_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PairGroups:
-    """Blocks of up to `block_pairs` pairs of one expert, on the device.
+    """Blocks of up to `block_pairs` pairs of one expert or slot, on the device.
 
     Attributes:
-        pairs: (max_blocks * block_pairs,) int32: numbers of pairs in their order, `pair_count` where a block is not full.
+        pairs: (max_blocks * block_pairs,) int32: numbers of pairs in ascending order, `pair_count` where a block is not full.
         block_ids: (max_blocks,) int32: each block's expert or slot.
         count: (1,) int32: blocks in use; what lies behind them was never written.
     """
@@ -86,7 +87,7 @@ class PairGroups:
 
 
 def group_pairs(ids: torch.Tensor, num_ids: int, groups: PairGroups) -> None:
-    """Fills `groups` from `ids` (P,) int32, of which -1 is skipped; one launch, no synchronisation."""
+    """Fill `groups` from `ids` (P,) int32, of which -1 is skipped; one launch, no synchronisation."""
     padded = max(16, triton.next_power_of_2(num_ids))
     _group_pairs_kernel[num_ids,](
         ids, groups.pairs, groups.block_ids, groups.count, groups.pair_count,
@@ -95,9 +96,41 @@ def group_pairs(ids: torch.Tensor, num_ids: int, groups: PairGroups) -> None:
 
 
 def pairs_a_block(pair_count: int, num_ids: int, dtype: torch.dtype) -> int:
-    """16, 32 or 64: the least that holds an id's mean share of the pairs, so that few weights are read twice and few rows are empty.
+    """Return 16, 32 or 64: the least that holds an id's mean share of the pairs, so that few weights are read twice and few rows are empty.
 
     Always 16 for float32, whose products take three times the registers.
     """
     mean = pair_count / max(1, num_ids)
     return 16 if mean <= 16 or dtype == torch.float32 else 32 if mean <= 32 else 64
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr,  # (T * K, H) float32; rows of absent pairs are never read
+    ids_ptr,  # (T, K) int32, -1: absent
+    weights_ptr,  # (T, K) floating
+    out_ptr,  # (T, H) floating
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (T, H / COLUMNS)."""
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        present = tl.load(ids_ptr + pair) >= 0
+        weight = tl.load(weights_ptr + pair).to(tl.float32)
+        width = tl.where(present, H, 0)
+        row = tl.load(rows_ptr + pair.to(tl.int64) * H + columns, mask=columns < width, other=0.0)
+        total += tl.where(present, weight, 0.0) * row
+    tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=columns < H)
+
+
+def combine(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """`out (T, H) = sum over k of weights[t, k] * rows[t * K + k]` over the pairs whose id is not -1, in their order."""
+    tokens, hidden = out.shape
+    _combine_kernel[tokens, triton.cdiv(hidden, COLUMNS)](
+        rows, ids, weights, out, H=hidden, TOP_K=ids.shape[1], COLUMNS=COLUMNS, num_warps=4, **LAUNCH
+    )

@@ -1,12 +1,11 @@
-"""The experts of a layer as far as they lie in slots of GPU memory, computed from the CPU kernel's own packed bytes.
+"""Experts in slots of GPU memory, computed from the CPU kernel's own packed bytes in the dense layout.
 
-Experts in slots for a few tokens: each pair of a token and an expert streams its weights once, as a CPU core would.
+*decode*, for a few tokens: each pair of a token and an expert streams its weights once, as a CPU core would. Two launches, no sorting, no
+atomics: equal inputs give equal bits. Threads run along the rows of a block, so a warp reads 512 consecutive bytes, and activations come
+from the L1 cache. A tile has fewer columns than the program has threads: Triton then gives activations the layout of the weights, and the
+loop has no barrier.
 
-Two launches, nothing is sorted, no atomics: the same inputs give the same bits. Threads run along the rows of a block, so a warp reads 512
-consecutive bytes, and the activations come out of the L1 cache. Tile sizes keep a tile's columns fewer than the threads: then Triton gives
-activations the layout of the weights, and the loop has no barrier.
-
-Experts in slots for many tokens: pairs put together by slot, one grouped product for each of the two matrices, one sum.
+*grouped*, for many tokens: pairs are grouped by slot; one grouped product for each of the two matrices, then one sum.
 """
 
 from __future__ import annotations
@@ -18,16 +17,21 @@ import triton
 import triton.language as tl
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
-from moegraft.operators.kernels.epilogue import Epilogue, acted, combine, limited_up
-from moegraft.operators.kernels.launch import LAUNCH, Bytes
-from moegraft.operators.kernels.packed_layout import ExpertMatrices, Gate, PackedMatrix, expert_matrices, gate_of, round_up
+from moegraft.operators.kernels.epilogue import Epilogue, activated, bias_of, limited_up
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes
+from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_matrices, gate_of, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
-from moegraft.operators.kernels.routing import PairGroups, group_pairs, pairs_a_block
+from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.units import column, load, scale_at, signed, unit_at
 
 WARPS = 4
 UNITS = 64  # a tile; below 32 * WARPS, see above
 DOWN_ROWS = 16  # half a block: H / 16 programs a token, so that one token keeps 128 multiprocessors reading
+# Up to here every pair reads its expert's weights itself; an estimate, no GPU has measured it.
+DECODE_TOKENS = 4
+# Tokens computed in one go: bounds the scratch memory, of which the rows of pairs, (T * K, H) float32, are the most.
+MOST_TOKENS = 2048
+ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -60,16 +64,16 @@ def _gate_up_kernel(
     units_ptr,  # (S, expert_bytes), as units
     scales_ptr,  # the same bytes as float16
     biases_ptr,  # the same bytes as float32
-    slots_ptr,  # (T, K) int32, -1: not here
+    slots_ptr,  # (T, K) int32, -1: absent
     neurons_ptr,  # (T * K, NEURONS) float32
     M: tl.constexpr,
     GATE: tl.constexpr,
-    FINISH: tl.constexpr,  # "gate": 16 gate rows and 16 up rows become neurons; "act": rows become activations
+    EPILOGUE: tl.constexpr,  # "gate" or "act"
     NEURONS: tl.constexpr,
     TOP_K: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Grid (T * K, blocks of 32 rows). The neurons of a pair; nothing is written for one that is not here."""
+    """Grid (T * K, blocks of 32 rows). The neurons of a pair; nothing is written for an absent one."""
     pair = tl.program_id(0)
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
@@ -79,18 +83,18 @@ def _gate_up_kernel(
     x_ptr += (pair // TOP_K).to(tl.int64) * M.columns
     sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, UNITS), 0)
     biases_ptr += slot * M.expert_words
-    if FINISH == "gate":
+    if EPILOGUE == "gate":
         lanes = block * 16 + tl.arange(0, 16)
         gate, up = tl.split(tl.trans(tl.reshape(sums, (2, 16))))
         if M.bias_word >= 0:
-            gate += tl.load(biases_ptr + M.bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
-            up += tl.load(biases_ptr + M.up_bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
-        value = acted(gate, GATE) * limited_up(up, GATE)
+            gate += bias_of(biases_ptr, lanes, M)
+            up += tl.load(biases_ptr + M.up_bias_word + lanes, mask=lanes < M.outputs, other=0.0)
+        value = activated(gate, GATE) * limited_up(up, GATE)
     else:
         lanes = block * 32 + tl.arange(0, 32)
         if M.bias_word >= 0:
-            sums += tl.load(biases_ptr + M.bias_word + lanes * M.bias_stride, mask=lanes < M.outputs, other=0.0)
-        value = acted(sums, GATE)
+            sums += bias_of(biases_ptr, lanes, M)
+        value = activated(sums, GATE)
     # a gate need not map zero to zero, and neurons beyond the last must not reach the output
     value = tl.where(lanes < M.outputs, value, 0.0)
     tl.store(neurons_ptr + pair.to(tl.int64) * NEURONS + lanes, value, mask=lanes < NEURONS)
@@ -104,13 +108,13 @@ def _down_kernel(
     biases_ptr,
     slots_ptr,  # (T, K) int32
     weights_ptr,  # (T, K) floating
-    out_ptr,  # (T, H) float32
+    out_ptr,  # (T, H) floating
     M: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Grid (T, H / ROWS). A token's experts one after the other, so the sum has one order."""
+    """Grid (T, H / ROWS). A token's experts are added in their order, so the result is deterministic."""
     token = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
     total = tl.zeros((UNITS, ROWS), tl.float32)
@@ -126,78 +130,26 @@ def _down_kernel(
             if M.bias_word >= 0:
                 bias += weight * tl.load(biases_ptr + slot * M.expert_words + M.bias_word + first_row + tl.arange(0, ROWS))
     lanes = first_row + tl.arange(0, ROWS)
-    tl.store(out_ptr + token.to(tl.int64) * M.outputs + lanes, tl.sum(total, 0) + bias, mask=lanes < M.outputs)
+    value = (tl.sum(total, 0) + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64) * M.outputs + lanes, value, mask=lanes < M.outputs)
 
 
 def rows_by_pair(
-    x: torch.Tensor, packed: Bytes, matrix: PackedMatrix, ids: torch.Tensor, out: torch.Tensor, gate: Gate, finish: Epilogue
+    x: torch.Tensor, packed: PackedBytes, matrix: PackedMatrix, ids: torch.Tensor, out: torch.Tensor, gate: Gate, epilogue: Epilogue
 ) -> None:
-    """`out (T * K, width) float32 = finish(W[id] @ x[token] + bias)` for each pair whose id is not -1: "gate" or "act"."""
+    """`out (T * K, width) float32 = epilogue(W[id] @ x[token] + bias)` for each pair whose id is not -1: "gate" or "act"."""
     tokens, top_k = ids.shape
     _gate_up_kernel[tokens * top_k, matrix.rows // 32](
         x, packed.units, packed.scales, packed.biases, ids, out,
-        M=matrix, GATE=gate, FINISH=finish, NEURONS=out.shape[1], TOP_K=top_k, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+        M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip
-
-
-def run_decode(
-    x: torch.Tensor, arena: Bytes, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, matrices: ExpertMatrices, gate: Gate
-) -> None:
-    """Writes the weighted sum of each token's present experts to `out`; arguments as in `slots.SlotExperts`."""
-    tokens, top_k = slots.shape
-    down = matrices.down
-    neurons = torch.empty(tokens * top_k, matrices.neurons, dtype=torch.float32, device=x.device)
-    rows_by_pair(x, arena, matrices.gate_up, slots, neurons, gate, "gate" if gate.gated else "act")
-    _down_kernel[tokens, down.rows // DOWN_ROWS](
-        neurons, arena.units, arena.scales, arena.biases, slots, weights, out,
-        M=down, TOP_K=top_k, ROWS=DOWN_ROWS, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
-    )  # fmt: skip
-
-
-def run_grouped(
-    x: torch.Tensor,
-    arena: Bytes,
-    num_slots: int,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    matrices: ExpertMatrices,
-    gate: Gate,
-) -> None:
-    """Writes the weighted sum of each token's present experts to `out`; arguments as in `slots.SlotExperts`."""
-    tokens, top_k = slots.shape
-    pair_count = tokens * top_k
-    gate_up, down = matrices.gate_up, matrices.down
-    groups = PairGroups.allocate(pair_count, num_slots, pairs_a_block(pair_count, num_slots, x.dtype), x.device)
-    group_pairs(slots, num_slots, groups)
-    neurons = torch.empty(pair_count, round_up(matrices.neurons, down.step_columns), dtype=x.dtype, device=x.device)
-    packed_product(
-        grouped_columns(x, gate_up),
-        arena,
-        gate_up,
-        neurons,
-        groups=groups,
-        gate=gate,
-        finish="gate" if gate.gated else "act",
-        pairs_a_row=top_k,
-        following=down,
-    )
-    rows = torch.empty(pair_count, down.outputs, dtype=torch.float32, device=x.device)
-    packed_product(neurons, arena, down, rows, groups=groups)
-    combine(rows, slots, weights, out)
-
-
-# Up to here every pair reads its expert's weights itself; an estimate, no GPU has measured it.
-DECODE_TOKENS = 4
-# Tokens computed in one go: bounds the scratch memory, of which the rows of pairs, (T * K, H) float32, are the most.
-MOST_TOKENS = 2048
 
 
 class SlotExperts:
-    """Computes experts out of an arena of slots; holds no weights itself.
+    """Computes experts from an arena of slots; holds no weights itself.
 
     Args:
-        shape: sizes of the experts; `num_experts` is of no matter.
+        shape: sizes of the experts; `num_experts` is ignored.
         weight_type: the type the slots' bytes were packed to by `PackedExperts`, in its dense layout.
     """
 
@@ -216,35 +168,70 @@ class SlotExperts:
         out: torch.Tensor,
         path: Literal["decode", "grouped"] | None = None,
     ) -> None:
-        """Queues the work on the current stream; waits for nothing, and can be captured in a CUDA graph.
+        """Queue the work on the current stream; nothing waits, so it can be captured in a CUDA graph.
 
         Args:
             hidden_states: (T, H) float32, float16 or bfloat16.
-            arena: (S, expert_bytes) uint8; what lies in slots that no id names is not read.
-            slots: (T, K) int32, the slot of each chosen expert, -1 for one that is not here. A slot beyond S is not checked.
+            arena: (S, expert_bytes) uint8; slots that no id names are not read.
+            slots: (T, K) int32, the slot of each chosen expert, -1 for an absent one. A slot beyond S is not checked.
             top_k_weights: (T, K) floating.
-            out: (T, H) float32, written in full; a token with no expert here gets zeros.
-            path: by default `decode` for few tokens, where each pair streams its expert, else `grouped`, on tensor cores.
+            out: (T, H) float32, float16 or bfloat16, written in full; a token whose experts are all absent gets zeros.
+            path: by default `decode` for few tokens, where each pair streams its expert, otherwise `grouped`, on tensor cores.
 
         Both paths accumulate in float32; `grouped` rounds unpacked weights and the neurons between the matrices to the dtype of
         hidden_states. Equal inputs give equal bits.
 
         Raises:
-            ValueError: a shape, dtype or layout in memory other than these.
+            ValueError: a shape, dtype or memory layout other than these.
         """
         check_call(self.shape.hidden, self.matrices.expert_bytes, hidden_states, arena, slots, top_k_weights, out)
-        packed = Bytes.of(arena, self.weight_type)
-        tokens, top_k = slots.shape
-        if top_k == 0:
+        packed = PackedBytes.of(arena, self.weight_type)
+        if slots.numel() == 0:
             out.zero_()
-            return
-        if (path or ("decode" if tokens <= DECODE_TOKENS else "grouped")) == "decode":
-            if tokens:
-                run_decode(hidden_states, packed, slots, top_k_weights, out, self.matrices, self.gate)
-            return
-        for first in range(0, tokens, MOST_TOKENS):
-            part = slice(first, first + MOST_TOKENS)
-            run_grouped(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part], self.matrices, self.gate)
+        elif (path or ("decode" if len(slots) <= DECODE_TOKENS else "grouped")) == "decode":
+            self._decode(hidden_states, packed, slots, top_k_weights, out)
+        else:
+            for first in range(0, len(slots), MOST_TOKENS):
+                part = slice(first, first + MOST_TOKENS)
+                self._grouped(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part])
+
+    def _decode(self, x: torch.Tensor, packed: PackedBytes, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor) -> None:
+        tokens, top_k = slots.shape
+        down = self.matrices.down
+        neurons = torch.empty(tokens * top_k, self.matrices.neurons, dtype=torch.float32, device=x.device)
+        rows_by_pair(x, packed, self.matrices.gate_up, slots, neurons, self.gate, "gate" if self.gate.gated else "act")
+        _down_kernel[tokens, down.rows // DOWN_ROWS](
+            neurons, packed.units, packed.scales, packed.biases, slots, top_k_weights, out,
+            M=down, TOP_K=top_k, ROWS=DOWN_ROWS, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+        )  # fmt: skip
+
+    def _grouped(
+        self,
+        x: torch.Tensor,
+        packed: PackedBytes,
+        num_slots: int,
+        slots: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        gate_up, down, pair_count = self.matrices.gate_up, self.matrices.down, slots.numel()
+        groups = PairGroups.allocate(pair_count, num_slots, pairs_a_block(pair_count, num_slots, x.dtype), x.device)
+        group_pairs(slots, num_slots, groups)
+        neurons = torch.empty(pair_count, round_up(self.matrices.neurons, down.step_columns), dtype=x.dtype, device=x.device)
+        packed_product(
+            grouped_columns(x, gate_up),
+            packed,
+            gate_up,
+            neurons,
+            groups=groups,
+            gate=self.gate,
+            epilogue="gate" if self.gate.gated else "act",
+            pairs_a_row=slots.shape[1],
+            following=down,
+        )
+        rows = torch.empty(pair_count, down.outputs, dtype=torch.float32, device=x.device)
+        packed_product(neurons, packed, down, rows, groups=groups)
+        combine(rows, slots, top_k_weights, out)
 
 
 def check_call(
@@ -256,19 +243,21 @@ def check_call(
     top_k_weights: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """
+    """Check the arguments of `SlotExperts.forward`.
+
     Raises:
-        ValueError: what `SlotExperts.forward` does not take.
+        ValueError: one is not as described there.
     """
     tokens = hidden_states.shape[0]
     if hidden_states.shape != (tokens, hidden) or out.shape != hidden_states.shape:
         raise ValueError(f"hidden_states {tuple(hidden_states.shape)} and out {tuple(out.shape)} must both be (T, {hidden})")
     if slots.dim() != 2 or slots.shape[0] != tokens or slots.shape != top_k_weights.shape:
         raise ValueError(f"slots {tuple(slots.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be ({tokens}, K)")
-    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"hidden_states of {hidden_states.dtype}; float32, float16 and bfloat16 can be computed")
-    if slots.dtype != torch.int32 or out.dtype != torch.float32:
-        raise ValueError(f"slots must be int32 and out float32, not {slots.dtype} and {out.dtype}")
+    for name, tensor in (("hidden_states", hidden_states), ("out", out)):
+        if tensor.dtype not in ACTIVATION_DTYPES:
+            raise ValueError(f"{name} must be float32, float16 or bfloat16, not {tensor.dtype}")
+    if slots.dtype != torch.int32:
+        raise ValueError(f"slots must be int32, not {slots.dtype}")
     if arena.dim() != 2 or arena.shape[1] != expert_bytes:
         raise ValueError(f"arena {tuple(arena.shape)} must be (S, {expert_bytes}) for experts of this shape, weight type and layout")
     for name, tensor in (("hidden_states", hidden_states), ("slots", slots), ("top_k_weights", top_k_weights), ("out", out)):

@@ -1,4 +1,4 @@
-"""Packed units inside kernels: where they lie, and the columns they hold. Addresses are in elements of the pointer they are added to."""
+"""Packed units inside kernels: their addresses, and the columns they hold. Addresses are in elements of the pointer they are added to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FLIP_INT4 = tl.constexpr(-0x77777778)  # 0x88888888
 
 @triton.jit
 def unit_at(rows, units, M: tl.constexpr):
-    """Of `rows` of the matrix and `units` along their columns."""
+    """Address of `units` along the columns of `rows` of a matrix in blocks."""
     block = (rows // 32) * M.block_stride + rows % 32
     return block + (units // M.units_a_group) * M.group_stride + M.header + (units % M.units_a_group) * 32
 
 
 @triton.jit
 def scale_at(rows, groups, M: tl.constexpr):
-    """Of the float16 scale of `rows` for `groups` of 32 columns; only words have scales."""
+    """Address of the float16 scale of `rows` for `groups` of 32 columns; only words have scales."""
     return 2 * ((rows // 32) * M.block_stride + groups * M.group_stride) + rows % 32
 
 
@@ -35,12 +35,11 @@ def signed(units, M: tl.constexpr):
 
 
 @triton.jit
-def column(units, J: tl.constexpr, M: tl.constexpr):
-    """The `J`-th column of each unit as float32, without its scale."""
+def column(units, J, M: tl.constexpr):
+    """The `J`-th column of each unit as float32, without its scale; `J` is a constant or a tensor."""
     if M.weights == "bfloat16":
         # a bfloat16 is the upper half of a float32
-        upper = (units << 16) if J == 0 else ((units >> 16) << 16)
-        return upper.to(tl.float32, bitcast=True)
+        return ((units >> 16 * J) << 16).to(tl.float32, bitcast=True)
     elif M.weights == "int8":
         return ((units << (24 - 8 * J)) >> 24).to(tl.float32)
     elif M.weights == "int4":
@@ -51,7 +50,7 @@ def column(units, J: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def column_as(units, J: tl.constexpr, dtype: tl.constexpr, M: tl.constexpr):
+def column_as(units, J, dtype: tl.constexpr, M: tl.constexpr):
     """`column` in another type; a bfloat16 that stays one is only moved."""
     if M.weights == "bfloat16" and dtype == tl.bfloat16:
         return (units >> 16 * J).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -61,7 +60,7 @@ def column_as(units, J: tl.constexpr, dtype: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total, UPCAST: tl.constexpr):
-    """`total + a @ b`; float32 in three passes of tf32, which lose nothing that matters."""
+    """`total + a @ b`; float32 in three passes of tf32, whose error is of the order of float32 rounding."""
     # Triton's interpreter multiplies the bit patterns of bfloat16
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -73,7 +72,7 @@ def dot(a, b, total, UPCAST: tl.constexpr):
 
 @triton.jit
 def load(pointers, mask, MASKED: tl.constexpr):
-    """Loads that need no mask are spared it: it costs registers in every thread."""
+    """Load; without MASKED the mask is not applied, as it costs registers in every thread."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0)
     else:

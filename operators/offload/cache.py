@@ -1,6 +1,6 @@
-"""Which experts a cache keeps: pure policies that learn from every token's routing and rank the experts of a layer.
+"""Cache policies: they learn from every token's routing and rank the experts of a layer by how much the cache should keep them.
 
-Shapes: L layers, E experts, T tokens of one step in their order, K experts a token.
+Shapes: L layers, E experts, T tokens of one step in order, K experts per token.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Ids = NDArray[np.int64]
 Priority = NDArray[np.float64]
 Rows = TypeVar("Rows", Scores, Ids)
 PolicyName = Literal["mrs", "lru", "lfu", "score_frequency", "static"]
-PAPERS_TOP_P = 2  # times the experts a token takes: "Typically, we set p to twice the number of activated experts"
-FORGOTTEN = 1e-12  # what is left of a token's weight when it no longer changes a float64 average
+TOP_P_FACTOR = 2  # times the experts per token: HybriMoE sets p to twice the number of activated experts
+NEGLIGIBLE = 1e-12  # a token's weight at which it no longer changes a float64 average
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Which experts are kept. By `benchmarks/results/cache_sweep.csv` the defaults are best or near it on every trace; no others are.
+    """The cache policy. In `benchmarks/results/cache_sweep.csv` only the defaults are best or near the best on every trace.
 
     Attributes:
-        policy: `mrs`, a moving average of router scores (HybriMoE, section IV-D); `lru`, the latest use; `lfu`, uses in all;
-            `score_frequency`, the averages of scores and of uses in equal parts; `static`, uses in `profile`, for good.
+        policy: `mrs`, a moving average of router scores (HybriMoE, section IV-D); `lru`, the latest use; `lfu`, the total of uses;
+            `score_frequency`, the averages of scores and of uses in equal parts; `static`, the uses in `profile`, fixed.
         alpha: the newest token's weight in the average of scores, eq. (3).
-        top_p: so many of a token's largest scores count, eq. (3); twice the experts a token takes where it is not given.
+        top_p: how many of a token's largest scores count, eq. (3); by default twice the experts per token.
         frequency_alpha: the newest token's weight in the average of uses.
-        admission: `always` lets an expert in that computed and was not there; `bypass` only where it ranks above one that is
-            there, since the CPU serves a miss as well. `auto` is `bypass` for `static` and `always` for the others.
-        scope: `layer` gives every layer as many slots, `global` shares them among the layers.
-        profile: a routing trace (`benchmarks/traces.py`), for `static`.
+        admission: `always` admits every expert that missed; `bypass` only one that ranks above a resident expert, since the CPU
+            serves a miss as well. `auto` is `bypass` for `static` and `always` for the others.
+        scope: `layer` gives every layer the same number of slots, `global` shares them among the layers.
+        profile: a routing trace (`moegraft calibrate --routing`), for `static`.
     """
 
     policy: PolicyName = "score_frequency"
@@ -51,13 +51,13 @@ class CacheOptions:
     def __post_init__(self) -> None:
         for name in ("alpha", "frequency_alpha"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a weight above 0 and at most 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if self.top_p is not None and self.top_p < 1:
             raise ValueError(f"top_p must be 1 or more, not {self.top_p}")
         if (self.policy == "static") != (self.profile is not None):
-            raise ValueError("policy static and 'profile' need each other")
+            raise ValueError("policy 'static' needs 'profile', and only it takes one")
         if self.policy == "static" and self.admission == "always":
-            raise ValueError("policy static never lets an expert in; 'admission: always' cannot go with it")
+            raise ValueError("policy 'static' never admits an expert; remove 'admission: always'")
 
     @property
     def bypasses(self) -> bool:
@@ -66,24 +66,24 @@ class CacheOptions:
 
 
 class CachePolicy(Protocol):
-    """Ranks the experts of each layer by what it saw."""
+    """Ranks the experts of each layer by the routing it has observed."""
 
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
-        """Takes in one step of a layer.
+        """Observe one step of a layer.
 
         Args:
             scores: (T, E) float32, `routing.scores_of` the layer's router.
-            chosen: (T, K) int64, the experts that compute; -1 for a padded slot.
+            chosen: (T, K) int64, the experts that are computed; -1 for a padded slot.
         """
         ...
 
     def priority(self, layer: int) -> Priority:
-        """(E,) float64, larger: keep. Comparable among layers. Read-only, and true until the next update of the layer."""
+        """Return (E,) float64, larger: keep; comparable among layers. Read-only, and valid until the next update of the layer."""
         ...
 
 
-class _Ranked:
-    """A policy whose ranking is one number an expert, kept up to date."""
+class _ExpertRanks:
+    """A policy that keeps one up-to-date rank per expert."""
 
     def __init__(self, layers: int, num_experts: int) -> None:
         self._rank = np.zeros((layers, num_experts))
@@ -95,8 +95,8 @@ class _Ranked:
         return shown
 
 
-class LeastRecentlyUsed(_Ranked):
-    """Keeps what was used last; experts of one token are as recent as each other."""
+class LeastRecentlyUsed(_ExpertRanks):
+    """Keep what was used last; the experts of one token are equally recent."""
 
     def __init__(self, layers: int, num_experts: int) -> None:
         super().__init__(layers, num_experts)
@@ -106,12 +106,12 @@ class LeastRecentlyUsed(_Ranked):
         tokens, top_k = chosen.shape
         ids, times = chosen.ravel(), np.repeat(np.arange(1, tokens + 1), top_k) + self._clock
         real = ids >= 0
-        self._rank[layer][ids[real]] = times[real]  # of an id that comes twice the later one is kept
+        self._rank[layer][ids[real]] = times[real]  # of a repeated id the later time is kept
         self._clock += tokens
 
 
 class LeastFrequentlyUsed:
-    """Keeps what was used most often since the start; of equals, what was used last."""
+    """Keep what was used most often since the start; of equals, what was used last."""
 
     def __init__(self, layers: int, num_experts: int) -> None:
         self._uses = np.zeros((layers, num_experts))
@@ -127,8 +127,8 @@ class LeastFrequentlyUsed:
         return np.asarray(self._uses[layer] + self._last.priority(layer) / (2 * self._latest))
 
 
-class MinusRecentScore(_Ranked):
-    """HybriMoE's MRS, eq. (3), once a token: `S = alpha * TopP(s) + (1 - alpha) * S`."""
+class MinusRecentScore(_ExpertRanks):
+    """HybriMoE's MRS, eq. (3), applied per token: `S = alpha * TopP(s) + (1 - alpha) * S`."""
 
     def __init__(self, layers: int, num_experts: int, alpha: float, top_p: int | None = None) -> None:
         super().__init__(layers, num_experts)
@@ -138,7 +138,7 @@ class MinusRecentScore(_Ranked):
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
         recent = self._average.recent(scores)
         if not math.isfinite(recent.sum()):
-            return  # a NaN would stay in the average for ever
+            return  # a NaN would stay in the average forever
         row = self._rank[layer]
         gain = self._average.gain(len(recent))
         if not self._dropped:
@@ -152,7 +152,7 @@ class MinusRecentScore(_Ranked):
 
 
 class ScoreAndFrequency:
-    """The averages of scores, fast, and of uses, slow, each over its own mean in the layer."""
+    """The sum of a fast average of scores and a slow average of uses, each divided by its mean in the layer."""
 
     def __init__(self, layers: int, num_experts: int, alpha: float, top_p: int | None = None, frequency_alpha: float = 0.01) -> None:
         self._scores = MinusRecentScore(layers, num_experts, alpha, top_p)
@@ -171,8 +171,8 @@ class ScoreAndFrequency:
         return np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
 
 
-class StaticProfile(_Ranked):
-    """Keeps what was used most in a profile (L, E), whatever happens since: KTransformers' map of hot experts."""
+class StaticProfile(_ExpertRanks):
+    """Keep what was used most in a profile (L, E), regardless of later use: KTransformers' map of hot experts."""
 
     def __init__(self, profile: NDArray[np.int64]) -> None:
         super().__init__(*profile.shape)
@@ -183,39 +183,39 @@ class StaticProfile(_Ranked):
 
 
 class _MovingAverage:
-    """Weights of `x = alpha * new + (1 - alpha) * x` over the tokens of a step taken at once."""
+    """The weights of `x = alpha * new + (1 - alpha) * x`, applied to all tokens of a step at once."""
 
     def __init__(self, alpha: float) -> None:
         self._keep = 1 - alpha
-        length = 1 if alpha == 1 else min(math.ceil(math.log(FORGOTTEN) / math.log(self._keep)), 1 << 16)
+        length = 1 if alpha == 1 else min(math.ceil(math.log(NEGLIGIBLE) / math.log(self._keep)), 1 << 16)
         self._gains = alpha * self._keep ** np.arange(length - 1, -1, -1.0)
 
     def recent(self, rows: Rows) -> Rows:
-        """The rows of a step that still weigh something at its end."""
+        """Return the rows of a step whose weight is not negligible at its end."""
         return rows[-len(self._gains) :]
 
     def gain(self, tokens: int) -> NDArray[np.float64]:
-        """(tokens,), the weight of each at the end of a step that ends with them."""
+        """Return (tokens,): the weights of the last tokens of a step at its end."""
         return self._gains[len(self._gains) - tokens :]
 
     def decay(self, tokens: int) -> float:
-        """What is left of the average before."""
+        """Return the factor on the average before these tokens."""
         return float(self._keep**tokens)
 
 
 def _uses(chosen: Ids, num_experts: int, gain: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """(E,), how often each is chosen; with `gain` (T,) each token counts that much."""
+    """Return (E,): how often each expert is chosen; with `gain` (T,) the sum of its tokens' gains."""
     weights = None if gain is None else np.repeat(gain, chosen.shape[1])
-    return np.asarray(np.bincount(chosen.ravel() + 1, weights, num_experts + 1)[1:], dtype=np.float64)  # padded slots count in the first
+    return np.asarray(np.bincount(chosen.ravel() + 1, weights, num_experts + 1)[1:], dtype=np.float64)  # the first counts padded slots
 
 
 def make_policy(options: CacheOptions, layers: int, num_experts: int, top_k: int) -> CachePolicy:
-    """The policy that `options` ask for, of a model whose tokens take `top_k` of `num_experts` experts in each layer.
+    """Return the policy that `options` ask for, for a model that routes each token to `top_k` of `num_experts` experts per layer.
 
     Raises:
-        OSError, TraceError: the profile cannot be read, or is of another model.
+        OSError, TraceError: the profile cannot be read, or is for another model.
     """
-    top_p = options.top_p or PAPERS_TOP_P * top_k
+    top_p = options.top_p or TOP_P_FACTOR * top_k
     match options.policy:
         case "mrs":
             return MinusRecentScore(layers, num_experts, options.alpha, top_p)
@@ -228,5 +228,5 @@ def make_policy(options: CacheOptions, layers: int, num_experts: int, top_k: int
     assert options.profile is not None, "CacheOptions checks that static has a profile"
     profile = Trace.load(options.profile).loads()
     if profile.shape != (layers, num_experts):
-        raise TraceError(f"{options.profile}: a profile of {profile.shape} layers and experts for a model of {(layers, num_experts)}")
+        raise TraceError(f"{options.profile}: expected a profile of {(layers, num_experts)} layers and experts, found {profile.shape}")
     return StaticProfile(profile)

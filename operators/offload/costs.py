@@ -214,8 +214,9 @@ def warm_up(
         # Always other experts than last time: weights that are still in the CPU's caches cost less than those of a real step.
         experts = sorted((next_expert + offset) % num_experts for offset in range(count))
         next_expert += count
+        job = executor_of(experts, load).on_cpu(np.asarray(experts))
         start_ms = device.now_ms()
-        device.submit_cpu(executor_of(experts, load).on_cpu(np.asarray(experts)), work(load, count)).wait()
+        device.submit_cpu(job, work(load, count)).wait()
         return device.now_ms() - start_ms
 
     def cpu_ms(load: int) -> tuple[float, float]:
@@ -230,8 +231,9 @@ def warm_up(
         experts = range(len(slots))
         times_ms = []
         for _ in range(ROUNDS):
+            launch = executor_of(experts, load).on_gpu(np.asarray(experts), slots)
             before = compute.record(timed=True)
-            device.launch(compute, executor_of(experts, load).on_gpu(np.asarray(experts), slots), work(load, len(slots)))
+            device.launch(compute, launch, work(load, len(slots)))
             after = compute.record(timed=True)
             after.wait()
             times_ms.append(device.elapsed_ms(before, after))

@@ -35,7 +35,7 @@ from moegraft.operators.offload.devices.base import DeviceError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from moegraft.operators.offload.model_experts import ModelExperts
+    from moegraft.operators.offload.model_experts import ModelEngines
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -50,12 +50,12 @@ class DecodeSteps:
     """Runs the decode steps of one model, which asks it at every forward pass.
 
     Args:
-        groups: the model's layers with a GPU, whose engines are open by the first forward pass.
+        engines: of the model, open by the first forward pass.
     """
 
-    def __init__(self, groups: Sequence[ModelExperts]) -> None:
-        self._groups = groups
-        self._mode = "graph" if any(group.options.decode == "graph" for group in groups) else "auto"
+    def __init__(self, engines: ModelEngines) -> None:
+        self._engines = engines
+        self._mode = "graph" if any(options.decode == "graph" for options in engines.options) else "auto"
         self._tuner = DecodeModeTuner()
         self._logged: set[str] = set()
         self._obstacle: str | None = None  # why no step will be captured
@@ -81,7 +81,7 @@ class DecodeSteps:
             reason = self._why_eager(model, arguments, drafting=drafting)
             if reason is not None:
                 self._log(reason)
-            elif self._mode == "auto" and self._tuner.next(self._groups[0].engines[0].device.now_ms()) == "eager":
+            elif self._mode == "auto" and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
                 reason = "measured"
             return plain(**arguments) if reason is not None else self._forward(plain, arguments)
         finally:
@@ -147,18 +147,18 @@ class DecodeSteps:
         return self._compare(expected, plain, arguments, snapshot)
 
     def _capture(self, plain: Forward, arguments: Mapping[str, Any]) -> _CapturedStep:
-        group = self._groups[0]
-        shapes = {layer.last_call for layer in group.layers}
+        layers = self._engines.layers
+        shapes = {layer.last_call for layer in layers}
         shape = shapes.pop()
         if shapes or shape is None:
             raise DeviceError("the calls of this model's layers differ in shape")
-        graph = StepGraph(group.engines[0], group.layers[0].layers, shape)
-        for layer, captured in zip(group.layers, graph.layers, strict=True):
+        graph = StepGraph(layers[0].engine, layers[0].layers, shape)
+        for layer, captured in zip(layers, graph.layers, strict=True):
             layer.captured = threading.get_ident(), captured
         try:
             return _CapturedStep(graph, plain, arguments)
         finally:
-            for layer in group.layers:
+            for layer in layers:
                 layer.captured = None
 
     def _compare(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
@@ -190,7 +190,7 @@ class DecodeSteps:
             return "tokens are drafted with fewer experts, and verified several at once"
         if len(arguments["input_ids"]) > MAX_SEQUENCES:
             return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"
-        cache = arguments.get(CACHE)
+        cache: Any = arguments.get(CACHE)
         reason = why_not_static(cache) or why_counted_in_python(arguments, cache)
         if reason is None and not all(layer.is_initialized for layer in cache.layers):
             reason = ""  # the cache gets its memory with the first tokens
@@ -203,20 +203,19 @@ class DecodeSteps:
         return self._obstacle
 
     def _find_obstacle(self, model: PreTrainedModel) -> str | None:
-        engines = [engine for group in self._groups for engine in group.engines]
+        engines, layers = list(self._engines), self._engines.layers
         if not engines or (self._mode == "auto" and engines[0].device.torch_device.type != "cuda"):
             return ""  # that everything runs on the CPU was logged; and on an emulated device nothing can be measured
-        if len(engines) > 1 or len(self._groups) > 1:
+        if len(engines) > 1 or len(self._engines.options) > 1:
             return "the layers are on several GPUs, or their experts differ in size or options"
         own: Any = model  # torch types every attribute of a module as a tensor
-        operator = own.moegraft.model_operator
-        if operator is not None:
-            return str(operator.uncaptured)
-        group = self._groups[0]
-        if any(layer.sparse for layer in group.layers):
-            return "neurons are left out of experts"
         others = own.moegraft.operators  # in-place operators among them
-        if engines[0].device.torch_device.type != "cuda" and len(others) > len(group.layers):
+        reason = next((operator.uncaptured for operator in others.values() if operator.uncaptured is not None), None)
+        if reason is not None:
+            return str(reason)
+        if any(layer.sparse for layer in layers):
+            return "neurons are left out of experts"
+        if engines[0].device.torch_device.type != "cuda" and len(others) > len(layers):
             return "other operators compute on the CPU, unseen by an emulated device"
         return None
 

@@ -116,8 +116,8 @@ class EngineLayers:
 
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
         """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
-        if self.emulated:
-            return partial(self._compute_emulated, sparse_arguments(sparsity))
+        if self._slot_experts is not None:
+            return partial(self._compute_emulated, self._slot_experts, sparse_arguments(sparsity))
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
         return partial(self._compute_on_device, kernel, drafting)
 
@@ -127,10 +127,16 @@ class EngineLayers:
         kernel.forward(x, self._slot_memory, slots, weights, out, **arguments)
 
     def _compute_emulated(
-        self, arguments: dict[str, Any], x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        self,
+        in_slots: PackedExperts,
+        arguments: dict[str, Any],
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         part = torch.empty_like(x)
-        self.runtime.forward(self._slot_experts, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
+        self.runtime.forward(in_slots, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
         out.copy_(part)
 
     def time_paths(self, resident: int, top_k: int, choices: PathChoices) -> None:
@@ -180,7 +186,7 @@ class EngineLayers:
         key = f"{name} {dtype}"
         held = self._pinned.get(key)
         if held is None or held.numel() < shape.numel():
-            held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=True)
+            held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
         return held[: shape.numel()].view(shape)
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cache_form import CacheForm, kv_cache_bytes
 from moegraft.operators.cpu import as_array
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.kv_cache import CacheForm
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
-from moegraft.operators.offload.decode_steps import DecodeSteps
 from moegraft.operators.offload.devices.base import Device, DeviceError, Neurons
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.devices.profiles import PROFILES
@@ -26,8 +26,8 @@ from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.options import GpuOptions, free_for_slots, kv_cache_bytes
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.options import GpuOptions, free_for_slots
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -35,6 +35,7 @@ from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing import Router
 from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
+from moegraft.operators.timeline import Timeline
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,122 +66,112 @@ class LoadedLayer:
         return self.packed.shape.num_experts, self.packed.expert_bytes, self.packed.weight_type, self.packed.sparse
 
 
-@dataclass(slots=True, weakref_slot=True)
-class ModelExperts:
-    """The layers of one model under one set of GPU options.
+class ModelEngines:
+    """The engines of one model, and the layers that they compute.
 
-    Layers `join` while the model is built and are `ready` when it is loaded; with the last one the engines open. They close with the
-    model: threads, page-locked memory and slots do not outlive it.
+    Layers `join` while the model is built and are `ready` when it is loaded; with the last one the engines open. Layers share an engine
+    where they are on one GPU, have equal options, and hold experts of one kind. Engines close with the model: threads, page-locked memory
+    and slots do not outlive it.
+
+    Attributes:
+        options: the different options that rules give to layers.
     """
 
-    options: GpuOptions
-    runtime: Runtime
-    cache_form: CacheForm = field(default_factory=CacheForm)
-    engines: list[Engine] = field(default_factory=list)
-    _expected: int = 0
-    _loaded: dict[int, LoadedLayer] = field(default_factory=dict)
-    _layers: list[weakref.ref[GpuLayer]] = field(default_factory=list)
+    def __init__(self, runtime: Runtime, cache_form: CacheForm) -> None:
+        self._runtime = runtime
+        self._cache_form = cache_form
+        self.options: list[GpuOptions] = []
+        self._joined: list[GpuOptions] = []
+        self._loaded: dict[int, LoadedLayer] = {}
+        self._engines: list[Engine] = []
+        self._layers: list[weakref.ref[GpuLayer]] = []
+        weakref.finalize(self, _close_all, self._engines)
 
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _close_all, self.engines)
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines)
 
-    def join(self) -> int:
+    @property
+    def layers(self) -> Sequence[GpuLayer]:
+        """The layers that engines compute, in the model's order where there is one engine."""
+        return [layer for layer in (each() for each in self._layers) if layer is not None]
+
+    @property
+    def captures(self) -> bool:
+        """Whether a rule lets whole decode steps be captured."""
+        return any(options.captures for options in self.options)
+
+    def join(self, options: GpuOptions) -> int:
         """Return the number of a new layer, in the model's order."""
-        self._expected += 1
-        return self._expected - 1
+        if options not in self.options:
+            self.options.append(options)
+        self._joined.append(options)
+        return len(self._joined) - 1
 
     def ready(self, number: int, layer: LoadedLayer, config: PretrainedConfig, dtype: torch.dtype) -> None:
         """Take a loaded layer; with the last one, open the engines. `config` and `dtype` are the model's."""
         self._loaded[number] = layer
-        if len(self._loaded) < self._expected:
+        if len(self._loaded) < len(self._joined):
             return
-        layers = [self._loaded.pop(number) for number in sorted(self._loaded)]
-        reason = None if self.options.emulated else why_no_cuda()
-        if reason is None and not self.options.emulated and any(layer.device.type != "cuda" for layer in layers):
-            reason = "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
-        if reason is not None:
-            logger.warning("all experts run on the CPU (gpu: %s): %s", self.options.gpu, reason)
-            return
-        kv_bytes = kv_cache_bytes(config, self.options.cache.context, dtype, self.cache_form.quantised)
+        for options in self.options:
+            layers = [self._loaded.pop(number) for number, joined in enumerate(self._joined) if joined == options]
+            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form.quantised)
+            self._open_engines(options, layers, kv_bytes)
+
+    def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:
         # Layers are computed where their routers are; emulated devices share them out evenly, in order.
-        names, devices = [str(layer.device) for layer in layers], self.options.devices
-        if self.options.emulated:
+        names, devices = [str(layer.device) for layer in layers], options.devices
+        if options.emulated:
             names = [devices[number * len(devices) // len(layers)] for number in range(len(layers))]
-        shared: dict[object, list[LoadedLayer]] = {}
+        elif (reason := why_no_cuda()) is not None or any(layer.device.type != "cuda" for layer in layers):
+            reason = reason or "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
+            logger.warning("all experts run on the CPU (gpu: %s): %s", options.gpu, reason)
+            return
+        shared: dict[tuple[str, object], list[LoadedLayer]] = {}
         for name, layer in zip(names, layers, strict=True):
             shared.setdefault((name, layer.kind), []).append(layer)
         for (name, _), members in shared.items():
-            self._open(name, members, kv_bytes * len(members) // len(layers))
-
-    def _open(self, device: str, loaded: Sequence[LoadedLayer], kv_bytes: int) -> None:
-        opened = open_engine(device, loaded, self.runtime, self.options, kv_bytes)
-        if opened is None:
-            return
-        engine, layers = opened
-        self.engines.append(engine)
-        for index, each in enumerate(loaded):
-            layer = GpuLayer(engine, layers, index, each.draft)
-            self._layers.append(weakref.ref(layer))  # its module keeps it
-            each.attach(layer)
-
-    @property
-    def layers(self) -> Sequence[GpuLayer]:
-        """Those that engines compute, in the model's order where there is one engine."""
-        return [layer for layer in (each() for each in self._layers) if layer is not None]
+            opened = open_engine(name, members, self._runtime, options, kv_bytes * len(members) // len(layers))
+            if opened is None:
+                continue
+            engine, engine_layers = opened
+            self._engines.append(engine)
+            for index, member in enumerate(members):
+                gpu_layer = GpuLayer(engine, engine_layers, index, member.draft)
+                self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
+                member.attach(gpu_layer)
 
     def statistics(self) -> Mapping[str, object]:
-        """What each engine did, by its device."""
-        return {engine.device.name: engine.report() for engine in self.engines}
+        """Return what each engine did, by its device."""
+        return {engine.device.name: engine.report() for engine in self._engines}
+
+    def counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the device and the counters of each engine."""
+        found = ((engine.device.name, engine.statistics) for engine in self._engines)
+        return [(device, {field.name: getattr(counts, field.name) for field in fields(counts)}) for device, counts in found]
+
+    @contextmanager
+    def timelines(self) -> Iterator[list[Timeline]]:
+        """Record the spans of each engine while the body runs."""
+        engines = list(self._engines)
+        found = [Timeline(engine.device.name, engine.device.now_ms) for engine in engines]
+        for engine, timeline in zip(engines, found, strict=True):
+            engine.timings.timeline = timeline
+        try:
+            yield found
+        finally:
+            for engine in engines:
+                engine.device.synchronize()
+                engine.timings.collect()
+                engine.timings.timeline = None
 
     def close(self) -> None:
         """End transfers and free the slots; the model computes no more."""
-        _close_all(self.engines)
+        _close_all(self._engines)
 
 
 def _close_all(engines: list[Engine]) -> None:
     while engines:
         engines.pop().close()
-
-
-class GpuGroups:
-    """All layers of one model that have a GPU, grouped by their options."""
-
-    def __init__(self) -> None:
-        self._groups: dict[GpuOptions, ModelExperts] = {}
-        self._steps: DecodeSteps | None = None
-
-    def group(self, options: GpuOptions, runtime: Runtime, cache_form: CacheForm) -> ModelExperts:
-        """Return the layers whose rules give them these options."""
-        found = self._groups.get(options)
-        if found is None:
-            found = self._groups[options] = ModelExperts(options, runtime, cache_form)
-        return found
-
-    def __iter__(self) -> Iterator[ModelExperts]:
-        return iter(self._groups.values())
-
-    @property
-    def captures(self) -> bool:
-        """Whether a rule lets whole decode steps be captured."""
-        return any(options.captures for options in self._groups)
-
-    @property
-    def decode_steps(self) -> DecodeSteps:
-        """What runs the model's decode steps; to be read when all groups exist."""
-        if self._steps is None:
-            self._steps = DecodeSteps([*self])
-        return self._steps
-
-    def statistics(self) -> Mapping[str, object]:
-        """What each engine did, by its device."""
-        return {name: found for group in self for name, found in group.statistics().items()}
-
-    def close(self) -> None:
-        """End transfers and free the slots; the model computes no more."""
-        if self._steps is not None:
-            self._steps.release()
-        for group in self:
-            group.close()
 
 
 def open_engine(
@@ -208,8 +199,9 @@ def open_engine(
     loading = open_loading(
         device,
         store,
+        _slot_plan(options, store, free_bytes),
         policy.priority,
-        LoadingOptions(_slot_plan(options, store, free_bytes), "bypass" if options.cache.bypasses else "always"),
+        "bypass" if options.cache.bypasses else "always",
         on_span=timings.on_span,
         on_transfer=timings.on_transfer,
     )

@@ -1,130 +1,98 @@
 """The transfer queue: experts go to the device in chunks, the most urgent first.
 
-Priority lives here and not on the device: at most two chunks of demands are handed to the copy stream ahead of need, and one of anything
-else, so a demand waits for one chunk of what is loaded ahead, and what was not handed over can be dropped. Only what a stream waits for
-(`Transfer.ready`) is handed over whole.
+Priorities are applied here and not on the device: at most two chunks of demands are submitted to the copy stream ahead of need, and one of
+anything else, so a demand waits for one chunk of a prefetch, and chunks that were not submitted can be dropped. Only a transfer that a
+stream waits for (`Transfer.ready`) is submitted whole.
 
-Threads: calls may come from any thread; the device's notifier sends the next chunk when one has landed. One lock, the slot table's,
-guards everything; nothing blocks under it but a ring of page-locked chunks that is full.
-
-The transfers of a queue that are under way: who they are, and what becomes of them.
-
-A device's slots and queue, with every fallback on the way from page-locked memory to the CPU alone.
+Threads: calls may come from any thread; the device's notifier submits the next chunk when one has landed. One lock, the slot table's,
+guards everything; nothing blocks under it except a ring of page-locked chunks that is full.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+import os
+import threading
+from _signal import SIGINT, signal  # type: ignore[import-not-found]
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from itertools import chain, takewhile
+from math import inf
+from types import FrameType
 
-from moegraft.operators.offload.devices.base import Buffer, Device, DeviceError, DeviceTimeoutError, Event, OnSpan
-from moegraft.operators.offload.devices.process import ProcessGuard
+from moegraft.operators.offload.devices.base import (
+    Buffer,
+    Device,
+    DeviceError,
+    DeviceTimeoutError,
+    Event,
+    OnSpan,
+    check_not_forked,
+)
 from moegraft.operators.offload.slots import Admission, Priority, SlotTable
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena
-from moegraft.operators.offload.transfers import (
-    ArrivalEstimates,
-    ChunkSender,
-    OnTransfer,
-    PendingQueue,
-    Transfer,
-    TransferState,
-    TransferStatistics,
-    Urgency,
-    default_chunk_bytes,
-)
+from moegraft.operators.offload.transfers import ChunkSender, OnTransfer, Transfer, TransferState, Urgency, default_chunk_bytes
 
 logger = logging.getLogger(__name__)
+DEMAND_DEPTH = 2  # chunks of demands submitted ahead of need: one runs, one follows without a gap
+# Of prefetches: a gap on the link matters less than a demand that waits. Modelled decode of four models gains 1 to 2 %.
+PREFETCH_DEPTH = 1
+CLOSE_S = 1.0
 
 
-class InFlightTransfers:
-    """Keeps transfers, their slots and the counts in step; the queue's lock guards it.
+@dataclass(slots=True)
+class TransferStatistics:
+    """Counts since the queue was created.
 
     Attributes:
-        unsent: those with bytes left to send, in the order in which they go.
+        joined: requests for an expert in flight; `upgraded` where that made it more urgent.
+        cancelled: before their last byte was sent; `cancelled_bytes` had been sent in vain.
+        refused: demands for which no slot was available.
     """
 
-    def __init__(self, device: str, store: ExpertStore, slots: SlotTable, statistics: TransferStatistics) -> None:
-        self.unsent = PendingQueue()
-        self._device = device
-        self._expert_bytes = store.expert_bytes
-        self._slots = slots
-        self._statistics = statistics
-        self._live: list[dict[int, Transfer]] = [{} for _ in range(store.layers)]
-        self._prefetch_failed = False
+    requested: int = 0
+    demanded: int = 0
+    joined: int = 0
+    upgraded: int = 0
+    refused: int = 0
+    landed: int = 0
+    landed_bytes: int = 0
+    cancelled: int = 0
+    cancelled_bytes: int = 0
+    failed: int = 0
 
-    def find(self, layer: int, expert: int) -> Transfer | None:
-        """The transfer of an expert, unless its slot was given to another behind it."""
-        transfer = self._live[layer].get(expert)
-        return None if transfer is None or transfer.overtaken else transfer
 
-    def running(self, layer: int) -> dict[int, Transfer]:
-        """Those with bytes on the way, by expert."""
-        live = self._live[layer].items()
-        return {expert: each for expert, each in live if each.state is TransferState.RUNNING and not each.overtaken}
+class PendingQueue:
+    """Transfers with bytes left to send, the most urgent first and in order of request."""
 
-    def enter(self, transfer: Transfer) -> Transfer:
-        self._live[transfer.layer][transfer.expert] = transfer
-        self.unsent.add(transfer)
-        return transfer
+    def __init__(self) -> None:
+        self._transfers: tuple[list[Transfer], ...] = tuple([] for _ in Urgency)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return chain.from_iterable(self._transfers)
+
+    def __bool__(self) -> bool:
+        return any(self._transfers)
+
+    def add(self, transfer: Transfer) -> None:
+        self._transfers[transfer.urgency].append(transfer)
+
+    def remove(self, transfer: Transfer) -> None:
+        self._transfers[transfer.urgency].remove(transfer)
 
     def upgrade(self, transfer: Transfer, urgency: Urgency) -> None:
-        """Makes it more urgent; it never gets less so."""
-        if urgency < transfer.urgency:
-            self._statistics.upgraded += 1
-            self.unsent.upgrade(transfer, urgency)
+        """Make a transfer, which need not be pending any more, more urgent."""
+        same = self._transfers[transfer.urgency]
+        if transfer in same:
+            same.remove(transfer)
+            self._transfers[urgency].append(transfer)
+        transfer.urgency = urgency
 
-    def sent(self, transfer: Transfer) -> None:
-        """Its last byte was handed over."""
-        assert transfer.reservation is not None, "it was sent somewhere"
-        self.unsent.remove(transfer)
-        self._slots.sent(transfer.reservation)
+    def prefetches(self) -> list[Transfer]:
+        return [*chain.from_iterable(self._transfers[Urgency.NEXT :])]
 
-    def land(self, transfer: Transfer) -> None:
-        """Its last byte is there."""
-        assert transfer.reservation is not None, "it was loaded somewhere"
-        transfer.state = TransferState.LANDED
-        self._forget(transfer)
-        self._statistics.landed += 1
-        self._statistics.landed_bytes += self._expert_bytes
-        self._slots.commit(transfer.reservation)
-
-    def fail(self, transfer: Transfer, error: DeviceError) -> None:
-        """A chunk of it was refused, or lost."""
-        transfer.error = error
-        self._statistics.failed += 1
-        if not transfer.pins and not self._prefetch_failed:
-            self._prefetch_failed = True
-            logger.warning("%s: a prefetch has failed, and others that fail will not be mentioned: %s", self._device, error)
-        self._drop(transfer, TransferState.FAILED)
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """Drops what was not handed over yet. False: all of it was, and it will land; or it is done."""
-        if transfer.done or transfer.sent_bytes >= self._expert_bytes:
-            return False
-        self._drop(transfer, TransferState.CANCELLED)
-        self._statistics.cancelled += 1
-        self._statistics.cancelled_bytes += transfer.sent_bytes
-        return True
-
-    def _drop(self, transfer: Transfer, state: TransferState) -> None:
-        transfer.state = state
-        self._forget(transfer)
-        if transfer.sent_bytes < self._expert_bytes:
-            self.unsent.remove(transfer)
-        if transfer.reservation is not None:
-            self._slots.cancel(transfer.reservation)
-
-    def _forget(self, transfer: Transfer) -> None:
-        live = self._live[transfer.layer]
-        if live.get(transfer.expert) is transfer:  # else it was overtaken, and asked for again
-            del live[transfer.expert]
-
-
-DEPTH = 2  # chunks of demands handed over ahead of need: one runs, one follows without a gap
-# Of what is loaded ahead: a gap of the link's matters less than a demand that waits. Modelled decode of four models gains 1 to 2 %.
-AHEAD_DEPTH = 1
-CLOSE_S = 1.0
+    def demands_before(self, transfer: Transfer | None) -> Iterator[Transfer]:
+        return takewhile(lambda each: each is not transfer, self._transfers[Urgency.DEMAND])
 
 
 class TransferQueue:
@@ -132,9 +100,9 @@ class TransferQueue:
 
     Args:
         arena: the slots' memory, slot after slot; None moves nothing (simulations).
-        source: where the bytes are read; page-locks the store where none is given.
-        on_span: told of every chunk, for a timeline.
-        on_transfer: told of bytes and ms of every chunk that nothing but the link held up, for a cost model.
+        source: where the bytes are read; where none is given, the store is page-locked.
+        on_span: called for every chunk, for a timeline.
+        on_transfer: called with bytes and ms of every chunk that nothing but the link delayed, for a cost model.
     """
 
     def __init__(
@@ -155,12 +123,12 @@ class TransferQueue:
         self.chunk_bytes = default_chunk_bytes(store.expert_bytes) if chunk_bytes is None else chunk_bytes
         self.source = HostSource(store, device, self.chunk_bytes) if source is None else source
         self.statistics = TransferStatistics()
-        self._guard = ProcessGuard(f"the transfer queue of {device.name}")
+        self._owner_pid = os.getpid()
         self._lock = slots.lock
         self._copy = device.stream("copy")
         self._past = self._copy.record()  # done before anything is sent
-        self._underway = InFlightTransfers(device.name, store, slots, self.statistics)
-        self._unsent = self._underway.unsent
+        self._in_flight: list[dict[int, Transfer]] = [{} for _ in range(store.layers)]  # by expert, waiting ones included
+        self._pending = PendingQueue()
         self._sender = ChunkSender(
             device,
             store,
@@ -168,106 +136,112 @@ class TransferQueue:
             arena,
             slots.lock,
             chunk_bytes=self.chunk_bytes,
-            statistics=self.statistics,
-            on_told=self._told,
+            on_landed=self._chunk_landed,
             on_span=on_span,
             on_transfer=on_transfer,
         )
         self.link = self._sender.link
-        self._arrivals = ArrivalEstimates(self.link, self._unsent, store.expert_bytes)
         self._sending = False
         self._closed = False
-        slots.on_room = self._pump
+        self._prefetch_failed = False
+        slots.on_available = self._send_chunks
 
     def request(self, layer: int, expert: int, urgency: Urgency) -> Transfer | None:
-        """Asks for an expert; joins it if it is on its way, and makes it more urgent if need be.
+        """Request an expert: join its transfer if it is in flight, making it more urgent where needed, or start one.
 
-        A demand holds its slot until `release`; of an expert that is there already it gets a transfer that has landed.
-        None: no slot can be had for a demand, unless one is released first, which need not have landed; or nothing is to be done for
-        a prefetch.
+        A demand pins its slot until `release`; a demand of a resident expert returns a transfer that has landed.
+
+        Returns:
+            None where no slot is available for a demand until another is released, which need not have landed; or where a prefetch has
+            nothing to do.
 
         Raises:
             DeviceError: the queue is closed.
             RuntimeError: in a forked child.
         """
-        self._guard.check()
+        check_not_forked(f"the transfer queue of {self.device.name}", self._owner_pid)
         with self._lock:
             if self._closed:
                 raise DeviceError(f"the transfer queue of {self.device.name} is closed")
             self.statistics.requested += 1
-            transfer = self._underway.find(layer, expert)
+            transfer = self._in_flight[layer].get(expert)
+            if transfer is not None and transfer.superseded:
+                transfer = None
             if urgency is Urgency.DEMAND:
-                self.statistics.demanded += 1
                 return self._demand(layer, expert, transfer)
             if transfer is not None:
-                self.statistics.joined += 1
-                self._underway.upgrade(transfer, urgency)
+                self._join(transfer, urgency)
             elif not self.slots.holds(layer, expert) and self.slots.capacity_of(layer) > 0:
-                transfer = self._underway.enter(Transfer(self, layer, expert, urgency))
-            self._pump()
+                transfer = self._add(Transfer(self, layer, expert, urgency))
+            self._send_chunks()
             return transfer
 
     def release(self, transfer: Transfer, last_use: Event | None) -> None:
-        """Ends a demand: its reader was handed over before the event, or there was none. Once for every demand."""
+        """End a demand, once for each: `last_use` is the event behind its reader, None if there was none."""
         with self._lock:
             self.slots.release(transfer.pins.pop(), last_use)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """Drops what was not handed over yet. False: all of it was, and it will land; or it is done."""
+        """Drop the chunks that were not submitted. Return False if all were, and it will land; or if it is done."""
         with self._lock:
-            cancelled = self._underway.cancel(transfer)
-            if cancelled:
-                self._pump()
-            return cancelled
+            if transfer.done or transfer.sent_bytes >= self.store.expert_bytes:
+                return False
+            self._drop(transfer, TransferState.CANCELLED)
+            self.statistics.cancelled += 1
+            self.statistics.cancelled_bytes += transfer.sent_bytes
+            self._send_chunks()
+            return True
 
     def replan(self, keep: Container[tuple[int, int]] = (), *, started: bool = False) -> int:
-        """Drops prefetches, all but those of the `(layer, expert)` to keep, that have not started, or were suspended; how many."""
+        """Cancel pending prefetches except the `(layer, expert)` to keep, with `started` those sent in part too; return how many."""
         with self._lock:
-            waiting = self._unsent.prefetches()
-            chosen = [each for each in waiting if (started or each.sent_bytes == 0) and (each.layer, each.expert) not in keep]
+            pending = self._pending.prefetches()
+            chosen = [each for each in pending if (started or each.sent_bytes == 0) and (each.layer, each.expert) not in keep]
             return sum(self.cancel(transfer) for transfer in chosen)
 
     def in_flight(self, layer: int) -> dict[int, float]:
-        """Experts of a layer with bytes on the way, and in how many ms each would be there if demanded now."""
+        """Return the experts of a layer with bytes in flight, and the ms until each would be resident if demanded now."""
         with self._lock:
-            return {expert: self.arrival_ms(each) for expert, each in self._underway.running(layer).items()}
+            transfers = self._in_flight[layer].items()
+            running = {expert: each for expert, each in transfers if each.state is TransferState.RUNNING and not each.superseded}
+            return {expert: self.arrival_ms(each) for expert, each in running.items()}
 
     def arrival_ms(self, transfer: Transfer) -> float:
-        """See `Transfer.arrival_ms`."""
+        """Return the estimated ms until a transfer lands if it were demanded now; infinite for one that failed or was cancelled."""
         with self._lock:
-            return self._arrivals.of(transfer, self.device.now_ms())
+            if transfer.done:
+                return 0.0 if transfer.state is TransferState.LANDED else inf
+            left = self.store.expert_bytes - transfer.sent_bytes
+            ahead = transfer.link_mark - self.link.landed_bytes if left == 0 else self._bytes_before(transfer) + left
+            return self.link.until_ms(ahead, self.device.now_ms())
 
     def busy_ms(self) -> float:
-        """How long until a new demand would start: what is under way, and the demands before it."""
+        """Return the estimated ms until a new demand would start."""
         with self._lock:
-            return self._arrivals.busy_ms(self.device.now_ms())
-
-    def transfer_ms(self) -> float:
-        """What one expert takes on a free link."""
-        return self.link.ms(self.store.expert_bytes)
+            return self.link.until_ms(self._bytes_before(None), self.device.now_ms())
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on the way or waiting."""
-        return self._sender.enqueued == 0 and not self._unsent
+        """Whether nothing is in flight or pending."""
+        return self._sender.chunks_in_flight == 0 and not self._pending
 
     @property
     def available(self) -> int:
-        """Demands that could be met with a slot now, those of prefetches under way included."""
+        """The number of demands that could have a slot now, those of pending prefetches included."""
         with self._lock:
-            return self.slots.available + sum(each.reservation is not None for each in self._unsent.prefetches())
+            return self.slots.available + sum(each.reservation is not None for each in self._pending.prefetches())
 
-    def hand_over(self, transfer: Transfer) -> Event:
+    def submit_rest(self, transfer: Transfer) -> Event:
         """See `Transfer.ready`."""
         with self._lock:
             if transfer.state is TransferState.LANDED:
                 return self._past
             if transfer.state is TransferState.FAILED:
-                assert transfer.error is not None, "a failure has its error"
+                assert transfer.error is not None, "a failed transfer has its error"
                 raise transfer.error
             if transfer.state is TransferState.CANCELLED:
-                raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} was cancelled: nothing is to be waited for")
-            if transfer.reservation is None and not self._find_slot(transfer, demand=True):
+                raise ValueError(f"the transfer of expert {transfer.expert} of layer {transfer.layer} was cancelled: request it again")
+            if transfer.reservation is None and not self._reserve(transfer, demand=True):
                 raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} has no slot: demand it before waiting for it")
             self._sending = True  # waiting for a ring's chunk lets the notifier in
             try:
@@ -275,61 +249,71 @@ class TransferQueue:
                     self._send(transfer)
             finally:
                 self._sending = False
-            self._pump()
+            self._send_chunks()
             if transfer.error is not None:
                 raise transfer.error
             return self._past if transfer.done else transfer.events[-1]
 
     def close(self) -> None:
-        """Drops what was not handed over, lets the rest land, and gives page-locked memory back. Takes a second at most.
+        """Drop the chunks that were not submitted, let the others land, and release page-locked memory. Takes at most a second.
 
         Raises:
-            DeviceTimeoutError: the copies under way did not end.
+            DeviceTimeoutError: the copies in flight did not end; the memory that the device still reads stays page-locked.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self.slots.on_room = None
-            for transfer in list(self._unsent):
-                self._underway.cancel(transfer)
+            self.slots.on_available = None
+            for transfer in list(self._pending):
+                self.cancel(transfer)
             last = self._copy.record()
         try:
             last.wait(CLOSE_S)
         except DeviceTimeoutError:
-            raise  # and memory that the device still reads stays page-locked
+            raise
         except DeviceError as error:
             logger.warning("%s: a copy failed while the queue was closed: %s", self.device.name, error)
         self.source.close()
 
-    # Under the lock from here on.
+    # All methods below are called under the lock.
 
     def _demand(self, layer: int, expert: int, transfer: Transfer | None) -> Transfer | None:
+        self.statistics.demanded += 1
         if transfer is None and self.slots.holds(layer, expert):
-            landed = Transfer(self, layer, expert, Urgency.DEMAND)
-            landed.state = TransferState.LANDED
-            landed.pins.append(self.slots.pin(layer, (expert,)))
-            return landed
-        joins = transfer is not None
+            pin = self.slots.pin(layer, (expert,))
+            return Transfer(self, layer, expert, Urgency.DEMAND, TransferState.LANDED, pins=[pin])
+        joined = transfer is not None
         transfer = transfer or Transfer(self, layer, expert, Urgency.DEMAND)
-        if transfer.reservation is None and not self._find_slot(transfer, demand=True):
+        if transfer.reservation is None and not self._reserve(transfer, demand=True):
             self.statistics.refused += 1
             return None
-        assert transfer.reservation is not None, "it was just found"
+        assert transfer.reservation is not None, "it was just reserved"
         transfer.pins.append(self.slots.pin_loading(transfer.reservation))
-        if joins:
-            self.statistics.joined += 1
-            self._underway.upgrade(transfer, Urgency.DEMAND)
+        if joined:
+            self._join(transfer, Urgency.DEMAND)
         else:
-            self._underway.enter(transfer)
-        self._pump()
+            self._add(transfer)
+        self._send_chunks()
         return transfer
 
-    def _find_slot(self, transfer: Transfer, *, demand: bool) -> bool:
-        """Reserves one; for a demand, if need be, that of the least urgent prefetch under way, which is dropped."""
+    def _join(self, transfer: Transfer, urgency: Urgency) -> None:
+        """Join a transfer, which never becomes less urgent."""
+        self.statistics.joined += 1
+        if urgency < transfer.urgency:
+            self.statistics.upgraded += 1
+            self._pending.upgrade(transfer, urgency)
+
+    def _add(self, transfer: Transfer) -> Transfer:
+        self._in_flight[transfer.layer][transfer.expert] = transfer
+        self._pending.add(transfer)
+        return transfer
+
+    def _reserve(self, transfer: Transfer, *, demand: bool) -> bool:
+        """Reserve a slot; for a demand, if necessary, that of the least urgent pending prefetch, which is cancelled."""
         transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=demand)
         if transfer.reservation is None and demand:
-            with_slots = [each for each in self._unsent.prefetches() if each.reservation is not None]
+            with_slots = [each for each in self._pending.prefetches() if each.reservation is not None]
             if with_slots:
                 sending, self._sending = self._sending, True  # or another prefetch takes the slot
                 self.cancel(with_slots[-1])
@@ -337,64 +321,83 @@ class TransferQueue:
                 transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=True)
         return transfer.reservation is not None
 
-    def _pump(self) -> None:
+    def _send_chunks(self) -> None:
+        """Submit chunks, the most urgent first, until as many are in flight as their urgency allows."""
         if self._sending or self._closed:
             return
         self._sending = True
         try:
-            while self._sender.enqueued < DEPTH:
-                transfer = self._next()
+            while self._sender.chunks_in_flight < DEMAND_DEPTH:
+                transfer = self._most_urgent()
                 if transfer is None:
                     break
                 self._send(transfer)
         finally:
             self._sending = False
 
-    def _next(self) -> Transfer | None:
-        """The most urgent that has a slot or can have one, and may go now."""
-        room, demands_alone = True, self._sender.enqueued >= AHEAD_DEPTH
-        for transfer in self._unsent:
-            if demands_alone and transfer.urgency is not Urgency.DEMAND:
+    def _most_urgent(self) -> Transfer | None:
+        """Return the first transfer that has a slot or can have one, and may be sent now."""
+        available, demands_only = True, self._sender.chunks_in_flight >= PREFETCH_DEPTH
+        for transfer in self._pending:
+            if demands_only and transfer.urgency is not Urgency.DEMAND:
                 return None
             if transfer.reservation is not None:
                 return transfer
-            room = room and self._find_slot(transfer, demand=False)
-            if room:
+            available = available and self._reserve(transfer, demand=False)
+            if available:
                 return transfer
         return None
 
     def _send(self, transfer: Transfer) -> None:
-        """The next chunk; a refused one fails the transfer."""
+        """Submit the next chunk; a refused one fails the transfer."""
         try:
             self._sender.send(transfer)
         except DeviceError as error:
-            self._underway.fail(transfer, error)
+            self._fail(transfer, error)
             return
         if transfer.sent_bytes == self.store.expert_bytes:
-            self._underway.sent(transfer)
+            assert transfer.reservation is not None, "it was sent to a slot"
+            self._pending.remove(transfer)
+            self.slots.mark_sent(transfer.reservation)
 
-    def _told(self, transfer: Transfer, error: DeviceError | None) -> None:
-        """A chunk has landed, or failed: on the notifier."""
+    def _chunk_landed(self, transfer: Transfer, error: DeviceError | None) -> None:
+        """Handle a chunk that has landed or failed, on the notifier thread."""
         if error is not None and not transfer.done:
-            self._underway.fail(transfer, error)
-        elif transfer.state is TransferState.RUNNING and transfer.told_bytes == self.store.expert_bytes:
-            self._underway.land(transfer)
-        self._pump()
+            self._fail(transfer, error)
+        elif transfer.state is TransferState.RUNNING and transfer.landed_bytes == self.store.expert_bytes:
+            assert transfer.reservation is not None, "it was sent to a slot"
+            transfer.state = TransferState.LANDED
+            self._forget(transfer)
+            self.statistics.landed += 1
+            self.statistics.landed_bytes += self.store.expert_bytes
+            self.slots.commit(transfer.reservation)
+        self._send_chunks()
 
+    def _fail(self, transfer: Transfer, error: DeviceError) -> None:
+        transfer.error = error
+        self.statistics.failed += 1
+        if not transfer.pins and not self._prefetch_failed:
+            self._prefetch_failed = True
+            logger.warning("%s: a prefetch failed; later failures of prefetches are not logged: %s", self.device.name, error)
+        self._drop(transfer, TransferState.FAILED)
 
-@dataclass(frozen=True, slots=True)
-class LoadingOptions:
-    """How experts are loaded.
+    def _drop(self, transfer: Transfer, state: TransferState) -> None:
+        transfer.state = state
+        self._forget(transfer)
+        if transfer.sent_bytes < self.store.expert_bytes:
+            self._pending.remove(transfer)
+        if transfer.reservation is not None:
+            self.slots.cancel(transfer.reservation)
 
-    Attributes:
-        plan: slots wanted; the device may give fewer.
-        admission: see `ResidentSet`.
-        chunk_bytes: None for `default_chunk_bytes`.
-    """
+    def _forget(self, transfer: Transfer) -> None:
+        transfers = self._in_flight[transfer.layer]
+        if transfers.get(transfer.expert) is transfer:  # otherwise it was superseded and requested again
+            del transfers[transfer.expert]
 
-    plan: SlotPlan
-    admission: Admission = "always"
-    chunk_bytes: int | None = None
+    def _bytes_before(self, transfer: Transfer | None) -> int:
+        """Return the bytes that land before a demand's remaining ones: those in flight and of earlier demands; None: a new demand."""
+        pending = sum(self.store.expert_bytes - each.sent_bytes for each in self._pending.demands_before(transfer))
+        return self.link.sent_bytes - self.link.landed_bytes + pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,10 +409,10 @@ class Loading:
     queue: TransferQueue
 
     def close(self) -> None:
-        """Ends the queue and frees the memory; the last readers of the slots are done.
+        """Close the queue and free the memory; the last readers of the slots are done.
 
         Raises:
-            DeviceTimeoutError: copies did not end within a second; their memory is not touched.
+            DeviceTimeoutError: copies did not end within a second; their memory is left alone.
         """
         self.queue.close()
         self.arena.free()
@@ -418,33 +421,68 @@ class Loading:
 def open_loading(
     device: Device,
     store: ExpertStore,
+    plan: SlotPlan,
     priority: Priority,
-    options: LoadingOptions,
+    admission: Admission = "always",
     *,
+    chunk_bytes: int | None = None,
     on_span: OnSpan | None = None,
     on_transfer: OnTransfer | None = None,
 ) -> Loading | None:
-    """None where the device has no room for a slot or cannot be copied to: all experts run on the CPU, which was said."""
-    chunk_bytes = options.chunk_bytes or default_chunk_bytes(store.expert_bytes)
-    plan, arena = allocate_arena(device, options.plan, store.expert_bytes)
+    """Allocate the slots of a plan, or as many as the device has room for, and open the queue that fills them.
+
+    Returns:
+        None where the device has no room for a slot or cannot be copied to: all experts run on the CPU, and a warning gives the reason.
+    """
+    chunk_bytes = chunk_bytes or default_chunk_bytes(store.expert_bytes)
+    plan, arena = allocate_arena(device, plan, store.expert_bytes)
     if arena is None:
         return None
     source = HostSource(store, device, chunk_bytes)
     try:
-        _try_a_copy(device, store, source, arena)
+        if source.form == "pageable" and store.buffer(0) is not None:  # the last fallback may not work either: try it
+            copy = device.stream("copy")
+            device.copy(copy, arena, 0, source.chunk(0, 0, 0, 64), 64)
+            copy.record().wait()
     except DeviceError as error:
         source.close()
         arena.free()
         logger.warning("%s: experts cannot be copied to it, all of them run on the CPU: %s", device.name, error)
         return None
-    slots = SlotTable(store.layers, store.num_experts, plan, priority, options.admission)
+    slots = SlotTable(store.layers, store.num_experts, plan, priority, admission)
     queue = TransferQueue(device, store, slots, arena, chunk_bytes=chunk_bytes, source=source, on_span=on_span, on_transfer=on_transfer)
     return Loading(slots, arena, queue)
 
 
-def _try_a_copy(device: Device, store: ExpertStore, source: HostSource, arena: Buffer) -> None:
-    """The last of the fallbacks, memory as it is, is not sure to work."""
-    if source.form == "pageable" and store.buffer(0) is not None:
-        copy = device.stream("copy")
-        device.copy(copy, arena, 0, source.chunk(0, 0, 0, 64), 64)
-        copy.record().wait()
+class Uninterrupted:
+    """A context that delays Ctrl-C to its end, where KeyboardInterrupt is raised; a second Ctrl-C is raised at once.
+
+    Slots and queues change in several steps, and Python delivers the signal between any two of them. Only the main thread is interrupted;
+    in other threads the context does nothing. What runs inside must end by itself.
+    """
+
+    __slots__ = ("_frame", "_handler", "_pending")
+
+    def __enter__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], object] | None = None
+        self._pending = False
+        if threading.current_thread() is threading.main_thread():
+            # `signal.signal` takes ten times as long, to turn handlers into enumerations and back.
+            handler = signal(SIGINT, self._on_signal)
+            if callable(handler):
+                self._handler = handler
+            elif handler is not None:  # the system's own action interrupts no Python code
+                signal(SIGINT, handler)
+
+    def __exit__(self, *error: object) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal(SIGINT, handler)
+            if self._pending:
+                handler(SIGINT, self._frame)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        first, self._pending = not self._pending, True
+        self._frame = frame
+        if not first and self._handler is not None:
+            self._handler(number, frame)

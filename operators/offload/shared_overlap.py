@@ -18,7 +18,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")
+from moegraft.operators.structure import SHARED_NAMES
+
 Order = Literal["unknown", "after", "before", "other"]
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 

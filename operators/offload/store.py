@@ -1,7 +1,4 @@
-"""The experts in host memory: one contiguous block an expert, read by the CPU kernel and sent to devices as it is.
-
-The device memory of the slots: one block, as large as the device gives.
-"""
+"""The experts in host memory, one contiguous block per expert, and the device memory of the slots, one block for all."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from dataclasses import dataclass
 from typing import Self
 
 from moegraft.cpu_backend import PackedExperts
-from moegraft.operators.offload.devices.base import Buffer, Bytes, Device, DeviceError, Event, OutOfDeviceMemoryError, PinnedRange
-from moegraft.operators.offload.devices.emulated import aligned_bytes
+from moegraft.operators.offload.devices.base import Buffer, Bytes, Device, DeviceError, Event, OutOfDeviceMemoryError, aligned_bytes
 
 logger = logging.getLogger(__name__)
-RING_CHUNKS = (4, 3, 2)  # page-locked chunks to ask for, the most first
+RING_CHUNKS = (4, 3, 2)  # page-locked chunks to try, the largest ring first
+SHRINK = 0.75  # of the capacity, after each refusal: seven attempts to an eighth
 
 
 class ExpertStore:
-    """Every layer's experts, `(E * expert_bytes,)` uint8 a layer; a phantom store has sizes and no bytes.
+    """Every layer's experts, `(E * expert_bytes,)` uint8 per layer; the CPU kernel reads them in place and copies send them as they are.
 
     Raises:
-        ValueError: layers of different sizes: those need a store, and slots, of their own.
+        ValueError: layers have different sizes; each size needs its own store and slots.
     """
 
     def __init__(self, layers: Sequence[Bytes | None], num_experts: int, expert_bytes: int) -> None:
@@ -36,13 +33,13 @@ class ExpertStore:
 
     @classmethod
     def of_packed(cls, layers: Sequence[PackedExperts]) -> Self:
-        """Over the packed bytes, without a copy."""
+        """Create a store over the packed bytes, without a copy."""
         first = layers[0]
         return cls([packed.buffer for packed in layers], first.shape.num_experts, first.expert_bytes)
 
     @classmethod
     def phantom(cls, layers: int, num_experts: int, expert_bytes: int) -> Self:
-        """For simulations: transfers take their time and move nothing."""
+        """Create a store with sizes and no bytes, for simulations: transfers take their time and move nothing."""
         return cls([None] * layers, num_experts, expert_bytes)
 
     @property
@@ -53,37 +50,46 @@ class ExpertStore:
         return self._buffers[layer]
 
     def bytes_of(self, layer: int, expert: int) -> Bytes | None:
-        """`(expert_bytes,)` uint8; None in a phantom."""
+        """Return an expert's `(expert_bytes,)` uint8; None in a phantom."""
         buffer = self._buffers[layer]
         return None if buffer is None else buffer[expert * self.expert_bytes : (expert + 1) * self.expert_bytes]
 
 
 class HostSource:
-    """Where copies read from: page-locked layers, else a ring of page-locked chunks, else memory as it is.
+    """Where copies read from: page-locked layers; where that fails, a ring of page-locked chunks; else pageable memory.
 
-    The ring is filled by whoever sends a chunk, so it costs the host a copy; chunks are handed out in order and one is filled again
-    only after the event of its last copy.
+    The sender fills the ring, which costs the host a copy. Chunks are used in order, and one is refilled only after the event of its last
+    copy.
     """
 
     def __init__(self, store: ExpertStore, device: Device, chunk_bytes: int) -> None:
         self._store = store
-        self._pinned: list[PinnedRange] = []
+        self._device = device
+        self._pinned: list[Bytes] = []
         self._ring: list[Bytes] = []
         self._ring_events: list[Event | None] = []
         self._next = 0
-        self.pinned_layers, reason = self._pin_layers(device)
-        if reason is not None:
-            self._make_ring(device, chunk_bytes, reason)
+        self.pinned_layers = store.layers
+        for layer in range(store.layers):
+            buffer = store.buffer(layer)
+            if buffer is None:
+                continue
+            try:
+                self._pin(buffer)
+            except DeviceError as error:
+                self.pinned_layers = layer
+                self._create_ring(chunk_bytes, error)
+                break
 
     @property
     def form(self) -> str:
-        """`pinned`, `ring` or `pageable`: of the layers that could not be page-locked, where there are any."""
+        """`pinned`, or, for the layers that could not be page-locked, `ring` or `pageable`."""
         if self.pinned_layers == self._store.layers:
             return "pinned"
         return "ring" if self._ring else "pageable"
 
     def chunk(self, layer: int, expert: int, start: int, nbytes: int) -> Bytes | None:
-        """The bytes of a chunk, which stay as they are until the event given to `sent` is done; None in a phantom."""
+        """Return the bytes of a chunk, which do not change until the event given to `mark_sent` is done; None in a phantom."""
         block = self._store.bytes_of(layer, expert)
         if block is None:
             return None
@@ -97,56 +103,45 @@ class HostSource:
         target[:] = part
         return target
 
-    def sent(self, layer: int, event: Event) -> None:
-        """The chunk last asked for is on its way until the event."""
+    def mark_sent(self, layer: int, event: Event) -> None:
+        """Record the event behind the copy of the chunk that was last returned."""
         if layer >= self.pinned_layers and self._ring:
             self._ring_events[self._next] = event
             self._next = (self._next + 1) % len(self._ring)
 
     def close(self) -> None:
-        """Gives page-locked memory back; whoever closes has waited for the last copy."""
-        for pinned in self._pinned:
-            pinned.release()
+        """Release page-locked memory; the last copy is done."""
+        for array in self._pinned:
+            self._device.unpin(array)
         self._pinned.clear()
         self._ring.clear()
 
-    def _pin_layers(self, device: Device) -> tuple[int, DeviceError | None]:
-        """How many layers are page-locked, and why not all of them."""
-        for layer in range(self._store.layers):
-            buffer = self._store.buffer(layer)
-            if buffer is None:
-                continue
-            try:
-                self._pinned.append(device.pin(buffer))
-            except DeviceError as error:
-                return layer, error
-        return self._store.layers, None
+    def _pin(self, array: Bytes) -> None:
+        self._device.pin(array)
+        self._pinned.append(array)
 
-    def _make_ring(self, device: Device, chunk_bytes: int, reason: DeviceError) -> None:
-        which = f"experts of layers {self.pinned_layers} to {self._store.layers - 1}"
+    def _create_ring(self, chunk_bytes: int, reason: DeviceError) -> None:
+        name, layers = self._device.name, f"experts of layers {self.pinned_layers} to {self._store.layers - 1}"
         for count in RING_CHUNKS:
             memory = aligned_bytes(count * chunk_bytes)
             try:
-                self._pinned.append(device.pin(memory))
+                self._pin(memory)
             except DeviceError:
                 continue
             self._ring = [memory[index * chunk_bytes : (index + 1) * chunk_bytes] for index in range(count)]
             self._ring_events = [None] * count
-            logger.warning("%s: %s go through %d page-locked chunks of %d bytes: %s", device.name, which, count, chunk_bytes, reason)
+            logger.warning("%s: %s are copied through %d page-locked chunks of %d bytes: %s", name, layers, count, chunk_bytes, reason)
             return
-        logger.warning("%s: %s are sent from pageable memory, which makes the host wait: %s", device.name, which, reason)
-
-
-SHRINK = 0.75  # of the capacity, after each refusal: seven tries to an eighth
+        logger.warning("%s: %s are copied from pageable memory, which blocks the host: %s", name, layers, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """How many experts may stay on a device.
+    """The number of experts that may be resident on a device.
 
     Attributes:
         capacity: experts of each layer, or one number for a pool that all layers share.
-        staging: slots on top, into which experts are loaded while those they replace are still of use.
+        staging: slots on top, into which experts are loaded while those they replace are still in use.
     """
 
     capacity: tuple[int, ...] | int
@@ -159,7 +154,7 @@ class SlotPlan:
 
     @property
     def total(self) -> int:
-        """Experts that may stay."""
+        """Experts that may be resident."""
         return self.capacity if isinstance(self.capacity, int) else sum(self.capacity)
 
     @property
@@ -167,20 +162,28 @@ class SlotPlan:
         return self.total + self.staging
 
     def shrunk(self) -> SlotPlan | None:
-        """The next smaller plan: less capacity, then less staging; None below one slot."""
-        if self.total > 0:
-            return SlotPlan(_scaled(self.capacity, int(self.total * SHRINK)), self.staging)
-        return SlotPlan(self.capacity, self.staging // 2) if self.staging > 1 else None
+        """Return the next smaller plan: less capacity, then less staging; None below one slot."""
+        total = int(self.total * SHRINK)
+        if self.total == 0:
+            return SlotPlan(self.capacity, self.staging // 2) if self.staging > 1 else None
+        if isinstance(self.capacity, int):
+            return SlotPlan(total, self.staging)
+        shares = [count * total // self.total for count in self.capacity]
+        # What rounding leaves goes to the layers that have lost most.
+        by_loss = sorted(range(len(shares)), key=lambda layer: (shares[layer] - self.capacity[layer], layer))  # type: ignore[index]
+        for layer in by_loss[: total - sum(shares)]:
+            shares[layer] += 1
+        return SlotPlan(tuple(shares), self.staging)
 
 
 def even_plan(layers: int, total: int, staging: int) -> SlotPlan:
-    """`total` experts spread over the layers, the first ones taking what does not divide."""
+    """Spread `total` experts over the layers; the first ones take the remainder."""
     share, rest = divmod(total, layers)
     return SlotPlan(tuple(share + (layer < rest) for layer in range(layers)), staging)
 
 
 def allocate_arena(device: Device, plan: SlotPlan, expert_bytes: int) -> tuple[SlotPlan, Buffer | None]:
-    """Memory for a plan, or for the largest smaller one that the device has room for; no buffer: not even for one slot."""
+    """Allocate memory for a plan, or for the largest smaller one that the device has room for; no buffer if not even for one slot."""
     smaller: SlotPlan | None = plan
     while smaller is not None and smaller.slots > 0:
         try:
@@ -194,14 +197,3 @@ def allocate_arena(device: Device, plan: SlotPlan, expert_bytes: int) -> tuple[S
     if plan.slots > 0:
         logger.warning("%s: no memory for a single expert slot, all experts run on the CPU: %s", device.name, reason)
     return SlotPlan(0 if isinstance(plan.capacity, int) else (0,) * len(plan.capacity), 0), None
-
-
-def _scaled(capacity: tuple[int, ...] | int, total: int) -> tuple[int, ...] | int:
-    """Each layer's share of a smaller total, what rounding leaves going to the first layers that have lost most."""
-    if isinstance(capacity, int):
-        return total
-    shares = [count * total // sum(capacity) for count in capacity]
-    by_loss = sorted(range(len(capacity)), key=lambda layer: (shares[layer] - capacity[layer], layer))
-    for layer in by_loss[: total - sum(shares)]:
-        shares[layer] += 1
-    return tuple(shares)

@@ -1,1 +1,1 @@
-"""Neurons inside experts that a token does not need: which they are, and the thresholds that say so."""
+"""Activation sparsity inside experts: thresholds below which neurons count as zero, and the kernels' paths that skip them."""

@@ -1,45 +1,40 @@
-"""Which path a batch takes: timed on the machine, with the layer's own sizes and sparsity, and kept on disk."""
+"""Which path a batch takes through sparse experts: timed on the machine, with the layer's own sizes and sparsity, and kept on disk."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
-from moegraft.operators.kernels.workspace import bucket_of
-
 logger = logging.getLogger(__name__)
 
-Defaults = Sequence[tuple[int, str]]  # up to so many tokens, that path
 # What is taken where nothing could be timed: an estimate from bytes read, no GPU has measured it.
-DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))
-DEFAULT_BEYOND = "dense"
-SLOT_DEFAULTS = ((16, "pair"), (512, "union"))  # of experts in slots, which have no path by order
-# A sparse path has to beat the dense ones by more than timings of one and the same program differ.
+DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))  # up to so many tokens, that path
+DENSE = "dense"  # beyond
+# A sparse path has to beat the dense one by more than two timings of the same program differ.
 LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """What the fastest path depends on, beside the batch."""
+    """What the fastest path depends on, apart from the batch."""
 
     hidden: int
     intermediate: int
     num_experts: int
     top_k: int
-    dtype: str
+    weights: str  # the type they are packed to
     gated: bool
-    group: int
-    gate: str
+    gate: str  # "exact" or "sketch"
     sparsity: float  # of routed neurons, to 0.01
     gpu: str
-    resident: int | None = None  # experts with a slot, where they are in slots; `dtype` is then the type they are packed to
+    resident: int  # experts with a slot
 
     @property
     def key(self) -> str:
@@ -48,55 +43,45 @@ class TimedCase:
         return json.dumps({**asdict(self), **made_with}, sort_keys=True)
 
 
+def bucket_of(tokens: int) -> int:
+    """Return the power of two that `tokens` are rounded up to."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
 def choices_path() -> Path:
-    """`$XDG_CACHE_HOME/moegraft/sparse_paths.json`, by default in `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/moegraft/sparse_paths.json`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "sparse_paths.json"
 
 
-def default_path(tokens: int, defaults: Defaults = DEFAULTS) -> str:
-    return next((path for most, path in defaults if tokens <= most), DEFAULT_BEYOND)
+def default_path(tokens: int) -> str:
+    return next((path for most, path in DEFAULTS if tokens <= most), DENSE)
 
 
-def fastest(times_ms: Mapping[str, float], dense: Sequence[str]) -> str:
-    """The path of least time, and a dense one unless another gains enough.
-
-    Raises:
-        ValueError: nothing was timed.
-    """
-    if not times_ms:
-        raise ValueError("no path was timed")
+def fastest(times_ms: Mapping[str, float]) -> str:
+    """Return the path of least time, and the dense one unless another gains enough."""
     best = min(times_ms, key=times_ms.__getitem__)
-    best_dense = min((path for path in dense if path in times_ms), key=times_ms.__getitem__, default=best)
-    return best if times_ms[best] * LEAST_GAIN <= times_ms[best_dense] else best_dense
+    return DENSE if DENSE in times_ms and times_ms[best] * LEAST_GAIN > times_ms[DENSE] else best
 
 
 class PathChoices:
     """The paths of one model's layers; those of equal layers are timed once.
 
     Args:
-        file: where times are kept between programs; None: nowhere.
+        file: where times are kept between processes; None: nowhere.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._times: dict[str, dict[str, dict[str, float]]] = {}  # by case, bucket and path
         self._read = file is None
-        self._keys: dict[TimedCase, str] = {}  # asked for in every call, and looking versions up takes a millisecond
+        self._keys: dict[TimedCase, str] = {}  # needed in every call, and looking up versions takes a millisecond
 
-    def path(
-        self,
-        case: TimedCase,
-        tokens: int,
-        dense: Sequence[str],
-        measure: Callable[[int], Mapping[str, float]] | None,
-        defaults: Defaults = DEFAULTS,
-    ) -> str:
-        """The path for a batch of `tokens`.
+    def path(self, case: TimedCase, tokens: int, measure: Callable[[int], Mapping[str, float]] | None) -> str:
+        """Return the path for a batch of `tokens`.
 
         Args:
-            measure: times the paths for a bucket, in ms; None where that cannot be done now, and what was not timed before gets a
-                default.
+            measure: times the paths for a bucket, in ms; None where that cannot be done now: what was not timed before gets a default.
         """
         bucket = bucket_of(tokens)
         key = self._keys.get(case)
@@ -105,10 +90,10 @@ class PathChoices:
         times = self._known(key).get(str(bucket))
         if times is None and measure is not None:
             times = self._add(key, bucket, dict(measure(bucket)))
-        return default_path(tokens, defaults) if times is None else fastest(times, dense)
+        return fastest(times) if times else default_path(tokens)
 
     def times(self) -> Iterator[tuple[str, int, Mapping[str, float]]]:
-        """Case, bucket and ms by path of everything timed so far."""
+        """Yield case, bucket and ms by path of everything timed so far."""
         for case, buckets in self._times.items():
             for bucket, times in buckets.items():
                 yield case, int(bucket), times
@@ -128,7 +113,7 @@ class PathChoices:
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """What is there; nothing where it cannot be read, and then it is written anew."""
+    """Return what the file holds; nothing where it cannot be read, and then it is written again."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return {
@@ -140,7 +125,7 @@ def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _write(file: Path, times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Adds to the file in one step; a folder that cannot be written costs a measurement at the next start and no more."""
+    """Add to the file atomically; a folder that cannot be written costs only a measurement at the next start."""
     scratch = file.with_name(f".{file.name}.{uuid4().hex}.part")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

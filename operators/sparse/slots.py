@@ -1,208 +1,209 @@
-"""Experts in slots of GPU memory in the CPU kernel's sparse layout: of up and down only active neurons' rows are read where that pays.
+"""Experts in slots of GPU memory in the CPU kernel's sparse layout: rows of inactive neurons need not be read.
 
-The ways through experts in slots in the CPU kernel's sparse layout. All compute the same function.
+The paths all compute the same function; which is fastest depends on the batch (`choice`). `pair`: every pair of a token and an expert reads
+its own active rows; `ordered` does the same with pairs by expert, so that rows that several pairs need are in the L2 cache. `union`: the
+pairs of an expert read the union of their rows, on tensor cores. `dense`: all rows are read, and neurons below the threshold become zeros.
+Gates are read whole, except from a sketch: a 4-bit copy that predicts which neurons are active, whose exact gates `pair` and `ordered` then
+compute.
 
-`pair`: every pair reads its own active rows. `union`: the pairs of an expert read the union of their rows, on tensor cores. `dense`: all
-rows are read, and neurons below the threshold become zeros. Gates are read whole by all of them.
-
-Times the paths of experts in slots on their GPU, before anybody uses the slots. Nothing here has run on a GPU yet.
+Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from moegraft.cpu_backend import ExpertsShape, GateSpec
-from moegraft.operators.kernels.epilogue import Threshold, combine
-from moegraft.operators.kernels.launch import Bytes, on
-from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gate_of
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear
+from moegraft.operators.kernels.epilogue import Threshold
+from moegraft.operators.kernels.launch import PackedBytes, on
+from moegraft.operators.kernels.packed_layout import SKETCH, SparseLayout, in_element_order, in_unit_order, sparse_layout
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
-from moegraft.operators.kernels.routing import PairGroups, group_pairs, pairs_a_block
+from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_call, rows_by_pair
-from moegraft.operators.kernels.sparse_call import Lists
-from moegraft.operators.kernels.sparse_pairs import compact_lists
-from moegraft.operators.kernels.sparse_rows import PackedRows, down_packed, from_unit_order, in_unit_order, sparse_layout, up_packed
-from moegraft.operators.kernels.sparse_union import (
-    ElementRows,
-    compact_union,
-    down_packed_union,
-    element_rows,
-    from_element_order,
-    in_element_order,
-    up_packed_union,
-)
-from moegraft.operators.sparse.choice import SLOT_DEFAULTS, PathChoices, TimedCase, default_path
-from moegraft.operators.sparse.gpu_layer import ROUTINGS, replay_ms
-
-DENSE_SLOT_PATHS = ("dense",)
+from moegraft.operators.kernels.sparse_pairs import ActiveNeurons, down_pairs, list_active, up_pairs
+from moegraft.operators.kernels.sparse_union import down_union, gate_union, list_union, up_union
+from moegraft.operators.sparse.choice import PathChoices, TimedCase, default_path
+from moegraft.operators.thresholds import DEFAULT_MARGIN
+from moegraft.operators.weights import Part
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLayout:
-    """Where the parts of an expert lie in its slot.
-
-    Attributes:
-        gates: of ungated experts the ups.
-        rows: of up and down, by units; `elements`: the same for tensor cores.
-    """
-
-    gates: PackedMatrix
-    rows: PackedRows
-    elements: ElementRows
-    gate: Gate
-
-    @classmethod
-    def of(cls, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) -> SlotLayout:
-        gates, rows = sparse_layout(shape, weight_type)
-        return cls(gates, rows, element_rows(rows), gate_of(gate_spec, gated=shape.gated))
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCall:
+class SparseCall:
     """One pass over a part of a batch.
 
     Attributes:
         hidden_states: (T, H) floating, contiguous.
-        packed: the slots' bytes, of `num_slots` slots.
-        slots: (T, K) int32, contiguous, -1: not here.
+        arena: (S, expert_bytes) uint8.
+        slots: (T, K) int32, contiguous, -1: absent.
         top_k_weights: (T, K) floating, contiguous.
-        out: (T, H) float32, written in full.
+        out: (T, H) floating, written in full.
+        margin: the share of the threshold that a sketched activation has to reach for its gate to be computed.
     """
 
     hidden_states: torch.Tensor
-    packed: Bytes
-    num_slots: int
+    arena: torch.Tensor
     slots: torch.Tensor
     top_k_weights: torch.Tensor
     out: torch.Tensor
-    layout: SlotLayout
+    layout: SparseLayout
     threshold: Threshold
+    margin: float
+
+    @property
+    def packed(self) -> PackedBytes:
+        return PackedBytes.of(self.arena, self.layout.weight_type)
 
     @property
     def pairs(self) -> int:
         return self.slots.numel()
 
+    @property
+    def top_k(self) -> int:
+        return self.slots.shape[1]
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.hidden_states.device)
 
-    def groups(self) -> PairGroups:
-        """The pairs by slot."""
-        block_pairs = pairs_a_block(self.pairs, self.num_slots, self.hidden_states.dtype)
-        groups = PairGroups.allocate(self.pairs, self.num_slots, block_pairs, self.hidden_states.device)
-        group_pairs(self.slots, self.num_slots, groups)
+    def groups(self, block_pairs: int | None = None) -> PairGroups:
+        """Return the pairs by slot."""
+        block_pairs = block_pairs or pairs_a_block(self.pairs, len(self.arena), self.hidden_states.dtype)
+        groups = PairGroups.allocate(self.pairs, len(self.arena), block_pairs, self.hidden_states.device)
+        group_pairs(self.slots, len(self.arena), groups)
         return groups
 
 
-def gate_activations(call: SlotCall, act: torch.Tensor, groups: PairGroups | None = None) -> None:
-    """Fills `act (P, I)` float32 with `act(gate)` of every present pair; ungated `act(up)`."""
-    x, gates, gate = call.hidden_states, call.layout.gates, call.layout.gate
-    if len(x) <= DECODE_TOKENS:
-        rows_by_pair(x, call.packed, gates, call.slots, act, gate, "act")
+def gate_activations(call: SparseCall, act: torch.Tensor, groups: PairGroups | None = None, *, sketched: bool = False) -> None:
+    """Fill `act (P, I)` float32 with `act(gate)` of every present pair, of ungated experts `act(up)`; `sketched` by the sketch."""
+    x, layout = call.hidden_states, call.layout
+    if layout.sketched and not sketched:
+        columns = in_element_order(x, layout.elements)
+        gate_union(columns, call.packed, act, groups or call.groups(), layout.elements, layout.gate, call.top_k)
         return
-    columns = grouped_columns(x, gates)
-    by_slot = groups or call.groups()
-    packed_product(columns, call.packed, gates, act, groups=by_slot, gate=gate, finish="act", pairs_a_row=call.slots.shape[1])
+    packed = PackedBytes.of(call.arena, layout.gates.weights)
+    if len(x) <= DECODE_TOKENS:
+        rows_by_pair(x, packed, layout.gates, call.slots, act, layout.gate, "act")
+        return
+    packed_product(
+        grouped_columns(x, layout.gates),
+        packed,
+        layout.gates,
+        act,
+        groups=groups or call.groups(),
+        gate=layout.gate,
+        epilogue="act",
+        pairs_a_row=call.top_k,
+    )
 
 
-def run_pair(call: SlotCall) -> None:
-    rows, pairs = call.layout.rows, call.pairs
-    act, values = call.empty(pairs, rows.neurons), call.empty(pairs, rows.neurons)
-    lists = Lists(call.empty(pairs, rows.neurons, dtype=torch.int32), values, call.empty(pairs, dtype=torch.int32))
-    gate_activations(call, act)
-    compact_lists(act, call.slots, call.threshold, lists, rows)
-    neurons = call.empty(pairs, rows.places)
-    up_packed(in_unit_order(call.hidden_states, rows), call.packed, call.slots, lists, neurons, rows, call.layout.gate)
-    sums = call.empty(pairs, rows.width)
-    down_packed(call.packed, call.slots, lists, neurons, sums, rows)
-    in_units = call.empty(len(call.slots), rows.width)
-    combine(sums, call.slots, call.top_k_weights, in_units)
-    call.out.copy_(from_unit_order(in_units, rows))
+def run_pair(call: SparseCall, *, ordered: bool = False) -> None:
+    layout, rows, pairs, threshold = call.layout, call.layout.rows, call.pairs, call.threshold
+    act = call.empty(pairs, rows.neurons)
+    active = ActiveNeurons(
+        call.empty(pairs, rows.neurons, dtype=torch.int32), call.empty(pairs, rows.neurons), call.empty(pairs, dtype=torch.int32)
+    )
+    order = call.groups(1) if ordered else None
+    gate_activations(call, act, sketched=layout.sketched)
+    list_active(act, call.slots, threshold, active, rows, call.margin if layout.sketched else 1.0, sketched=layout.sketched)
+    x = in_unit_order(call.hidden_states, rows)
+    neurons = act  # its activations are in the lists now
+    up_pairs(x, call.packed, call.slots, active, threshold, neurons, rows, layout.gate, order=order, exact=layout.sketched)
+    sums = call.empty(pairs, rows.hidden)
+    down_pairs(call.packed, call.slots, active, neurons, sums, rows, order=order)
+    combine(sums, call.slots, call.top_k_weights, call.out)
 
 
-def run_union(call: SlotCall) -> None:
-    groups, act = call.groups(), call.empty(call.pairs, call.layout.rows.neurons)
-    listed = call.empty(groups.max_blocks, call.layout.rows.neurons, dtype=torch.int32)
-    lists = Lists(listed, listed, call.empty(groups.max_blocks, dtype=torch.int32))
+def run_blocks(call: SparseCall, *, union: bool) -> None:
+    rows, x = call.layout.elements, call.hidden_states
+    groups = call.groups()
+    act = call.empty(call.pairs, rows.neurons)
     gate_activations(call, act, groups)
-    compact_union(call.threshold, lists, act, groups, call.layout.rows)
-    _finish_blocks(call, groups, act, lists)
-
-
-def run_dense(call: SlotCall) -> None:
-    groups, act = call.groups(), call.empty(call.pairs, call.layout.rows.neurons)
-    gate_activations(call, act, groups)
-    _finish_blocks(call, groups, act, None)
-
-
-def _finish_blocks(call: SlotCall, groups: PairGroups, act: torch.Tensor, lists: Lists | None) -> None:
-    rows, x, gate = call.layout.elements, call.hidden_states, call.layout.gate
+    active = None
+    if union:
+        listed = call.empty(groups.max_blocks, rows.neurons, dtype=torch.int32)
+        active = ActiveNeurons(listed, listed, call.empty(groups.max_blocks, dtype=torch.int32))
+        list_union(call.threshold, active, act, groups, call.layout.rows)
     neurons = call.empty(call.pairs, rows.neurons, dtype=x.dtype)
-    threshold = call.threshold if lists is None else None
-    up_packed_union(in_element_order(x, rows), call.packed, lists, act, neurons, groups, rows, gate, call.slots.shape[1], threshold)
-    sums = call.empty(call.pairs, rows.width)
-    down_packed_union(call.packed, lists, neurons, sums, groups, rows)
-    in_elements = call.empty(len(x), rows.width)
-    combine(sums, call.slots, call.top_k_weights, in_elements)
-    call.out.copy_(from_element_order(in_elements, rows))
+    threshold = None if union else call.threshold
+    up_union(in_element_order(x, rows), call.packed, active, act, neurons, groups, rows, call.layout.gate, call.top_k, threshold)
+    sums = call.empty(call.pairs, rows.hidden)
+    down_union(call.packed, active, neurons, sums, groups, rows)
+    combine(sums, call.slots, call.top_k_weights, call.out)
 
 
-SLOT_PATHS: Mapping[str, Callable[[SlotCall], None]] = {"pair": run_pair, "union": run_union, "dense": run_dense}
+SLOT_PATHS: Mapping[str, Callable[[SparseCall], None]] = {
+    "pair": run_pair,
+    "ordered": partial(run_pair, ordered=True),
+    "union": partial(run_blocks, union=True),
+    "dense": partial(run_blocks, union=False),
+}
 
-
-ChooseSlotPath = Callable[["SparseSlotExperts", int, int], str]  # of a layer, for tokens and experts a token
+ChooseSlotPath = Callable[["SparseSlotExperts", int, int], str]  # of a layer, for tokens and experts per token
 
 
 class SparseSlotExperts:
-    """`SlotExperts` for experts that are packed with `sparse=True`, and a threshold below which neurons count as zero.
+    """`SlotExperts` for experts in the sparse layout, with a threshold below which neurons count as zero.
 
     Args:
-        shape: sizes of the experts; `num_experts` is of no matter to what is computed.
-        weight_type: the type the slots' bytes were packed to by `PackedExperts`, in its sparse layout.
+        shape: sizes of the experts; `num_experts` does not change what is computed.
+        weight_type: the type the slots' bytes were packed to, by `PackedExperts` with `sparse=True` or by `SlotPacker`.
         device: the GPU.
         choose: the path of a batch size; by default an estimate.
+        sketched: the slots have a sketch of the gates.
 
     Attributes:
         threshold: on the device, and counted there: a captured graph follows it. Drafts that leave out more have `draft_threshold`.
         sparsity: the share of neurons that the threshold is meant to leave out: which path is fastest depends on it.
+        margin: with a sketch, the share of the threshold that a sketched activation has to reach for its gate to be computed.
     """
 
     def __init__(
-        self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, device: torch.device, choose: ChooseSlotPath | None = None
+        self,
+        shape: ExpertsShape,
+        gate_spec: GateSpec,
+        weight_type: str,
+        device: torch.device,
+        choose: ChooseSlotPath | None = None,
+        *,
+        sketched: bool = False,
+        margin: float = DEFAULT_MARGIN,
     ) -> None:
         self.shape = shape
         self.weight_type = weight_type
-        self.layout = SlotLayout.of(shape, gate_spec, weight_type)
-        self.threshold, self.draft_threshold = (
-            Threshold(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device))
-            for _ in range(2)
-        )
+        self.layout = sparse_layout(shape, gate_spec, weight_type, sketched=sketched)
+        self.threshold, self.draft_threshold = Threshold.zero(device), Threshold.zero(device)
         self.sparsity = 0.0
+        self.margin = margin
         self._choose = choose
         self._taken = (0, 0)
 
     @property
     def expert_bytes(self) -> int:
-        return 4 * self.layout.rows.expert_words
+        return self.layout.expert_bytes
 
     def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+        """Set the threshold of every call, or that of drafts that leave out more."""
         (self.draft_threshold if drafting else self.threshold).value.fill_(threshold)
         if not drafting:
             self.sparsity = sparsity
 
     def take_counts(self) -> tuple[int, int]:
-        """Neurons that reached the threshold, and all, since the last call; waits for the device."""
+        """Return the neurons that reached the threshold, and all, since the last call; waits for the device."""
         active, neurons = self.threshold.counts.tolist()
         before, self._taken = self._taken, (active, neurons)  # not set to zero: what another stream counts meanwhile would be lost
         return active - before[0], neurons - before[1]
 
     def choose(self, tokens: int, top_k: int) -> str:
-        """The path of batches of that size."""
-        return default_path(tokens, SLOT_DEFAULTS) if self._choose is None else self._choose(self, tokens, top_k)
+        """Return the path of batches of that size."""
+        return default_path(tokens) if self._choose is None else self._choose(self, tokens, top_k)
 
     def forward(
         self,
@@ -215,22 +216,23 @@ class SparseSlotExperts:
         *,
         drafting: bool = False,
     ) -> None:
-        """As `SlotExperts.forward`, by one of `SLOT_PATHS`; by default by the chosen one. `drafting` leaves out what drafts leave out.
+        """As `SlotExperts.forward`, by one of `SLOT_PATHS`, by default the chosen one; `drafting` leaves out what drafts leave out.
 
-        Gates and sums are float32; for more than a few tokens gates, and on all paths but `pair` everything, on tensor cores, rounded to
-        the dtype of hidden_states.
+        Sums are float32. Gates of more than a few tokens, and on the paths `union` and `dense` all products, are computed on tensor cores,
+        with unpacked weights rounded to the dtype of hidden_states.
 
         Raises:
-            ValueError: a shape, dtype or layout in memory other than those.
+            ValueError: a shape, dtype or memory layout other than those.
         """
         check_call(self.shape.hidden, self.expert_bytes, hidden_states, arena, slots, top_k_weights, out)
         if slots.numel() == 0:
             out.zero_()
             return
-        for first in range(0, len(slots), MOST_TOKENS):
-            part = slice(first, first + MOST_TOKENS)
-            call = self.call(hidden_states[part], arena, slots[part], top_k_weights[part], out[part], drafting=drafting)
-            SLOT_PATHS[path or self.choose(len(call.slots), call.slots.shape[1])](call)
+        with on(arena.device):
+            for first in range(0, len(slots), MOST_TOKENS):
+                part = slice(first, first + MOST_TOKENS)
+                call = self.call(hidden_states[part], arena, slots[part], top_k_weights[part], out[part], drafting=drafting)
+                SLOT_PATHS[path or self.choose(len(call.slots), call.top_k)](call)
 
     def call(
         self,
@@ -242,101 +244,166 @@ class SparseSlotExperts:
         threshold: Threshold | None = None,
         *,
         drafting: bool = False,
-    ) -> SlotCall:
-        """One call as the paths take it, of up to MOST_TOKENS tokens; by default with the layer's own threshold."""
+    ) -> SparseCall:
+        """Return a call as the paths take it, of up to MOST_TOKENS tokens; by default with the layer's own threshold."""
         own = self.draft_threshold if drafting else self.threshold
-        packed = Bytes.of(arena, self.weight_type)
-        return SlotCall(hidden_states, packed, len(arena), slots, top_k_weights, out, self.layout, threshold or own)
+        return SparseCall(hidden_states, arena, slots, top_k_weights, out, self.layout, threshold or own, self.margin)
 
-    def activations(self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`act(gate)` (T, K, I) float32; anything for slots of -1."""
-        act = torch.empty(slots.numel(), self.shape.intermediate, dtype=torch.float32, device=hidden_states.device)
-        gate_activations(self.call(hidden_states, arena, slots, slots, act), act)
-        return act.view(*slots.shape, -1)
+    def activations(
+        self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, *, sketched: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of `slots (T, K)` with `act(gate) (T', K, I)` float32, by the sketch if `sketched`; arbitrary for slots of -1."""
+        for first in range(0, len(slots), MOST_TOKENS):
+            x, part = hidden_states[first : first + MOST_TOKENS], slots[first : first + MOST_TOKENS]
+            act = torch.empty(part.numel(), self.shape.intermediate, dtype=torch.float32, device=x.device)
+            if part.numel():
+                with on(x.device):
+                    gate_activations(self.call(x, arena, part, part, x), act, sketched=sketched)
+            yield part, act.view(*part.shape, -1)
 
 
-BATCHES = tuple(1 << power for power in range(10))  # beyond, all rows are needed; and slots leave little memory for timing that
-MOST_ACTIVATIONS = 1 << 24  # of whom a quantile is taken
-Fill = Callable[[], torch.Tensor]
+class SlotPacker:
+    """Packs one expert at a time to the bytes that its slot holds, in host memory.
+
+    Every part of an expert is packed again before `slot_bytes` is called again.
+    """
+
+    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *, sketched: bool = False) -> None:
+        one = ExpertsShape(1, shape.hidden, shape.intermediate, shape.gated, shape.bias)
+        self._packed = PackedExperts(one, gate_spec, weight_type, sparse=True)
+        self._gate_part = "gate" if shape.gated else "up"
+        self._sketch: PackedLinear | None = None
+        if not sketched:
+            return
+        self._sketch = PackedLinear(shape.intermediate, shape.hidden, SKETCH)
+        # Only ups and downs of gated experts are packed as rows: the gates are packed as the ups of experts of their own.
+        self._gate_rows = PackedExperts(ExpertsShape(1, shape.hidden, shape.intermediate, True, False), gate_spec, weight_type, sparse=True)
+        rows = sparse_layout(self._gate_rows.shape, gate_spec, weight_type).rows
+        unit_bytes = self._gate_rows.expert_bytes // rows.expert_stride
+        self._rows_from, self._rows_to = rows.up_first * unit_bytes, rows.down_first * unit_bytes
+
+    def pack(self, part: Part, values: NDArray[Any]) -> None:
+        """Pack one matrix in `nn.Linear` orientation, or one bias; bfloat16 is given as its bits, biases as float32."""
+        if part.endswith("_bias"):
+            self._packed.pack_bias(0, part.removesuffix("_bias"), values)
+            return
+        self._packed.pack(0, part, values)
+        if self._sketch is not None and part == self._gate_part:
+            self._sketch.pack(values)
+            self._gate_rows.pack(0, "up", values)
+
+    def slot_bytes(self) -> torch.Tensor:
+        """Return (expert_bytes,) uint8: in place where there is no sketch, and then valid until the next `pack`."""
+        packed = self._packed.buffer
+        if self._sketch is not None:
+            # The sketch and the gates as rows take the place of the gates in blocks, which are as long as those of `_gate_rows`.
+            gates = self._gate_rows.buffer[self._rows_from : self._rows_to]
+            packed = np.concatenate([self._sketch.buffer, gates, packed[self._rows_from :]])
+        return torch.from_numpy(packed)
+
+
+BATCHES = tuple(1 << power for power in range(10))  # timed when a model is loaded; beyond, all rows are needed
+ROUTINGS = 4  # different experts from one replayed call to the next, so that the L2 cache does not hold them all
+REPLAYS = 11
+MOST_ACTIVATIONS = 1 << 24  # of which a quantile is taken
+GetArena = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedSlotPaths:
-    """Chooses the path of each call of a model's layers by what was timed; what was not gets a default, as the slots are in use by then.
+    """Chooses the path of each call of a model's layers by measured times; a batch size that was not timed gets a default.
 
     Attributes:
         num_experts: of each layer.
-        resident: of them those that have slots.
+        resident: the experts of a layer that have slots.
+        arena: slots that may be used for timing at any time, the first `resident` of them with experts; None where they change.
     """
 
     choices: PathChoices
     num_experts: int
     resident: int
+    arena: GetArena | None = None
 
     def __call__(self, experts: SparseSlotExperts, tokens: int, top_k: int) -> str:
-        return self._path(experts, tokens, top_k, None)
+        device = experts.threshold.value.device
+        timing = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return self._path(experts, tokens, top_k, self.arena if timing else None)
 
-    def time(self, experts: SparseSlotExperts, top_k: int, fill: Fill) -> None:
-        """Times what was not timed before.
+    def time(self, experts: SparseSlotExperts, top_k: int, arena: GetArena) -> None:
+        """Time the batch sizes that were not timed before.
 
         Args:
-            fill: asked for if there is something to time: the slots (S, expert_bytes) uint8, the first `resident` of them with experts.
+            arena: called if there is something to time: the slots (S, expert_bytes) uint8, the first `resident` of them with experts.
         """
-        filled: list[torch.Tensor] = []
-
-        def measure(tokens: int) -> Mapping[str, float]:
-            if not filled:
-                filled.append(fill())
-            return self._times(experts, filled[0], tokens, top_k)
-
+        arena = cache(arena)
         for tokens in BATCHES:
-            self._path(experts, tokens, top_k, measure)
+            self._path(experts, tokens, top_k, arena)
 
-    def _path(self, experts: SparseSlotExperts, tokens: int, top_k: int, measure: Callable[[int], Mapping[str, float]] | None) -> str:
-        return self.choices.path(self._case(experts, top_k), tokens, DENSE_SLOT_PATHS, measure, SLOT_DEFAULTS)
+    def _path(self, experts: SparseSlotExperts, tokens: int, top_k: int, arena: GetArena | None) -> str:
+        def measure(tokens: int) -> Mapping[str, float]:
+            """Return the median milliseconds of each path."""
+            assert arena is not None, "no slots to time with"
+            slots = arena()
+            calls = synthetic_slot_calls(experts, slots, tokens, top_k, self.num_experts, self.resident)
+            with on(slots.device):
+                return {name: median(replay_ms([partial(path, call) for call in calls], slots.device)) for name, path in SLOT_PATHS.items()}
 
-    def _case(self, experts: SparseSlotExperts, top_k: int) -> TimedCase:
         shape, device = experts.shape, experts.threshold.value.device
-        return TimedCase(
+        case = TimedCase(
             hidden=shape.hidden,
             intermediate=shape.intermediate,
             num_experts=self.num_experts,
             top_k=top_k,
-            dtype=experts.weight_type,
+            weights=experts.weight_type,
             gated=shape.gated,
-            group=1,
-            gate="exact",
+            gate="sketch" if experts.layout.sketched else "exact",
             sparsity=round(experts.sparsity, 2),
             gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             resident=self.resident,
         )
-
-    def _times(self, experts: SparseSlotExperts, arena: torch.Tensor, tokens: int, top_k: int) -> Mapping[str, float]:
-        """Median milliseconds of each path."""
-        with on(arena.device):
-            calls = synthetic_slot_calls(experts, arena, tokens, top_k, self.num_experts, self.resident)
-            return {name: median(replay_ms([partial(path, call) for call in calls], arena.device)) for name, path in SLOT_PATHS.items()}
+        return self.choices.path(case, tokens, None if arena is None else measure)
 
 
 def synthetic_slot_calls(
     experts: SparseSlotExperts, arena: torch.Tensor, tokens: int, top_k: int, num_experts: int, resident: int, seed: int = 0
-) -> list[SlotCall]:
-    """Calls over random tokens and experts, of which the first `resident` are in the slots of their numbers.
+) -> list[SparseCall]:
+    """Return calls over random tokens and experts, of which the first `resident` are in the slots of their numbers.
 
-    They have a threshold of their own that leaves out as large a share of these neurons as the layer's is to leave out.
+    They have a threshold of their own that leaves out as large a share of these neurons as the layer is meant to leave out.
     """
     device, generator = arena.device, torch.Generator(arena.device).manual_seed(seed)
-    own = Threshold(torch.zeros_like(experts.threshold.value), torch.zeros_like(experts.threshold.counts))
+    own = Threshold.zero(device)
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(experts.weight_type, torch.bfloat16)
-    calls: list[SlotCall] = []
+    calls: list[SparseCall] = []
     for _ in range(ROUTINGS):
         x = torch.randn(tokens, experts.shape.hidden, generator=generator, device=device).to(dtype)
         shares, chosen = torch.rand(tokens, num_experts, generator=generator, device=device).topk(top_k, dim=-1)
         slots = torch.where(chosen < resident, chosen, -1).to(torch.int32)
-        out = torch.empty(x.shape, dtype=torch.float32, device=device)
-        calls.append(experts.call(x, arena, slots, shares, out, own))
+        calls.append(experts.call(x, arena, slots, shares, torch.empty_like(x), own))
     if experts.sparsity:
         first = torch.zeros_like(calls[0].slots) + torch.arange(top_k, dtype=torch.int32, device=device) % resident
-        activations = experts.activations(calls[0].hidden_states, arena, first)
+        _, activations = next(experts.activations(calls[0].hidden_states, arena, first))
         own.value.fill_(activations.abs().flatten()[:MOST_ACTIVATIONS].quantile(experts.sparsity))
     return calls
+
+
+def replay_ms(calls: Sequence[Callable[[], None]], device: torch.device, replays: int = REPLAYS) -> list[float]:
+    """Return the milliseconds of one of `calls`, for each replay of a graph that runs them all once."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        graph.replay()
+        for event in events[:-1]:
+            event.record(stream)
+            graph.replay()
+        events[-1].record(stream)
+        stream.synchronize()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]

@@ -1,12 +1,12 @@
-"""Which draft tokens stand: the rules of speculative decoding, one class a rule, in the terms of the papers.
+"""Which draft tokens are accepted: the rules of speculative decoding, in the terms of the papers.
 
 q is the draft's distribution and p the full model's, each (V,), after every logits processor.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -28,22 +28,24 @@ class DraftToken:
         return 1.0 if self.probabilities is None else float(self.probabilities[self.token])
 
 
-class AcceptanceRule(Protocol):
-    """Judges draft tokens by the full model's processed scores, (V,) float32."""
+class AcceptanceRule(ABC):
+    """Compares draft tokens with the full model's processed scores, (V,) float32."""
 
+    @abstractmethod
     def pick(self, scores: torch.Tensor) -> int:
-        """A token by the model's own choice alone."""
-        ...
+        """Return a token by the model's own choice alone."""
 
-    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool: ...
+    @abstractmethod
+    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
+        """Return whether `draft` is accepted."""
 
-    def instead(self, draft: DraftToken, scores: torch.Tensor) -> int:
-        """The token in place of `draft`, which was not accepted."""
-        ...
+    @abstractmethod
+    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
+        """Return the token in place of `draft`, which was rejected."""
 
 
-class Greedy:
-    """Accept what plain greedy decoding would say; where the draft differs, say that."""
+class Greedy(AcceptanceRule):
+    """Accept the token of plain greedy decoding, and replace every other by it."""
 
     def pick(self, scores: torch.Tensor) -> int:
         return int(scores.argmax())
@@ -51,38 +53,38 @@ class Greedy:
     def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
         return draft.token == self.pick(scores)
 
-    def instead(self, draft: DraftToken, scores: torch.Tensor) -> int:
+    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
         return self.pick(scores)
 
 
-class Sampling:
+class Sampling(AcceptanceRule):
     """Accept with probability min(1, p / q), else sample from max(0, p - q), normalised.
 
-    What comes out is distributed as p, whatever q is: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1 and appendix A.1.
+    The accepted text is distributed as p, whatever q is: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1 and appendix A.1.
     """
 
     def pick(self, scores: torch.Tensor) -> int:
-        return _sample(scores.softmax(-1))
+        return int(torch.multinomial(scores.softmax(-1), 1))
 
     def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
         return float(torch.rand(())) * draft.confidence < float(scores.softmax(-1)[draft.token])
 
-    def instead(self, draft: DraftToken, scores: torch.Tensor) -> int:
+    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
         residual = scores.softmax(-1)
         if draft.probabilities is None:
             residual[draft.token] = 0
         else:
             residual = (residual - draft.probabilities).clamp(min=0)
-        # All zero only where p is q but for rounding, and a token was refused by that rounding.
-        return _sample(residual if residual.sum() > 0 else scores.softmax(-1))
+        # All zero only where p equals q but for rounding, and rounding rejected a token.
+        return int(torch.multinomial(residual, 1)) if residual.sum() > 0 else self.pick(scores)
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
-    """Accept a token the draft is sure of and the full model does not think much less of; else say what the model says.
+class Adaptive(AcceptanceRule):
+    """Accept a confident draft token to which the full model does not give much less; else take the model's own choice.
 
-    SS-MoE, algorithm 1: accept if `q > confidence and p / q > 1 - tolerance`. With `unverified`, also accept whatever has
-    `q > unverified`. Changes what the model says.
+    SS-MoE, algorithm 1: accept if `q > confidence and p / q > 1 - tolerance`. With `unverified`, also accept every token with
+    `q > unverified`. Changes the text that is generated.
     """
 
     lossless: Greedy | Sampling
@@ -102,17 +104,13 @@ class Adaptive:
         p = float(scores.softmax(-1)[draft.token])
         return q > self.confidence and p > (1 - self.tolerance) * q
 
-    def instead(self, draft: DraftToken, scores: torch.Tensor) -> int:
-        return self.lossless.pick(scores) if self.tolerance > 0 else self.lossless.instead(draft, scores)
+    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
+        return self.lossless.pick(scores) if self.tolerance > 0 else self.lossless.replacement(draft, scores)
 
     def agreement(self, draft: DraftToken, scores: torch.Tensor) -> float:
-        """The probability with which the lossless rule accepts a token that this one accepted; 1 where it was the one that did."""
+        """Return the probability with which the lossless rule accepts a token that this one accepted; 1 where it was the one that did."""
         if self.tolerance <= 0 and (self.unverified is None or draft.confidence <= self.unverified):
             return 1.0
         if isinstance(self.lossless, Greedy):
             return float(self.lossless.accepts(draft, scores))
         return min(1.0, float(scores.softmax(-1)[draft.token]) / draft.confidence)
-
-
-def _sample(probabilities: torch.Tensor) -> int:
-    return int(torch.multinomial(probabilities, 1))

@@ -1,16 +1,13 @@
-"""Draft, verify, accept: the decoding loop that `generate` runs.
-
-The one text that a call of `generate` writes: its tokens, its cache and what the caller wants to know of each step.
-
-Where drafts come from: the model with fewer experts, or the text itself.
-"""
+"""Draft, verify, accept: the decoding loop that `generate` runs, and what drafts tokens for it."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -22,13 +19,196 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy, Sampling
-from moegraft.operators.speculative.options import Spans, SpeculativeOptions, unseen
-from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, why_not_rewindable
-from moegraft.operators.speculative.schedule import Round, Schedule, Statistics
+from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason
+from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
+
+# They keep state from call to call, so calls for tokens that may be rejected would change their results.
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+
+# Called with "draft", "rollback", "verify" or "plain step" and entered while it lasts; what is put into the mapping are its details.
+Trace = Callable[[str], AbstractContextManager[dict[str, object]]]
 
 
-class Answer:
-    """One sequence under way. The cache holds all tokens but the last whenever no forward pass is running."""
+def no_trace(name: str) -> AbstractContextManager[dict[str, object]]:
+    """Record nothing."""
+    return nullcontext({})
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoding:
+    """Decoding of one sequence, as a callable for `generate(custom_generate=...)`.
+
+    A round drafts n tokens with the model's cache, takes them out of it again, feeds them all at once to the full model, and keeps those
+    that the acceptance rule accepts. The last token of a round is always the full model's own: the replacement of the first rejected
+    draft token, or one more where none was rejected.
+    """
+
+    options: SpeculativeOptions
+    drafter: Drafter
+    schedule: DraftSchedule
+    statistics: Statistics
+    warn_once: Callable[[str], None]
+    streamer: BaseStreamer | None = None
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    trace: Trace = no_trace
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        text = GeneratedText(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer)
+        lossless: Greedy | Sampling = Sampling() if generation_config.do_sample else Greedy()
+        rule: AcceptanceRule = lossless
+        if self.options.mode == "adaptive":
+            rule = Adaptive(lossless, self.options.confidence, self.options.tolerance, self.options.unverified)
+        logits = text.prefill()
+        scores = text.process(text.input_ids, logits)
+        text.append(rule.pick(scores), scores, logits)
+        text.advance(1)
+        longest = self._longest_draft(text, logits_processor)
+        self.schedule.begin()
+        while not text.finished:
+            done = self._round(text, rule, min(longest, text.remaining - 1))
+            self.schedule.record(done)
+            self.statistics.add(done)
+        return text.result()
+
+    def _longest_draft(self, text: GeneratedText, processors: LogitsProcessorList) -> int:
+        """Return the longest draft that can be taken out of the cache again; 0, with a warning, where none can."""
+        stateful = next((type(processor).__name__ for processor in processors if isinstance(processor, STATEFUL_PROCESSORS)), None)
+        reason = f"{stateful} keeps state from call to call" if stateful else unsupported_cache_reason(text.cache)
+        if reason is not None or text.cache is None:
+            self.warn_once(reason or "the model keeps no cache")
+            return 0
+        longest = longest_rewind(text.cache)
+        return self.options.max_draft if longest is None else max(0, longest - 1)  # verification feeds one token more
+
+    def _round(self, text: GeneratedText, rule: AcceptanceRule, limit: int) -> Round:
+        start, before = self.clock(), text.length
+        planned = self.schedule.plan(limit)
+        mark = CacheMark(text.cache) if planned > 0 and text.cache is not None else None
+        drafts: list[DraftToken] = []
+        try:
+            if mark is not None:
+                with self.trace("draft") as details:
+                    drafts = self.drafter.draft(text, rule, planned, self.schedule.continues)
+                    details["tokens"] = len(drafts)
+            drafted = self.clock()
+            if mark is not None:
+                with self.trace("rollback"):
+                    mark.rewind()
+            with self.trace("verify" if drafts else "plain step") as details:
+                logits = text.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
+                compared, accepted = self._accept(text, rule, drafts, logits)
+                if drafts:
+                    details |= {"drafted": len(drafts), "accepted": accepted}
+            generated = text.length - before
+            if mark is not None:
+                with self.trace("rollback") as details:
+                    details["kept"] = generated
+                    mark.rewind(keep=generated)
+        except BaseException:  # Ctrl-C too: the caller finds its cache as it was before the round
+            if mark is not None:
+                mark.rewind()
+            raise
+        text.advance(generated)
+        draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
+        return Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms)
+
+    def _accept(self, text: GeneratedText, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
+        """Append the tokens of a round by the full model's logits (drafts + 1, V); return how many drafts were compared and accepted."""
+
+        def append(token: int, scores: torch.Tensor, row: torch.Tensor, accepted: DraftToken | None) -> None:
+            if drafts and isinstance(rule, Adaptive):
+                agreement = 1.0 if accepted is None else rule.agreement(accepted, scores)
+                self.statistics.add_lossy(float(row.log_softmax(-1)[token]), agreement)
+            text.append(token, scores, row)
+
+        for position, draft in enumerate(drafts):
+            scores = text.process(text.input_ids, logits[position])
+            if not rule.accepts(draft, scores):
+                append(rule.replacement(draft, scores), scores, logits[position], None)
+                return position + 1, position
+            append(draft.token, scores, logits[position], draft)
+            if text.finished:
+                return position + 1, position + 1
+        scores = text.process(text.input_ids, logits[-1])
+        append(rule.pick(scores), scores, logits[-1], None)
+        return len(drafts), len(drafts)
+
+
+class Drafter(ABC):
+    """Proposes how a text continues. The caller takes what it feeds to the model's cache out again."""
+
+    @abstractmethod
+    def draft(
+        self, text: GeneratedText, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
+    ) -> list[DraftToken]:
+        """Return at most `length` tokens; asks after each whether to continue, given q of all so far."""
+
+
+class ExpertsDrafter(Drafter):
+    """The model itself with fewer experts per token (SS-MoE, algorithm 1), over the same cache."""
+
+    def __init__(self, switch: DraftSwitch, settings: DraftSettings, confidence: float) -> None:
+        self._switch = switch
+        self._settings = settings
+        self._confidence = confidence
+
+    def draft(
+        self, text: GeneratedText, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
+    ) -> list[DraftToken]:
+        drafts: list[DraftToken] = []
+        confidences: list[float] = []
+        with self._switch.drafting(self._settings):
+            while len(drafts) < length:
+                tokens = [draft.token for draft in drafts]
+                logits = text.forward(tokens, feed=1)[0]
+                scores = text.process(text.followed_by(tokens), logits)
+                draft = DraftToken(rule.pick(scores), scores.softmax(-1))
+                drafts.append(draft)
+                confidences.append(draft.confidence)
+                if draft.token in text.end_tokens or confidences[-1] < self._confidence or not continues(confidences):
+                    break
+        return drafts
+
+
+class NgramDrafter(Drafter):
+    """What followed the last time the text's latest tokens occurred in it (prompt lookup, Saxena 2023); costs no forward pass."""
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+
+    def draft(
+        self, text: GeneratedText, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
+    ) -> list[DraftToken]:
+        tokens = continuation(text.input_ids[0], self._ngram, length)
+        end = next((index + 1 for index, token in enumerate(tokens) if token in text.end_tokens), len(tokens))
+        return [DraftToken(token) for token in tokens[:end]]
+
+
+def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
+    """Return up to `length` tokens that followed the latest earlier place of the longest run, up to `ngram`, that ends `text` (L,)."""
+    if length < 1:
+        return []
+    for size in range(min(ngram, text.numel() - 1), 0, -1):
+        earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens that something follows
+        places = (earlier == text[-size:]).all(dim=1).nonzero()
+        if places.numel():
+            start = int(places[-1]) + size
+            return [int(token) for token in text[start : start + length]]
+    return []
+
+
+class GeneratedText:
+    """The sequence that a call of `generate` writes. The cache holds all tokens but the last whenever no forward pass is running."""
 
     def __init__(
         self,
@@ -58,45 +238,47 @@ class Answer:
         return int(self.input_ids.shape[1])
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be written."""
+    def remaining(self) -> int:
+        """Tokens until the text has its maximum length."""
         return int(self._config.max_length) - self.length
 
     @property
     def cache(self) -> Cache | None:
         return self._kwargs.get("past_key_values")
 
-    def read_prompt(self) -> torch.Tensor:
-        """Feeds the prompt, past what the cache has of it; logits of its last token, (V,) float32."""
+    def prefill(self) -> torch.Tensor:
+        """Feed what the cache lacks of the prompt; return the logits of its last token, (V,) float32."""
         outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
-        # Notes the cache that the model made; lengths are noted by `advance`.
+        # Takes the cache that the model created; `advance` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
-        return _float(outputs.logits[0, -1])
+        logits: torch.Tensor = outputs.logits[0, -1]
+        return logits.to(torch.float32)
 
     def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
-        """Feeds the last `feed` tokens of the text followed by `tokens`; their logits, (feed, V) float32."""
-        kwargs, ids = self._kwargs, self.with_tokens(tokens)
+        """Feed the last `feed` tokens of the text followed by `tokens`; return their logits, (feed, V) float32."""
+        kwargs, ids = self._kwargs, self.followed_by(tokens)
         if tokens:
             kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs), num_new_tokens=len(tokens))
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
-        return _float(self._model(**inputs, return_dict=True).logits[0, -feed:])
+        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -feed:]
+        return logits.to(torch.float32)
 
-    def with_tokens(self, tokens: Sequence[int]) -> torch.Tensor:
-        """(1, length + tokens) int64: the text as it would be with `tokens` after it."""
+    def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the text with `tokens` after it, (1, length + tokens) int64."""
         if not tokens:
             return self.input_ids
         return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
 
     def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """What every logits processor makes of the logits (V,) after `input_ids`; processors may write in place, so on a copy."""
+        """Apply every logits processor to the logits (V,) after `input_ids`; processors may write in place, so to a copy."""
         scores: torch.Tensor = self._processors(input_ids, logits[None].clone())[0]
         return scores
 
     def append(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Writes one token and asks whether the text ends with it."""
-        self.input_ids = self.with_tokens([token])
+        """Append one token, and check whether the text ends with it."""
+        self.input_ids = self.followed_by([token])
         if self._config.return_dict_in_generate and self._config.output_scores:
             self._scores.append(scores[None])
         if self._config.return_dict_in_generate and self._config.output_logits:
@@ -106,11 +288,11 @@ class Answer:
             self._streamer.put(self.input_ids[0, -1:].cpu())
 
     def advance(self, tokens: int) -> None:
-        """Notes that the text grew by `tokens`, for masks and positions."""
+        """Let masks and positions follow the last `tokens` tokens."""
         self._kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), self._kwargs, num_new_tokens=tokens)
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` returns."""
+        """Return what `generate` returns."""
         if self._streamer is not None:
             self._streamer.end()
         if not self._config.return_dict_in_generate:
@@ -121,191 +303,3 @@ class Answer:
             logits=tuple(self._logits) if self._config.output_logits else None,  # type: ignore[arg-type]
             past_key_values=self.cache,
         )
-
-
-def _float(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.float32)
-
-
-class Drafter(Protocol):
-    """Proposes how a text goes on. What it feeds to the model's cache its caller takes out again."""
-
-    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
-        """At most `length` tokens; asks `goes_on` after each, with the q of all so far."""
-        ...
-
-
-class ExpertsDrafter:
-    """The model itself with fewer experts a token (SS-MoE, algorithm 1), over the same cache."""
-
-    def __init__(self, switch: DraftSwitch, settings: DraftSettings, confidence: float) -> None:
-        self._switch = switch
-        self._settings = settings
-        self._confidence = confidence
-
-    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
-        tokens: list[int] = []
-        drafts: list[DraftToken] = []
-        confidences: list[float] = []
-        with self._switch.drafting(self._settings):
-            while len(drafts) < length:
-                logits = answer.forward(tokens, feed=1)[0]
-                scores = answer.process(answer.with_tokens(tokens), logits)
-                draft = DraftToken(rule.pick(scores), scores.softmax(-1))
-                drafts.append(draft)
-                tokens.append(draft.token)
-                confidences.append(draft.confidence)
-                if draft.token in answer.end_tokens or confidences[-1] < self._confidence or not goes_on(confidences):
-                    break
-        return drafts
-
-
-class NgramDrafter:
-    """What followed the last time the text's latest tokens occurred in it (prompt lookup, Saxena 2023); costs no forward pass."""
-
-    def __init__(self, ngram: int) -> None:
-        self._ngram = ngram
-
-    def draft(self, answer: Answer, rule: AcceptanceRule, length: int, goes_on: Callable[[Sequence[float]], bool]) -> list[DraftToken]:
-        tokens = continuation(answer.input_ids[0], self._ngram, length)
-        end = next((index + 1 for index, token in enumerate(tokens) if token in answer.end_tokens), len(tokens))
-        return [DraftToken(token) for token in tokens[:end]]
-
-
-def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
-    """Up to `length` tokens that followed the latest earlier place of the longest run, up to `ngram`, that ends `text` (L,)."""
-    if length < 1:
-        return []
-    for size in range(min(ngram, text.numel() - 1), 0, -1):
-        earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens that something follows
-        places = (earlier == text[-size:]).all(dim=1).nonzero()
-        if places.numel():
-            start = int(places[-1]) + size
-            return [int(token) for token in text[start : start + length]]
-    return []
-
-
-# They remember what they were called with, so calls for tokens that may be dropped again would change what they do.
-REMEMBERING_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeDecoding:
-    """Decoding of one sequence, as a callable for `generate(custom_generate=...)`.
-
-    A round drafts n tokens with the model's cache, takes them out of it again, feeds them all at once to the full model, and
-    lets stand what the acceptance rule lets stand. The last token of a round is always the full model's own: the one in place
-    of the first draft token that fell, or one more where none did.
-    """
-
-    options: SpeculativeOptions
-    drafter: Drafter
-    schedule: Schedule
-    statistics: Statistics
-    say_once: Callable[[str], None]
-    streamer: BaseStreamer | None = None
-    clock: Callable[[], float] = time.perf_counter  # seconds
-    spans: Spans = unseen
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        answer = Answer(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer)
-        rule = self._rule(bool(generation_config.do_sample))
-        logits = answer.read_prompt()
-        scores = answer.process(answer.input_ids, logits)
-        answer.append(rule.pick(scores), scores, logits)
-        answer.advance(1)
-        longest = self._longest_draft(answer, logits_processor)
-        self.schedule.begin()
-        while not answer.finished:
-            done = self._round(answer, rule, min(longest, answer.room - 1))
-            self.schedule.record(done)
-            self.statistics.add(done)
-        return answer.result()
-
-    def _rule(self, samples: bool) -> AcceptanceRule:
-        lossless = Sampling() if samples else Greedy()
-        if self.options.mode == "lossless":
-            return lossless
-        return Adaptive(lossless, self.options.confidence, self.options.tolerance, self.options.unverified)
-
-    def _longest_draft(self, answer: Answer, processors: LogitsProcessorList) -> int:
-        """The longest draft that can be taken back out of the cache; 0, said once, where none can."""
-        remembering = next((type(processor).__name__ for processor in processors if isinstance(processor, REMEMBERING_PROCESSORS)), None)
-        reason = f"{remembering} remembers its calls" if remembering else why_not_rewindable(answer.cache)
-        if reason is not None or answer.cache is None:
-            self.say_once(reason or "the model keeps no cache")
-            return 0
-        longest = longest_rewind(answer.cache)
-        return self.options.max_draft if longest is None else max(0, longest - 1)  # verifying feeds one token more
-
-    def _round(self, answer: Answer, rule: AcceptanceRule, limit: int) -> Round:
-        start = self.clock()
-        planned = self.schedule.plan(limit)
-        mark = CacheMark(answer.cache) if planned > 0 and answer.cache is not None else None
-        try:
-            drafts = self._draft(answer, rule, planned) if mark is not None else []
-            drafted = self.clock()
-            if mark is not None:
-                with self.spans("rollback"):
-                    mark.rewind()
-            judged, accepted, emitted = self._verify(answer, rule, drafts)
-            if mark is not None:
-                with self.spans("rollback") as details:
-                    details["kept"] = emitted
-                    mark.rewind(keep=emitted)
-        except BaseException:  # Ctrl-C too: whoever holds the cache finds it as it was before the round
-            if mark is not None:
-                mark.rewind()
-            raise
-        answer.advance(emitted)
-        draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
-        return Round([draft.confidence for draft in drafts], judged, accepted, emitted, draft_ms, verify_ms)
-
-    def _draft(self, answer: Answer, rule: AcceptanceRule, planned: int) -> list[DraftToken]:
-        with self.spans("draft") as details:
-            drafts = self.drafter.draft(answer, rule, planned, self.schedule.goes_on)
-            details["tokens"] = len(drafts)
-        return drafts
-
-    def _verify(self, answer: Answer, rule: AcceptanceRule, drafts: list[DraftToken]) -> tuple[int, int, int]:
-        """How many drafts were judged, how many stood, and by how many tokens the text grew."""
-        with self.spans("verify" if drafts else "plain step") as details:
-            logits = answer.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
-            before = answer.length
-            judged, accepted = self._judge(answer, rule, drafts, logits)
-            if drafts:
-                details |= {"drafted": len(drafts), "accepted": accepted}
-        return judged, accepted, answer.length - before
-
-    def _judge(self, answer: Answer, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
-        """Writes the tokens of a round from the full model's logits (drafts + 1, V); how many drafts were judged and accepted."""
-        for accepted, draft in enumerate(drafts):
-            scores = answer.process(answer.input_ids, logits[accepted])
-            stands = rule.accepts(draft, scores)
-            token = draft.token if stands else rule.instead(draft, scores)
-            self._note_cost(rule, draft if stands else None, scores, logits[accepted], token)
-            answer.append(token, scores, logits[accepted])
-            if not stands:
-                return accepted + 1, accepted
-            if answer.finished:
-                return accepted + 1, accepted + 1
-        scores = answer.process(answer.input_ids, logits[-1])
-        token = rule.pick(scores)
-        if drafts:
-            self._note_cost(rule, None, scores, logits[-1], token)
-        answer.append(token, scores, logits[-1])
-        return len(drafts), len(drafts)
-
-    def _note_cost(self, rule: AcceptanceRule, draft: DraftToken | None, scores: torch.Tensor, logits: torch.Tensor, token: int) -> None:
-        if isinstance(rule, Adaptive):
-            agreement = 1.0 if draft is None else rule.agreement(draft, scores)
-            self.statistics.add_lossy(float(logits.log_softmax(-1)[token]), agreement)

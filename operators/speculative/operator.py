@@ -1,38 +1,130 @@
-"""`speculative_draft`: a model whose `generate` drafts with few of its experts and verifies with all of them.
-
-What a call of `generate` asks for, and whether drafting can serve it.
-"""
+"""`speculative_draft`: a model whose `generate` drafts with few of its experts and verifies with all of them."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from moegraft.operators.base import ModelOperator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, NgramDrafter, SpeculativeDecoding
-from moegraft.operators.speculative.options import Spans, SpeculativeOptions, unseen
-from moegraft.operators.speculative.rollback import why_model_not_rewindable
-from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule, Schedule, Statistics
+from moegraft.operators.generation import GenerateOperator, call_arguments
+from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, NgramDrafter, SpeculativeDecoding, Trace, no_trace
+from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.rollback import unsupported_model_reason
+from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Statistics
+from moegraft.operators.timeline import Timeline, round_spans
 
-PLAIN_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")
+logger = logging.getLogger(__name__)
+
+FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # that tokens cannot be taken out of
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
+class SpeculativeDraft(GenerateOperator):
+    """Self-speculative decoding over one KV cache (SS-MoE, WWW 2026; acceptance after Leviathan et al. 2023, arXiv:2211.17192).
+
+    `generate` takes its usual arguments. Greedy and sampled decoding of one sequence draft and verify; all other calls are decoded
+    without drafts, with the reason in the log.
+    """
+
+    name = "speculative_draft"
+    options_type = SpeculativeOptions
+    summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
+    uncaptured = "tokens are drafted with fewer experts, and verified several at once"
+
+    def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
+        super().__init__(options)
+        self._switch = switch
+        self._statistics = Statistics()
+        self.clock: Callable[[], float] = time.perf_counter  # times the rounds
+        self.trace: Trace = no_trace
+        marginal = options.schedule == "marginal"
+        self._schedule: DraftSchedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
+
+    def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
+        self.trace = partial(round_spans, timelines) if timelines else no_trace
+        return True
+
+    @classmethod
+    def unsupported_reason(cls, module: nn.Module, options: SpeculativeOptions) -> str | None:
+        reason = super().unsupported_reason(module, options)
+        if reason is not None:
+            return reason
+        assert isinstance(module, PreTrainedModel), "others do not generate text"
+        return unsupported_model_reason(module.config)
+
+    @classmethod
+    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
+        return options.draft_sparsity
+
+    @classmethod
+    def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
+        return cls(options, context.draft_switch)
+
+    def check(self) -> None:
+        if self.options.draft == "experts" and not self._switch.layers:
+            raise UnsupportedModelError(
+                "speculative_draft drafts with fewer experts, and no rule replaces experts by an operator that can run fewer; "
+                "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts', or write 'draft: ngram'"
+            )
+        if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
+            raise UnsupportedModelError(
+                "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
+                "such as 'sparsity: {target: 0, scope: routed}', which leaves none out but in drafts"
+            )
+        if self.options.experts != "any" and not self._switch.resident_layers:
+            self.warn_once(f"experts: {self.options.experts} has no effect, as no expert is resident on a GPU")
+        if self.options.mode == "adaptive":
+            self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
+
+    def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = call_arguments(plain, args, kwargs)
+        config = effective_config(model, arguments)
+        reason = plain_decoding_reason(model, arguments, config)
+        if reason is not None:
+            self.warn_once(f"decoding without drafts: {reason}")
+            return plain(**arguments)
+        drafter: Drafter = ExpertsDrafter(self._switch, self.options.settings, self.options.confidence)
+        if self.options.draft == "ngram":
+            drafter = NgramDrafter(self.options.ngram)
+        decoding = SpeculativeDecoding(
+            options=self.options,
+            drafter=drafter,
+            schedule=self._schedule,
+            statistics=self._statistics,
+            warn_once=lambda why: self.warn_once(f"decoding without drafts: {why}"),
+            streamer=arguments.get("streamer"),
+            clock=self.clock,
+            trace=self.trace,
+        )
+        result = plain(**with_stop_strings(arguments, config), custom_generate=decoding)
+        if self.options.mode == "adaptive":
+            logger.info("speculative_draft: %s", self._statistics.line())
+        return result
+
+    def statistics(self) -> Mapping[str, object]:
+        """Return acceptance by position, tokens per round, ms of drafts and verifications, and the cost of a lossy mode, of all calls."""
+        return {**self._statistics.as_mapping(), "schedule": self._schedule.state()}
+
+    def placement(self) -> str:
+        options = self.options
+        experts = f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token"
+        drafter = experts if options.draft == "experts" else f"n-grams of up to {options.ngram} tokens"
+        return f"draft: {self.name}, {options.mode}, {drafter}, {self._schedule.state()}; {self._statistics.line()}"
+
+
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
-    """The generation config of a call: what it gives, over its own config, over the model's."""
+    """Return the generation config of a call: its arguments, over its own config, over the model's."""
     own = model.generation_config
     config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
     given = arguments.get("generation_config")
@@ -42,32 +134,24 @@ def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Ge
     return config
 
 
-def why_plain(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
-    """Why a call is decoded without drafts, or None when they can serve it."""
+def plain_decoding_reason(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
+    """Return why a call is decoded without drafts, or None if drafts can serve it."""
     if arguments.get("custom_generate") is not None:
         return "the call brings a decoding loop of its own (custom_generate)"
     mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in SERVED_MODES:
-        return f"{mode.value.replace('_', ' ')} does not draft this way"
-    return _why_plain_inputs(arguments, config) or _why_plain_settings(model, arguments, config)
-
-
-def _why_plain_inputs(arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
     inputs = arguments.get("inputs")
     ids = inputs if inputs is not None else arguments.get("input_ids")
+    if mode not in SERVED_MODES:
+        return f"{mode.value.replace('_', ' ')} does not draft this way"
     if arguments.get("inputs_embeds") is not None:
         return "the prompt is given as embeddings"
     if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
         return f"a batch of {ids.shape[0]} sequences accepts different numbers of tokens"
     if (config.num_return_sequences or 1) > 1:
         return f"num_return_sequences={config.num_return_sequences} makes a batch"
-    return None
-
-
-def _why_plain_settings(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
     if config.use_cache is False:
         return "use_cache=False leaves nothing to verify against"
-    if config.cache_implementation in PLAIN_CACHES:
+    if config.cache_implementation in FIXED_CACHES:
         return f"a cache of kind {config.cache_implementation} cannot be rolled back"
     if arguments.get("negative_prompt_ids") is not None or (config.guidance_scale or 1) != 1:
         return "classifier-free guidance runs the model inside a logits processor"
@@ -81,7 +165,7 @@ def _why_plain_settings(model: PreTrainedModel, arguments: Mapping[str, Any], co
 
 
 def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """The same call with its stop strings as a stopping criterion: `generate` gives no tokenizer to decoding loops.
+    """Return the same call with its stop strings as a stopping criterion: `generate` gives no tokenizer to decoding loops.
 
     Raises:
         ValueError: stop strings without the tokenizer.
@@ -98,103 +182,3 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, config.stop_strings)])
     rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
-
-
-logger = logging.getLogger(__name__)
-
-
-class SpeculativeDraft(ModelOperator):
-    """Self-speculative decoding over one KV cache (SS-MoE, WWW 2026; acceptance after Leviathan et al. 2023, arXiv:2211.17192).
-
-    `generate` takes what it always takes. Greedy and sampled decoding of one sequence draft and verify; everything else is
-    decoded plainly, and the log says why, once for each reason.
-    """
-
-    name = "speculative_draft"
-    options_type = SpeculativeOptions
-    summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
-    uncaptured = "tokens are drafted with fewer experts, and verified several at once"
-
-    def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
-        super().__init__()
-        self.options = options
-        self._switch = switch
-        self._statistics = Statistics()
-        self.clock: Callable[[], float] = time.perf_counter  # what rounds are timed by
-        self.spans: Spans = unseen
-        self._said: set[str] = set()
-        marginal = options.schedule == "marginal"
-        self._schedule: Schedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
-
-    @classmethod
-    def unsupported_reason(cls, module: nn.Module, options: SpeculativeOptions) -> str | None:
-        if not isinstance(module, PreTrainedModel) or not isinstance(module, GenerationMixin):
-            return f"{type(module).__name__} does not generate text"
-        if module.config.is_encoder_decoder:
-            return "it has an encoder and a decoder"
-        return why_model_not_rewindable(module.config)
-
-    @classmethod
-    def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
-        return cls(options, context.draft_switch)
-
-    def check(self) -> None:
-        if self.options.draft == "experts" and not self._switch.layers:
-            raise UnsupportedModelError(
-                "speculative_draft drafts with fewer experts, and no rule puts an operator in the place of experts that can run fewer; "
-                "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts', or write 'draft: ngram'"
-            )
-        if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
-            raise UnsupportedModelError(
-                "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
-                "such as 'sparsity: {target: 0, counts: routed}', which leaves none out but in drafts"
-            )
-        if self.options.experts != "any" and not self._switch.resident_layers:
-            self._say_once(f"experts: {self.options.experts} means any expert here, as none has a slot on a GPU")
-        if self.options.mode == "adaptive":
-            self._say_once("mode: adaptive changes what the model says; its statistics report by how much")
-
-    def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
-        arguments = {**bound, **bound.pop("kwargs", {})}
-        config = effective_config(model, arguments)
-        reason = why_plain(model, arguments, config)
-        if reason is not None:
-            self._say_once(f"decoding plainly: {reason}")
-            return plain(**arguments)
-        decoding = SpeculativeDecoding(
-            options=self.options,
-            drafter=self._drafter(),
-            schedule=self._schedule,
-            statistics=self._statistics,
-            say_once=lambda why: self._say_once(f"decoding plainly: {why}"),
-            streamer=arguments.get("streamer"),
-            clock=self.clock,
-            spans=self.spans,
-        )
-        result = plain(**with_stop_strings(arguments, config), custom_generate=decoding)
-        if self.options.mode == "adaptive":
-            logger.info("speculative_draft: %s", self._statistics.line())
-        return result
-
-    def _drafter(self) -> Drafter:
-        if self.options.draft == "ngram":
-            return NgramDrafter(self.options.ngram)
-        return ExpertsDrafter(self._switch, self.options.settings, self.options.confidence)
-
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            logger.warning("speculative_draft: %s", message)
-
-    def statistics(self) -> Mapping[str, object]:
-        """What drafting did so far in this process: acceptance by position, tokens a round, ms in draft and verify, and its cost."""
-        return {**self._statistics.as_mapping(), "schedule": self._schedule.state()}
-
-    def placement(self) -> str:
-        options = self.options
-        who = f"{options.draft_top_k} experts a token" if options.draft == "experts" else f"n-grams of up to {options.ngram} tokens"
-        return f"draft: {self.name}, {options.mode}, {who}, {self._schedule.state()}; {self._statistics.line()}"
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{field.name}={getattr(self.options, field.name)}" for field in dataclasses.fields(self.options))

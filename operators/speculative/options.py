@@ -1,12 +1,7 @@
-"""The options of `speculative_draft`.
-
-Who wants to see the parts of a round as they happen, such as a timeline.
-"""
+"""The options of `speculative_draft`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +13,13 @@ class SpeculativeOptions:
     """Options of `speculative_draft`.
 
     Attributes:
-        draft: who drafts: `experts`, the model itself with fewer experts a token; or `ngram`, the text so far, by what followed the
+        draft: what drafts: `experts`, the model itself with fewer experts per token; or `ngram`, the text so far, by what followed the
             last time its latest tokens occurred.
-        draft_top_k: experts a token while drafting.
+        draft_top_k: experts per token while drafting.
         draft_sparsity: share of neurons to leave out while drafting, counted as the experts' `sparsity` counts its target, and above
             it. For a draft by sparsity alone give `draft_top_k` all experts of a token; for a text that sparsity does not change, give
             the experts `target: 0`.
-        max_draft: tokens a draft has at most.
+        max_draft: the largest draft length, in tokens.
         schedule: `marginal` drafts only as far as measured to pay, and not at all where it does not; `fixed` always drafts
             `max_draft` tokens.
         mode: `lossless` leaves greedy text and sampled distribution as they are (bfloat16 sums of several tokens at once may turn a near
@@ -32,11 +27,11 @@ class SpeculativeOptions:
         confidence: a draft ends after a token of lower probability. In adaptive mode no such token is accepted.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
         unverified: adaptive mode also accepts, whatever p is, each token with q above this.
-        experts: `resident` drafts with experts that have a slot on a GPU alone, so that a draft moves no weights: with the likeliest of
-            all that have one. `resident_chosen`: only with those of them that the router chose for the token.
+        experts: `resident` drafts only with experts that are resident on a GPU, so that a draft transfers no weights: the likeliest of
+            all that are. `resident_chosen`: only with those of them that the router chose for the token.
         verify_prefetch: while drafting, load onto the GPU what the verification should need; not with `prefetch: none`.
-        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: fewer drafts stood
-            with it (`benchmarks/results/speculative_acceptance.csv`).
+        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: it lowered the acceptance rate
+            (`benchmarks/results/speculative_acceptance.csv`).
         ngram: the longest run of tokens that `draft: ngram` looks up.
     """
 
@@ -66,19 +61,16 @@ class SpeculativeOptions:
             raise ValueError(f"unverified is a probability between 0 and 1, not {self.unverified}")
         if self.draft_sparsity is not None and not 0 < self.draft_sparsity < 1:
             raise ValueError(f"draft_sparsity is a share between 0 and 1, not {self.draft_sparsity:g}")
-        self._refuse_contradictions()
-
-    def _refuse_contradictions(self) -> None:
         lossy = self.tolerance > 0 or self.unverified is not None
         if self.mode == "lossless" and lossy:
             name = "tolerance" if self.tolerance > 0 else "unverified"
-            raise ValueError(f"{name} changes what the model says; it needs 'mode: adaptive'")
+            raise ValueError(f"{name} changes the text that is generated; it needs 'mode: adaptive'")
         if self.mode == "adaptive" and not lossy:
             raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or 'unverified'")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
-            raise ValueError("draft ngram has no probabilities: neither 'confidence' nor 'mode: adaptive' can go with it")
+            raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'mode: adaptive'")
         if self.draft == "ngram" and self.draft_sparsity is not None:
-            raise ValueError("draft ngram runs no experts: 'draft_sparsity' cannot go with it")
+            raise ValueError("draft ngram runs no experts: remove 'draft_sparsity'")
 
     @property
     def settings(self) -> DraftSettings:
@@ -91,12 +83,3 @@ class SpeculativeOptions:
             verify_prefetch=self.verify_prefetch,
             sparsity=self.draft_sparsity,
         )
-
-
-# Called with "draft", "rollback", "verify" or "plain step" and entered while it lasts; what is put into the mapping are its details.
-Spans = Callable[[str], AbstractContextManager[dict[str, object]]]
-
-
-def unseen(name: str) -> AbstractContextManager[dict[str, object]]:
-    """Nobody looks."""
-    return nullcontext({})

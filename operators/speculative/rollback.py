@@ -1,14 +1,16 @@
-"""Taking tokens back out of a KV cache: a mark, and the way back to it."""
+"""Taking tokens out of a KV cache again: a mark, and rewinding the cache to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from moegraft.operators.generation import layer_types, name_layers
 
 REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 STATELESS_KINDS = ("DummyLayer",)  # by name: transformers 5.17 does not have it
@@ -23,148 +25,106 @@ REASONS = {
     "deepseek_sparse_attention": INDEXED,  # its name in transformers 5.17
 }
 UNKNOWN_REASON = "keeps a state that a rejected draft token cannot be taken out of again"
-SHOWN_LAYERS = 3
 
 
-class _LayerMark(Protocol):
-    def rewind(self, keep: int) -> None:
-        """Keeps the first `keep` tokens since the mark and forgets the later ones."""
-        ...
+class CacheMark:
+    """The length of a cache. `rewind` may be called repeatedly, each time after at most `longest_rewind` more tokens."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._rewinds = [rewind for layer in cache.layers if (rewind := _mark_layer(layer)) is not None]
+
+    def rewind(self, keep: int = 0) -> None:
+        """Keep the first `keep` tokens since the mark and drop the later ones.
+
+        Each layer by its own length: an interrupted forward pass may have fed some layers and not others.
+        """
+        for rewind in self._rewinds:
+            rewind(keep)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cropped:
-    """A layer that holds every token: the last ones are cut off."""
-
-    layer: Any
-    length: int
-
-    def rewind(self, keep: int) -> None:
-        extra = _length(self.layer) - self.length - keep
-        if extra > 0:
-            self.layer.crop(-extra)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sliding:
-    """A window that grows by concatenation, so that the tensors of the mark stay as they were."""
-
-    layer: Any
-    length: int
-    keys: torch.Tensor | None  # (1, heads, tokens, head_dim)
-    values: torch.Tensor | None
-
-    def rewind(self, keep: int) -> None:
-        layer, added = self.layer, self.layer.cumulative_length - self.length
-        if added <= keep:
-            return
-        for name, before in (("keys", self.keys), ("values", self.values)):
-            if before is None:
-                before = getattr(layer, name)[:, :, :0]
-            since = getattr(layer, name)[:, :, -added:][:, :, :keep]
-            setattr(layer, name, torch.cat([before, since], dim=2)[:, :, -layer.sliding_window + 1 :])
-        layer.cumulative_length = self.length + keep
-
-
-@dataclass(frozen=True, slots=True)
-class _Static:
-    """A layer of fixed size, written in place: what is past its length is not read and is written anew."""
-
-    layer: Any
-    length: int
-
-    def rewind(self, keep: int) -> None:
-        if _length(self.layer) > self.length + keep:
-            self.layer.cumulative_length.fill_(self.length + keep)
-
-
-@dataclass(frozen=True, slots=True)
-class _StaticSliding:
-    """A window of fixed size, shifted in place: the mark holds a copy of it."""
-
-    layer: Any
-    length: int
-    keys: torch.Tensor | None  # (1, heads, window, head_dim)
-    values: torch.Tensor | None
-
-    def rewind(self, keep: int) -> None:
-        layer, added = self.layer, self.layer.cumulative_length_int - self.length
-        if added <= keep:
-            return
-        window = layer.max_cache_len
-        for now, before in ((layer.keys, self.keys), (layer.values, self.values)):
-            end = min(self.length + added, window)
-            since = now[:, :, end - added : end][:, :, :keep]
-            held = now[:, :, :0] if before is None else before[:, :, : min(self.length, window)]
-            kept = torch.cat([held, since], dim=2)[:, :, -window:]
-            now[:, :, : kept.shape[2]].copy_(kept)
-        layer.cumulative_length_int = self.length + keep
-        layer.cumulative_length.fill_(self.length + keep)
+def _mark_layer(layer: Any) -> Callable[[int], None] | None:
+    """Return what rewinds a layer to its present length and as many tokens more as it is given; None for a layer without state."""
+    kind = type(layer)
+    keys, values = (layer.keys, layer.values) if getattr(layer, "is_initialized", False) else (None, None)
+    if kind is DynamicLayer:
+        return partial(_crop, layer, _length(layer))
+    if kind is StaticLayer:
+        return partial(_reset_length, layer, _length(layer))
+    if kind is DynamicSlidingWindowLayer:  # grows by concatenation, so these tensors stay as they are
+        return partial(_restore_window, layer, layer.cumulative_length, keys, values)
+    if kind is StaticSlidingWindowLayer:  # is shifted in place
+        keys, values = (None if tensor is None else tensor.clone() for tensor in (keys, values))
+        return partial(_restore_static_window, layer, layer.cumulative_length_int, keys, values)
+    return None
 
 
 def _length(layer: Any) -> int:
     return int(layer.get_seq_length()) if layer.is_initialized else 0
 
 
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _crop(layer: Any, length: int, keep: int) -> None:
+    extra = _length(layer) - length - keep
+    if extra > 0:
+        layer.crop(-extra)
 
 
-def _mark_layer(layer: Any) -> _LayerMark | None:
-    kind = type(layer)
-    keys, values = (layer.keys, layer.values) if getattr(layer, "is_initialized", False) else (None, None)
-    if kind is DynamicSlidingWindowLayer:
-        return _Sliding(layer, layer.cumulative_length, keys, values)
-    if kind is StaticSlidingWindowLayer:
-        return _StaticSliding(layer, layer.cumulative_length_int, _copy(keys), _copy(values))
-    if kind is StaticLayer:
-        return _Static(layer, _length(layer))
-    if kind is DynamicLayer:
-        return _Cropped(layer, _length(layer))
-    return None
+def _reset_length(layer: Any, length: int, keep: int) -> None:
+    """Rewind a layer of fixed size: what is past its length is not read, and will be overwritten."""
+    if _length(layer) > length + keep:
+        layer.cumulative_length.fill_(length + keep)
 
 
-class CacheMark:
-    """Where a cache stood. `rewind(keep)` may be called again and again, each time after at most `longest_rewind` more tokens."""
+# keys and values: (1, heads, tokens or window, head_dim), or None where the layer was empty
+def _restore_window(layer: Any, length: int, keys: torch.Tensor | None, values: torch.Tensor | None, keep: int) -> None:
+    added = layer.cumulative_length - length
+    if added <= keep:
+        return
+    for name, before in (("keys", keys), ("values", values)):
+        if before is None:
+            before = getattr(layer, name)[:, :, :0]
+        since = getattr(layer, name)[:, :, -added:][:, :, :keep]
+        setattr(layer, name, torch.cat([before, since], dim=2)[:, :, -layer.sliding_window + 1 :])
+    layer.cumulative_length = length + keep
 
-    def __init__(self, cache: Cache) -> None:
-        self._layers = [mark for layer in cache.layers if (mark := _mark_layer(layer)) is not None]
 
-    def rewind(self, keep: int = 0) -> None:
-        """Keeps the first `keep` tokens since the mark and forgets the later ones, layer by layer: an interrupted forward pass
-        may have fed some layers and not others."""
-        for layer in self._layers:
-            layer.rewind(keep)
+def _restore_static_window(layer: Any, length: int, keys: torch.Tensor | None, values: torch.Tensor | None, keep: int) -> None:
+    added, window = layer.cumulative_length_int - length, layer.max_cache_len
+    if added <= keep:
+        return
+    for now, before in ((layer.keys, keys), (layer.values, values)):
+        end = min(length + added, window)
+        since = now[:, :, end - added : end][:, :, :keep]
+        held = now[:, :, :0] if before is None else before[:, :, : min(length, window)]
+        kept = torch.cat([held, since], dim=2)[:, :, -window:]
+        now[:, :, : kept.shape[2]].copy_(kept)
+    layer.cumulative_length_int = length + keep
+    layer.cumulative_length.fill_(length + keep)
 
 
 def longest_rewind(cache: Cache) -> int | None:
-    """How many tokens may follow a mark so that it can still be gone back to; None: any number."""
+    """Return how many tokens may follow a mark so that the cache can still be rewound to it; None: any number."""
     windows = [layer.sliding_window - 1 for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
     windows += [layer.max_cache_len for layer in cache.layers if type(layer) is StaticSlidingWindowLayer]
     return min(windows, default=None)
 
 
-def why_not_rewindable(cache: object, layer_types: Sequence[str] = ()) -> str | None:
-    """Why tokens cannot be taken back out of `cache`, or None when they can. Names the layers by `layer_types` where given."""
+def unsupported_cache_reason(cache: object, names: Sequence[str] = ()) -> str | None:
+    """Return why tokens cannot be taken out of `cache` again, or None if they can; `names` are the kinds of its layers, where known."""
     if not isinstance(cache, Cache):
         return f"a cache of type {type(cache).__name__} cannot be rolled back"
     if getattr(cache, "offloading", False):
         return "an offloaded cache cannot be rolled back"
-    bad = [index for index, layer in enumerate(cache.layers) if not _is_rewindable(layer)]
-    if not bad:
+    others = [
+        index
+        for index, layer in enumerate(cache.layers)
+        if type(layer) not in REWINDABLE_KINDS and type(layer).__name__ not in STATELESS_KINDS
+    ]
+    if not others:
         return None
-    kinds = {layer_types[index] if index < len(layer_types) else type(cache.layers[index]).__name__ for index in bad}
-    kind = ", ".join(sorted(kinds))
-    reason = REASONS.get(kind, UNKNOWN_REASON)
-    layers = ", ".join(map(str, bad[:SHOWN_LAYERS])) + (" ..." if len(bad) > SHOWN_LAYERS else "")
-    return f"layer {layers} is of kind {kind}: it {reason}" if len(bad) == 1 else f"layers {layers} are of kind {kind}: each {reason}"
+    named, kind = name_layers(cache.layers, others, names)
+    return f"{named}: {'it' if len(others) == 1 else 'each'} {REASONS.get(kind, UNKNOWN_REASON)}"
 
 
-def _is_rewindable(layer: object) -> bool:
-    return type(layer) in REWINDABLE_KINDS or type(layer).__name__ in STATELESS_KINDS
-
-
-def why_model_not_rewindable(config: PreTrainedConfig) -> str | None:
-    """The same for the cache that a model of `config` makes by itself."""
-    text = config.get_text_config(decoder=True)
-    return why_not_rewindable(DynamicCache(config=text), getattr(text, "layer_types", None) or ())
+def unsupported_model_reason(config: PreTrainedConfig) -> str | None:
+    """Return the same for the cache that a model of `config` creates by itself."""
+    return unsupported_cache_reason(DynamicCache(config=config.get_text_config(decoder=True)), layer_types(config))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from support import ROOT
+from support.model_shapes import MODELS
 
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -74,8 +74,8 @@ def test_top_k_keeps_the_largest(bench: Any) -> None:
 
 
 def test_groups_bring_their_neighbours(bench: Any) -> None:
-    hot = torch.tensor([[5, 1, 0, 2, 3, 4]])  # expert 0: neurons 5 and 1 are the hottest
-    made: Any = SimpleNamespace(histograms={"layer": SimpleNamespace(hot_first=lambda: hot)})
+    active = torch.tensor([[3, 5, 2, 1, 0, 9]])  # expert 0: neurons 5 and 1 are the hottest
+    made: Any = SimpleNamespace(histograms={"layer": SimpleNamespace(active=active)})
     values = torch.tensor([[0.0, 3.0, 0.0, 0.0, 1.0, 2.0]])
     assert bench.Grouping(made, 4, False).largest("layer", 0, values).tolist() == [[3.0, 3.0, 3.0, 3.0, 2.0, 2.0]]  # 6 is no multiple of 4
     assert bench.Grouping(made, 2, True).largest("layer", 0, values).tolist() == [[0.0, 3.0, 0.0, 1.0, 1.0, 3.0]]

@@ -55,8 +55,8 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.gpu_groups
-    return group.engines[0]
+    (engine,) = model.moegraft.context.gpu_engines
+    return engine
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -203,7 +203,7 @@ def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-
             model.generate(prompt(5), max_new_tokens=NEW, do_sample=False)
     said = [record.message for record in caplog.records if record.message.startswith("decode steps run layer by layer: ")]
     assert len([each for each in said if says in each]) == 1, caplog.text
-    assert all(engine.statistics.replayed == 0 for group in model.moegraft.context.gpu_groups for engine in group.engines)
+    assert all(engine.statistics.replayed == 0 for engine in model.moegraft.context.gpu_engines)
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
@@ -267,7 +267,7 @@ def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeSteps, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
     assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
-    assert model.moegraft.decode_steps.mode in ("eager", "graph")
+    assert model.moegraft.context.decode_steps.mode in ("eager", "graph")
 
 
 def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
@@ -279,15 +279,15 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 
 
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RuleFileError, match=r"decode: graph computes on the GPU what has a slot.*which schedule: all_cpu does not"):
+    with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
-    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.decode_steps is None
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.decode_steps is None
 
 
 def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     answer(model)
-    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.decode_steps)]
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.decode_steps)]
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3

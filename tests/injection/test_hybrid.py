@@ -17,7 +17,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.devices.cuda import why_no_cuda
-from moegraft.operators.offload.model_experts import ModelExperts
+from moegraft.operators.offload.engine import Engine
 
 RULES = """
 version: 1
@@ -48,8 +48,8 @@ def load(model: Path | PreTrainedModel, rules: Path | str) -> PreTrainedModel:
     return injected
 
 
-def groups_of(model: PreTrainedModel) -> list[ModelExperts]:
-    return list(model.moegraft.context.gpu_groups)
+def engines_of(model: PreTrainedModel) -> list[Engine]:
+    return list(model.moegraft.context.gpu_engines)
 
 
 @torch.no_grad()
@@ -67,8 +67,7 @@ def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Pat
     found, found_answer = outputs(model)
     assert (found - logits).abs().max() / logits.abs().max() < 1e-5
     assert found_answer == answer
-    (group,) = groups_of(model)
-    statistics = [engine.statistics for engine in group.engines]
+    statistics = [engine.statistics for engine in engines_of(model)]
     assert sum(each.used - each.on_cpu for each in statistics) > 0, "the device computed something"
 
 
@@ -101,11 +100,11 @@ def test_layers_are_split_over_two_devices(rules) -> None:  # type: ignore[no-un
     found, found_answer = outputs(model)
     assert (found - logits).abs().max() / logits.abs().max() < 1e-5
     assert found_answer == answer
-    (group,) = groups_of(model)
-    assert [engine.device.name for engine in group.engines] == ["emulated:0", "emulated:1"]
-    layers = [engine.loading.slots.layers for engine in group.engines]
+    engines = engines_of(model)
+    assert [engine.device.name for engine in engines] == ["emulated:0", "emulated:1"]
+    layers = [engine.loading.slots.layers for engine in engines]
     assert sum(layers) == 3 and abs(layers[0] - layers[1]) == 1
-    assert all(engine.statistics.steps > 0 for engine in group.engines)
+    assert all(engine.statistics.steps > 0 for engine in engines)
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
@@ -118,7 +117,7 @@ def test_with_no_gpu_the_rules_mean_the_same_on_the_cpu(rules, caplog: pytest.Lo
     assert len(said) == 1 and said[0].startswith("all experts run on the CPU (gpu: auto): PyTorch")
     found, found_answer = outputs(model)
     assert found_answer == answer and (found - logits).abs().max() / logits.abs().max() < 1e-5
-    assert not any(group.engines for group in groups_of(model))
+    assert not engines_of(model)
 
 
 def test_the_shipped_file_runs_here() -> None:
@@ -141,8 +140,7 @@ def test_a_draft_of_resident_experts_loads_nothing(rules) -> None:  # type: igno
     model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"))
     switch = model.moegraft.context.draft_switch
     assert switch.resident_layers == switch.layers > 0
-    (group,) = groups_of(model)
-    (engine,) = group.engines
+    (engine,) = engines_of(model)
     before = engine.loading.queue.statistics.requested
     with torch.no_grad(), switch.drafting(DraftSettings(top_k=2, resident=True)):
         drafted = model(input_ids=prompt(6)).logits
@@ -157,10 +155,9 @@ def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-unty
     model = load(build_model(case_of("mixtral")), rules())
     outputs(model)
     watched = weakref.ref(model)
-    (group,) = groups_of(model)
-    (engine,) = group.engines
+    (engine,) = engines_of(model)
     device = engine.device
-    del model, group, engine
+    del model, engine
     gc.collect()
     assert watched() is None
     with pytest.raises(DeviceError, match="closed"):
@@ -188,5 +185,5 @@ def test_mistakes_are_told_where_they_stand(more: str, message: str, rules) -> N
 
 @pytest.mark.parametrize("gpu", ["cuda:x", "gpu0", "cuda:0,none", "cuda:0,cuda:0"])
 def test_a_device_that_is_none(gpu: str, rules) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(RuleFileError, match="gpu is auto, none, cuda:N or several of them"):
+    with pytest.raises(RuleFileError, match="gpu is auto, none, cuda:N or several of them separated by commas"):
         load(build_model(case_of("mixtral")), rules(gpu=gpu))

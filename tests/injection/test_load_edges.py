@@ -179,7 +179,7 @@ def test_float32_parts_of_a_bfloat16_checkpoint_stay(inject: Inject, tmp_path: P
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     expected, injected = AutoModelForCausalLM.from_pretrained(stored).eval(), inject(stored)
-    with pytest.warns(UserWarning, match=r"lacks what its 1 operators hold packed \(model\.layers\.1\.mlp\.experts, \.\.\.\)"):
+    with pytest.warns(UserWarning, match=r"lacks the packed weights of its 1 operators \(model\.layers\.1\.mlp\.experts, \.\.\.\)"):
         kept = {name: tensor.dtype for name, tensor in injected.state_dict().items()}
     assert kept == {name: tensor.dtype for name, tensor in expected.state_dict().items() if ".experts." not in name}
     assert torch.float32 in kept.values() and error_of(injected, expected) <= 0.05

@@ -18,7 +18,8 @@ from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import CallExecutor
-from moegraft.operators.offload.shared_overlap import SHARED_NAMES, SharedOverlap
+from moegraft.operators.offload.shared_overlap import SharedOverlap
+from moegraft.operators.structure import SHARED_NAMES
 
 RULES = """
 version: 1

@@ -1,4 +1,4 @@
-"""`quantized_kv_cache`: `generate` over transformers' quantised cache, by each backend that is installed, and what it refuses."""
+"""`quantized_kv_cache`: `generate` over transformers' quantised cache, by each backend that is installed, and what it rejects."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from transformers.cache_utils import QuantizedCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import PromptCache, SavedChat, read_chat, write_chat
-from moegraft.injection.estimate.memory import form_of, kv_cache
+from moegraft.injection.estimate.memory import kv_cache
 from moegraft.injection.graft import new_cache
 from moegraft.injection.plan import plan
 from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kv_cache import QuantizedKvCache, QuantizedKvCacheOptions
-from moegraft.operators.offload.options import kv_cache_bytes
 from moegraft.operators.registry import load_registry
 
 RULE = "- match: {{kind: model}}\n  replace: {{class: quantized_kv_cache, kwargs: {{{options}}}}}\n"
@@ -52,6 +52,11 @@ def load(tmp_path: Path) -> Callable[..., PreTrainedModel]:
     return load
 
 
+def form_of(model: Any) -> QuantisedForm:
+    (options,) = [swap.options for swap in model.moegraft.plan.swaps if swap.operator == QuantizedKvCache.name]
+    return QuantizedKvCache.cache_form(options, model.config)
+
+
 def stock(model_type: str = "qwen3_moe") -> PreTrainedModel:
     return build_model(next(case for case in served_cases() if case.model_type == model_type)).eval()
 
@@ -71,7 +76,7 @@ def followed(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Ten
 
 def held_bytes(value: Any) -> int:
     """Of tensors anywhere within, those of quanto's packed ones included."""
-    if hasattr(value, "_data"):  # quanto's, which says it is as large as what it stands for
+    if hasattr(value, "_data"):  # quanto's, which reports the size of what it represents
         return sum(held_bytes(getattr(value, name)) for name in ("_data", "_scale", "_shift") if hasattr(value, name))
     if isinstance(value, torch.Tensor):
         return value.nbytes
@@ -94,8 +99,8 @@ def test_logits_stay_close_and_the_cache_is_smaller(backend: str, load) -> None:
         expected, found = followed(model, plain, ids), followed(model, quantised, ids)
         error = float((found - expected).norm() / expected.norm())
         assert 0 < error < TOLERANCE[backend, bits], f"{bits} bits: {error:.4f}"
-        form, bytes_per_token = form_of(model.moegraft.plan, model), 4 * 2 * 2 * 16  # float32, keys and values, heads, width
-        assert form is not None
+        form = form_of(model)
+        bytes_per_token = 4 * 2 * 2 * 16  # float32, keys and values, heads, width
         waiting = replace(form, residual=min(form.residual, NEW))  # what came after the prompt is not quantised yet
         counted, most = (each.layer_bytes(bytes_per_token, 4, PROMPT + NEW) * len(plain.layers) for each in (waiting, form))
         assert cache_bytes(quantised) == pytest.approx(counted, rel=0.01)
@@ -117,13 +122,13 @@ def test_generate_makes_one_for_each_call(load, caplog: pytest.LogCaptureFixture
 
 
 @HQQ
-def test_calls_that_want_another_cache_get_it_and_the_log_says_so_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_calls_that_need_another_cache_get_it_and_a_warning_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     model, expected = load(), answer(stock()).sequences
     calls: list[tuple[Callable[[], dict[str, Any]], str]] = [
         (lambda: {"past_key_values": DynamicCache(config=model.config)}, "one of its own (DynamicCache)"),
         (lambda: {"cache_implementation": "static", "disable_compile": True}, "a cache of kind static"),
         (lambda: {"use_cache": False}, "asks for none"),
-        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out"),
+        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out of it again"),
     ]
     for arguments, reason in calls:
         caplog.clear()
@@ -197,18 +202,18 @@ def test_other_layers_are_refused_by_name(model_type: str, reason: str, load) ->
         load(model_type, "backend: fp8")
 
 
-def test_a_package_that_is_missing_is_named_with_the_mend(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_package_is_named_with_the_fix(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(kv_options, "_is_installed", lambda module: False)
-    for backend, mend in (("hqq", r"moegraft\[kv-cache\]"), ("quanto", r"moegraft\[kv-quanto\]")):
-        with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*is not installed; install it with pip install '{mend}'"):
+    for backend, fix in (("hqq", r"moegraft\[kv-cache\]"), ("quanto", r"moegraft\[kv-quanto\]")):
+        with pytest.raises(RuleErrors, match=rf"rules\.yaml:5:.*is not installed; install it with pip install '{fix}'"):
             load(options=f"backend: {backend}")
 
 
-def test_a_kernel_that_does_not_compile_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_compile_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("Ninja is required to load C++ extensions\nand more")
 
-    monkeypatch.setattr("moegraft.operators.kv_cache._try_quanto", broken)
+    monkeypatch.setattr("moegraft.operators.kv_cache._compile_quanto", broken)
     with pytest.raises(
         UnsupportedModelError, match=r"cannot compile its kernel here \(Ninja is required to load C\+\+ extensions\); install"
     ):
@@ -218,9 +223,9 @@ def test_a_kernel_that_does_not_compile_is_named_with_the_mend(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("bits: 3", "bits with 'backend: hqq' must be 2, 4 or 8, not 3"),
+        ("bits: 3", "bits with 'backend: hqq' must be 2 or 4 or 8, not 3"),
         ("backend: quanto, bits: 8", "must be 2 or 4, not 8"),
-        ("backend: fp8, residual: 5", "'residual' cannot go with it"),
+        ("backend: fp8, residual: 5", "remove 'residual'"),
         ("group: 0", "group must be 1 or more"),
         ("group: 24", "groups of 24; write 'group: 16'"),  # heads are 16 wide
         ("group: 16, bits: 2", "groups of 16; write 'group: 8'"),  # two groups a token fill half a byte
@@ -259,8 +264,8 @@ def test_captured_steps_are_left_with_a_reason(load, caplog: pytest.LogCaptureFi
 def test_a_plan_counts_it(load) -> None:  # type: ignore[no-untyped-def]
     model = load(options="bits: 4")
     plain = kv_cache(stock().to("meta"))
-    form = form_of(model.moegraft.plan, model)
-    assert form is not None and (form.value_bits, form.group, form.residual) == (4, 16, 128)
+    form = form_of(model)
+    assert (form.value_bits, form.group, form.residual) == (4, 16, 128)
     per_token = plain.layers[0].bytes_per_token
     small = per_token // 4 // 2 + per_token // 4 // 16 * 2 * 4
     layers = len(plain.layers)

@@ -1,4 +1,4 @@
-"""Routers of every family: read alike, and asked without their model they choose what their model chooses."""
+"""Routers of every family: read alike, and called without their model they choose what their model chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from moegraft.operators.routing import (
     routers_of,
     score_function,
     scores_of,
-    selection_of,
     watch_routing,
 )
 
@@ -79,7 +78,7 @@ def test_a_router_chooses_what_its_model_chooses(case: FamilyCase) -> None:
     assert calls, "no experts ran"
     for call in calls:
         assert call.router.exact == (call.router.path not in INEXACT.get(case.model_type, ()))
-        found = selection_of(call.router, call.router_input)
+        found = call.router.route(call.router_input).top_k_index
         assert found.shape == call.top_k_index.shape
         if call.router.exact:
             assert sets(found) == sets(call.top_k_index)
@@ -108,7 +107,7 @@ def test_largest_scores_are_not_the_choice_of_these(model_type: str) -> None:
 
 def test_the_first_layer_of_a_router_with_a_state_needs_none() -> None:
     call = calls_of("zaya")[0]
-    assert sets(selection_of(call.router, call.router_input)) == sets(call.top_k_index)
+    assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
 
 
 @pytest.mark.parametrize("model_type", FUNCTIONS)
@@ -126,7 +125,7 @@ def test_the_scores_are_the_familys(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "gemma4_text", "granitemoe"])
 def test_bfloat16_weights_show_their_function_too(model_type: str) -> None:
     call = watched(build_model(named(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
-    assert sets(selection_of(call.router, call.router_input)) == sets(call.top_k_index)
+    assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
     torch.testing.assert_close(call.scores, calls_of(model_type)[0].scores, rtol=0, atol=0.1)
 
 
@@ -140,31 +139,27 @@ def test_injected_models_are_watched_alike(model_type: str) -> None:
         torch.testing.assert_close(found.scores, expected.scores)
 
 
-def test_predictions_are_likeliest_first_and_can_be_cut() -> None:
+def test_predictions_are_likeliest_first() -> None:
     calls = calls_of("deepseek_v3")  # its router does not sort
     for call in calls:
         whole = call.router.route(call.router_input)
         assert bool((whole.top_k_weights[:, :-1] >= whole.top_k_weights[:, 1:]).all())
-        assert torch.equal(selection_of(call.router, call.router_input, 1), whole.top_k_index[:, :1])
-    for wrong in (0, 3):
-        with pytest.raises(ValueError, match=f"top_k is {wrong}; the router of .* chooses 2 experts"):
-            selection_of(calls[0].router, calls[0].router_input, wrong)
 
 
 def test_a_prediction_is_another_layers_choice_on_these_hidden_states() -> None:
     first, second = calls_of("mixtral")[:2]
     assert isinstance(second.router.module.weight, nn.Parameter)
     expected = F.linear(first.router_input, second.router.module.weight).topk(2, dim=-1).indices
-    assert sets(selection_of(second.router, first.router_input)) == sets(expected)
+    assert sets(second.router.route(first.router_input).top_k_index) == sets(expected)
 
 
-def test_asking_a_router_tells_no_hook() -> None:
+def test_predicting_runs_no_hook() -> None:
     model = build_model(named("qwen3_moe"))
     router = routers_of(model)["model.layers.1.mlp.experts"]
-    told: list[object] = []
-    router.module.register_forward_hook(lambda *call: told.append(call))
-    selection_of(router, torch.randn(3, 64))
-    assert not told
+    calls: list[object] = []
+    router.module.register_forward_hook(lambda *call: calls.append(call))
+    router.route(torch.randn(3, 64))
+    assert not calls
 
 
 def test_hooks_are_gone_after_a_failure() -> None:
@@ -191,7 +186,7 @@ def test_experts_without_a_router_are_refused() -> None:
     model = build_model(named("mixtral"))
     del model.model.layers[1].mlp.gate
     assert experts_paths(model) == ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts")
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.experts: no module 'gate' or 'router' beside it"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.experts: its block has no module 'gate' or 'router'"):
         router_of(model, "model.layers.1.mlp.experts")
 
 
@@ -220,7 +215,7 @@ def test_a_router_of_logits_alone(chooses: bool) -> None:
     tokens = torch.randn(5, 8)
     router = router_of(model, "mlp.experts")
     expected = router.module(tokens).topk(2, dim=-1, largest=not chooses).indices
-    assert sets(selection_of(router, tokens)) == sets(expected)
+    assert sets(router.route(tokens).top_k_index) == sets(expected)
     assert router.exact == chooses
 
 
@@ -245,7 +240,7 @@ def test_a_layer_that_takes_all_its_experts() -> None:
 
 
 def test_scores_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"a router of 6 experts returned \(2, 3\): no scores"):
+    with pytest.raises(ValueError, match=r"a router of 6 experts returned \(2, 3\), without scores"):
         scores_of(torch.zeros(2, 3), 6)
     with pytest.raises(ValueError, match="returned no tensor"):
         scores_of(None, 6)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.routing import RoutedCall, selection_of, watch_routing
+from moegraft.operators.routing import RoutedCall, watch_routing
 from moegraft.operators.routing_trace import Trace, TraceError, record_trace
 
 recall_share = import_benchmark("traces").recall_share
@@ -29,7 +29,7 @@ def texts(*lengths: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def decoded(model: PreTrainedModel, ids: torch.Tensor) -> list[RoutedCall]:
-    """Every call of experts when the tokens go through one at a time."""
+    """Return every call of experts when the tokens are decoded one at a time."""
     calls: list[RoutedCall] = []
     past = None
     with watch_routing(model, calls.append):
@@ -53,7 +53,7 @@ def test_a_text_in_one_pass_routes_as_in_decoding(model_type: str) -> None:
         np.testing.assert_allclose(trace.weights[token, layer][order[0]], call.top_k_weights[0].numpy()[order[1]], rtol=1e-3, atol=1e-5)
 
 
-def test_predictions_are_later_routers_on_earlier_hidden_states() -> None:
+def test_predictions_apply_later_routers_to_earlier_hidden_states() -> None:
     model, (ids,) = model_of("mixtral"), texts(9)
     calls: list[RoutedCall] = []
     with torch.no_grad(), watch_routing(model, calls.append):
@@ -66,7 +66,7 @@ def test_predictions_are_later_routers_on_earlier_hidden_states() -> None:
             if layer <= depth:
                 assert (found == -1).all()
             else:
-                expected = selection_of(calls[layer].router, calls[layer - 1 - depth].router_input)
+                expected = calls[layer].router.route(calls[layer - 1 - depth].router_input).top_k_index
                 np.testing.assert_array_equal(found, expected)
     used = trace.used()
     right = sum(
@@ -121,7 +121,7 @@ class Nothing(nn.Module):
         return hidden_states
 
 
-def test_padded_slots_are_marked_alike() -> None:
+def test_both_forms_of_padded_slots_become_minus_one() -> None:
     trace = record_trace(Blocks(6), texts(5), "blocks", depths=0)
     assert trace.chosen[0, 0, 0] == trace.chosen[1, 0, 0] == -1
     assert (trace.chosen[2:] >= 0).all()
@@ -139,7 +139,7 @@ def test_models_that_cannot_be_recorded() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Trace:
-    """The bundled model on a few hundred tokens: of ids alone, which are no text, so only what holds for any is tested on it."""
+    """The bundled model on a few hundred random ids, which are no text: only what holds for any input is tested on it."""
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32).eval()
     ids = torch.randint(3, 1000, (400,), generator=torch.Generator().manual_seed(0))
     return record_trace(model, [ids], "demo")

@@ -36,7 +36,7 @@ def arrays_of(path: Path) -> dict[str, Any]:
 
 
 DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda arrays: arrays.pop("scores"), "no array named scores; benchmarks/traces.py records traces"),
+    (lambda arrays: arrays.pop("scores"), "no array named scores; moegraft calibrate --routing FILE records traces"),
     (lambda arrays: arrays.update(format=np.int64(99)), "written in format 99; this version reads format 1"),
     (lambda arrays: arrays.update(chosen=arrays["chosen"].astype(np.float32)), "chosen is of type float32"),
     (lambda arrays: arrays.update(chosen=arrays["chosen"] + 5), "chosen has ids from 5 to 10; there are 6 experts"),

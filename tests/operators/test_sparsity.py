@@ -81,8 +81,8 @@ def test_statistics_are_by_target() -> None:
     run(found, 10, [0.6, 0.8])
     run([other], 10, [0.55])
     first, second = layers.statistics()
-    assert first == {"target": 0.7, "counts": "routed", "layers": 2, "routed_target": 0.7, "routed_sparsity": pytest.approx(0.7)}
-    assert (second["counts"], second["layers"], second["routed_sparsity"]) == ("total", 1, pytest.approx(0.55))
+    assert first == {"target": 0.7, "scope": "routed", "layers": 2, "routed_target": 0.7, "routed_sparsity": pytest.approx(0.7)}
+    assert (second["scope"], second["layers"], second["routed_sparsity"]) == ("total", 1, pytest.approx(0.55))
     assert found[0].statistics() == {"threshold": 0.1, "routed_sparsity": pytest.approx(0.6), "neurons": 1000}
 
 

@@ -45,6 +45,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert max(len(line.split()) for line in path.read_text().splitlines()) > 100  # a list of quantiles is one line
 
 
+def test_an_older_file_has_the_scope_as_counts(tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.json"
+    write_thresholds(made(), path)
+    body = json.loads(path.read_text())
+    for row in body["held_out"]:
+        row["counts"] = row.pop("scope")
+    path.write_text(json.dumps(body))
+    assert read_thresholds(path).held_out == made().held_out
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text("before")
@@ -80,17 +90,17 @@ def of_layer(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("damage", "message"),
     [
         (changed(format="moegraft-thresholds/2"), "not a thresholds file of format moegraft-thresholds/1"),
-        (changed(criterion="topk"), "its thresholds are of 'topk', and operators compare abs_act_gate"),
+        (changed(criterion="topk"), "its thresholds are for 'topk', but operators compare abs_act_gate"),
         (changed(top_k=0), "damaged .top_k is 0."),
         (changed(extra=1), "damaged .*extra"),
         (lambda body: body.pop("layers"), "damaged .'layers'."),
         (of_layer(hidden=None), f"damaged .hidden of {PATH} is None."),
         (of_layer(hiden=3), "damaged .*hiden"),
         (of_layer(quantiles=[0.1, 0.2]), f"damaged .quantiles of {PATH} has 2 numbers where the grid has 102."),
-        (of_layer(quantiles=[0.0] * 102), "something that is no number above 0"),
-        (of_layer(quantiles=[float("nan")] * 102), "something that is no number above 0"),
-        (of_layer(quantiles=[1.0] * 101 + [0.5]), f"quantiles of {PATH} does not rise"),
-        (of_layer(quantiles=["a"] * 102), "something that is no number"),
+        (of_layer(quantiles=[0.0] * 102), "a value that is not a number above 0"),
+        (of_layer(quantiles=[float("nan")] * 102), "a value that is not a number above 0"),
+        (of_layer(quantiles=[1.0] * 101 + [0.5]), f"quantiles of {PATH} is not in ascending order"),
+        (of_layer(quantiles=["a"] * 102), "a value that is not a number"),
         (changed(grid=[]), "grid has 0 numbers"),
     ],
     ids=lambda value: value if isinstance(value, str) else "damage",

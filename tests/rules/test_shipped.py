@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from moegraft.injection.plan import plan
 from moegraft.injection.rules import default_rules, read_rules
-from moegraft.injection.rules.replacement import class_table
+from moegraft.injection.rules.ktransformers import class_table
 from moegraft.operators.registry import load_registry
 from moegraft.rules import FORMER_NAMES, shipped_rules
 

@@ -17,13 +17,13 @@ from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from support.kernel_cases import Layer, make_batch, make_layer
-from support.loading_rig import make_device
+from support.transfer_harness import make_device
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 3
 # An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans differ with what is resident.
@@ -57,8 +57,10 @@ class EngineRig:
         store = ExpertStore.of_packed([layer.packed for layer in self.layers])
         policy = make_policy(CacheOptions(policy=setting.policy), LAYERS, EXPERTS, TOP_K)  # type: ignore[arg-type]
         timings = TimingRecorder(device)
-        options = LoadingOptions(SlotPlan(setting.capacity, setting.staging), chunk_bytes=8192)
-        loading = open_loading(device, store, policy.priority, options, on_span=timings.on_span, on_transfer=timings.on_transfer)
+        slots = SlotPlan(setting.capacity, setting.staging)
+        loading = open_loading(
+            device, store, slots, policy.priority, chunk_bytes=8192, on_span=timings.on_span, on_transfer=timings.on_transfer
+        )
         assert loading is not None and loading.arena.array is not None, "an emulated device has room"
         self.arena = loading.arena
         gpu_layers = [True, *[False] * (LAYERS - 1)] if setting.schedule == "layer_map" else None

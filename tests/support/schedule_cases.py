@@ -9,8 +9,9 @@ from itertools import pairwise, permutations, product
 
 import numpy as np
 
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.scheduler import LayerProblem
+from support.model_shapes import MODELS
 
 Split = tuple[bool, ...]  # for each expert whether the CPU has it
 INF = math.inf

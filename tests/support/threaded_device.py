@@ -1,57 +1,55 @@
-"""A device of real threads: one for each stream and one notifier. Device memory is host memory; copies are as slow as is asked for.
+"""An emulated device on real threads: one for each stream and one notifier. Copies are as slow as a profile asks for.
 
-Streams and events of real threads, and the hub where they meet.
-
-Threads: a stream's thread blocks for work and for events of other streams; the notifier blocks for events that somebody wants to be
-told of, and runs the callbacks. One condition variable guards the queues and announces every change.
+A stream's thread blocks for work and for events of other streams; the notifier blocks for events with callbacks, and runs these. One
+condition variable guards the queues and announces every change.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work
-from moegraft.operators.offload.devices.emulated import CpuEngine, EmulatedDevice, Faults, HostTicket, Step, as_device_error, host_ms
-from moegraft.operators.offload.devices.process import ProcessGuard
+from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work, check_not_forked
+from moegraft.operators.offload.devices.cuda import CpuEngine, HostTicket, host_ms
+from moegraft.operators.offload.devices.emulated_graph import Step
 from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
+from moegraft.operators.offload.devices.virtual import Faults, VirtualDevice, as_device_error
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0
-NAP_S = 0.05  # a throttled thread looks this often whether the device is closed
-
-Callback = Callable[[DeviceError | None], None]
+POLL_S = 0.05  # a throttled thread checks this often whether the device is closed
 
 
-class Hub:
-    """The condition variable, the notifier, and whether all is over."""
+class Notifier:
+    """The condition variable, the thread that runs callbacks, and whether the device is closed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.changed = threading.Condition()
         self.closed = False
-        self.streams: dict[str, ThreadedStream] = {}
-        self._guard = ProcessGuard(name)
-        self._notices: deque[tuple[Callback, DeviceError | None]] = deque()
-        self._telling = False
+        self._owner_pid = os.getpid()
+        self._notifications: deque[tuple[Callback, DeviceError | None]] = deque()
+        self._running = False
         self._callback_error: Exception | None = None
-        self._notifier = threading.Thread(target=self._serve, name=f"{name} notifier", daemon=True)
-        self._notifier.start()
+        self.thread = threading.Thread(target=self._run_callbacks, name=f"{name} notifier", daemon=True)
+        self.thread.start()
 
     def check_open(self) -> None:
-        self._guard.check()
+        check_not_forked(self.name, self._owner_pid)
         if self.closed:
             raise DeviceError(f"{self.name} is closed")
 
-    def reach(self, event: ThreadedEvent, error: DeviceError | None) -> None:
-        """The event's place in its stream is reached; called under the condition."""
+    def complete(self, event: ThreadedEvent, error: DeviceError | None) -> None:
+        """The event's position in its stream is reached; called under the condition."""
         event.error, event.time_ms = error, host_ms()
         event.reached = True  # last: `wait` looks without the lock
         for callback in event.callbacks:
-            self._notices.append((callback, error))
+            self._notifications.append((callback, error))
         event.callbacks.clear()
         self.changed.notify_all()
 
@@ -59,44 +57,29 @@ class Hub:
         with self.changed:
             self.check_open()
             if event.reached:
-                self._notices.append((callback, event.error))
+                self._notifications.append((callback, event.error))
                 self.changed.notify_all()
             else:
                 event.callbacks.append(callback)
 
     def drain(self) -> None:
-        """Waits for the notifier, and raises what a callback raised."""
+        """Wait until no callback is left, and raise what one raised."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._notices and not self._telling)
+            self.changed.wait_for(lambda: not self._notifications and not self._running)
             error, self._callback_error = self._callback_error, None
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        with self.changed:
-            if self.closed:
-                return
-            self.closed = True
-            reason = DeviceError(f"{self.name} was closed before this began")
-            for stream in self.streams.values():
-                stream.drop(reason)
-            self.changed.notify_all()
-        until_s = time.monotonic() + CLOSE_S
-        for thread in [*(stream.thread for stream in self.streams.values()), self._notifier]:
-            thread.join(max(0.0, until_s - time.monotonic()))
-            if thread.is_alive():
-                logger.warning("%s: thread %r has not ended within %g s", self.name, thread.name, CLOSE_S)
-
-    def _serve(self) -> None:
+    def _run_callbacks(self) -> None:
         while True:
             with self.changed:
-                self._telling = False
+                self._running = False
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: self._notices or self.closed)
-                if not self._notices:
+                self.changed.wait_for(lambda: self._notifications or self.closed)
+                if not self._notifications:
                     return
-                callback, error = self._notices.popleft()
-                self._telling = True
+                callback, error = self._notifications.popleft()
+                self._running = True
             try:
                 callback(error)
             except Exception as raised:  # noqa: BLE001  no exception leaves a worker: `drain` raises it
@@ -104,12 +87,12 @@ class Hub:
 
 
 class ThreadedEvent:
-    """A place in a stream."""
+    """A position in a stream."""
 
-    __slots__ = ("_hub", "callbacks", "error", "reached", "time_ms")
+    __slots__ = ("_notifier", "callbacks", "error", "reached", "time_ms")
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
         self.reached = False
         self.error: DeviceError | None = None
         self.time_ms = 0.0
@@ -120,39 +103,35 @@ class ThreadedEvent:
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.reached:
-            with self._hub.changed:
-                if not self._hub.changed.wait_for(lambda: self.reached, timeout_s):
-                    raise DeviceTimeoutError(f"{self._hub.name}: not done after {timeout_s} s")
+            with self._notifier.changed:
+                if not self._notifier.changed.wait_for(lambda: self.reached, timeout_s):
+                    raise DeviceTimeoutError(f"{self._notifier.name}: not done after {timeout_s} s")
         if self.error is not None:
             raise self.error
 
 
+@dataclass(slots=True)
 class _Run:
-    __slots__ = ("is_launch", "ms", "step")
-
-    def __init__(self, ms: float, step: Step | None, *, is_launch: bool = False) -> None:
-        self.ms = ms
-        self.step = step
-        self.is_launch = is_launch
+    ms: float
+    step: Step | None
+    is_launch: bool = False
 
 
+@dataclass(slots=True)
 class _Wait:
-    __slots__ = ("event",)
-
-    def __init__(self, event: ThreadedEvent) -> None:
-        self.event = event
+    event: ThreadedEvent
 
 
 class ThreadedStream:
-    """A FIFO and the thread that works it off."""
+    """A FIFO and the thread that processes it."""
 
-    def __init__(self, hub: Hub, name: str) -> None:
+    def __init__(self, notifier: Notifier, name: str) -> None:
         self.name = name
-        self._hub = hub
+        self._notifier = notifier
         self._items: deque[_Run | _Wait | ThreadedEvent] = deque()
-        self._error: DeviceError | None = None  # told by the next event
-        self._free_ms = 0.0  # when the work so far is over, were there no delays
-        self.thread = threading.Thread(target=self._serve, name=f"{hub.name} {name}", daemon=True)
+        self._error: DeviceError | None = None  # reported by the next event
+        self._free_ms = 0.0  # when the work so far ends, were there no delays
+        self.thread = threading.Thread(target=self._process, name=f"{notifier.name} {name}", daemon=True)
         self.thread.start()
 
     def wait(self, event: Event) -> None:
@@ -161,14 +140,14 @@ class ThreadedStream:
             self._put(_Wait(event))
 
     def record(self, *, timed: bool = False) -> ThreadedEvent:
-        event = ThreadedEvent(self._hub)
+        event = ThreadedEvent(self._notifier)
         self._put(event)
         return event
 
     def put_copy(self, ms: float, first_half: Step, second_half: Step) -> None:
         def step() -> None:
             first_half()
-            self._nap_until(host_ms() + ms / 2)
+            self._sleep_until(host_ms() + ms / 2)
             second_half()
 
         self._put(_Run(ms, step))
@@ -176,61 +155,55 @@ class ThreadedStream:
     def put_launch(self, ms: float, function: Step | None) -> None:
         self._put(_Run(ms, function, is_launch=True))
 
-    def _put(self, item: _Run | _Wait | ThreadedEvent) -> None:
-        hub = self._hub
-        with hub.changed:
-            hub.check_open()
-            self._items.append(item)
-            hub.changed.notify_all()
-
     def drop(self, reason: DeviceError) -> None:
-        """Ends everything that has not started; called under the condition."""
+        """Drop everything that has not started; called under the condition."""
         items, self._items = self._items, deque()
         for item in items:
             if isinstance(item, ThreadedEvent):
-                self._hub.reach(item, reason)
+                self._notifier.complete(item, reason)
 
-    def _nap_until(self, time_ms: float) -> None:
-        while (left_s := (time_ms - host_ms()) / 1e3) > 0 and not self._hub.closed:
-            time.sleep(min(left_s, NAP_S))
+    def _put(self, item: _Run | _Wait | ThreadedEvent) -> None:
+        with self._notifier.changed:
+            self._notifier.check_open()
+            self._items.append(item)
+            self._notifier.changed.notify_all()
 
-    def _serve(self) -> None:
-        hub = self._hub
+    def _sleep_until(self, time_ms: float) -> None:
+        while (left_s := (time_ms - host_ms()) / 1e3) > 0 and not self._notifier.closed:
+            time.sleep(min(left_s, POLL_S))
+
+    def _process(self) -> None:
+        notifier = self._notifier
         while True:
-            with hub.changed:
-                hub.changed.wait_for(lambda: self._items or hub.closed)
+            with notifier.changed:
+                notifier.changed.wait_for(lambda: self._items or notifier.closed)
                 if not self._items:
                     return
                 item = self._items.popleft()
                 if isinstance(item, ThreadedEvent):
                     error, self._error = self._error, None
-                    hub.reach(item, error)
+                    notifier.complete(item, error)
                     continue
                 if isinstance(item, _Wait):
-                    self._await(item.event)
+                    event = item.event
+                    notifier.changed.wait_for(lambda event=event: event.reached or notifier.closed)  # type: ignore[misc]
+                    self._error = self._error or event.error
                     continue
-            self._work(item)
-
-    def _await(self, event: ThreadedEvent) -> None:
-        self._hub.changed.wait_for(lambda: event.reached or self._hub.closed)
-        self._error = self._error or event.error
-
-    def _work(self, run: _Run) -> None:
-        if run.is_launch and self._error is not None:
-            return  # what it would read never came
-        self._free_ms = max(self._free_ms, host_ms()) + run.ms
-        try:
-            if run.step is not None:
-                run.step()
-        except Exception as error:  # noqa: BLE001  no exception leaves a worker: it is carried to the host's wait
-            self._error = self._error or as_device_error(self._hub.name, self.name, error)
-        self._nap_until(self._free_ms)
+            if item.is_launch and self._error is not None:
+                continue  # its inputs never came
+            self._free_ms = max(self._free_ms, host_ms()) + item.ms
+            try:
+                if item.step is not None:
+                    item.step()
+            except Exception as error:  # noqa: BLE001  no exception leaves a worker: the host's wait raises it
+                self._error = self._error or as_device_error(notifier.name, self.name, error)
+            self._sleep_until(self._free_ms)
 
 
-class ThreadedDevice(EmulatedDevice):
-    """Whoever makes one closes it: its threads end then. With a profile, work takes at least what it would take there.
+class ThreadedDevice(VirtualDevice):
+    """The memory and the faults of a virtual device, with threads in place of its clock. Its creator closes it, which ends its threads.
 
-    Args: see `EmulatedDevice`.
+    With a profile, work takes at least as long as on that machine.
     """
 
     def __init__(
@@ -243,29 +216,46 @@ class ThreadedDevice(EmulatedDevice):
         faults: Faults | None = None,
     ) -> None:
         super().__init__(profile, index=index, memory_bytes=memory_bytes, bits_per_weight=bits_per_weight, faults=faults)
-        self._hub = Hub(self.name)
-        self._cpu = CpuEngine(None if profile is None else self._prices.cpu_ms)
+        self._notifier = Notifier(self.name)
+        self._threads: dict[str, ThreadedStream] = {}
+        self._jobs = CpuEngine()
+        self._throttle = profile is not None
+        self._cpu_free_ms = 0.0
 
-    def stream(self, name: str) -> ThreadedStream:
-        with self._hub.changed:
+    def stream(self, name: str) -> ThreadedStream:  # type: ignore[override]
+        with self._notifier.changed:
             self.check_open()
-            stream = self._hub.streams.get(name)
+            stream = self._threads.get(name)
             if stream is None:
-                stream = self._hub.streams[name] = ThreadedStream(self._hub, name)
+                stream = self._threads[name] = ThreadedStream(self._notifier, name)
             return stream
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
+    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:  # type: ignore[override]
         self.check_open()
-        if self._faults.fails("cpu_jobs"):
+        fails = self._fails("cpu_jobs")
+        if self._throttle:
+            self._cpu_free_ms = max(self._cpu_free_ms, host_ms()) + self._prices.cpu_ms(work)
+        ends_ms = self._cpu_free_ms
 
-            def function() -> Waiter | None:
+        def start() -> Waiter:
+            if fails:
                 raise RuntimeError(f"{self.name}: injected: a job of the CPU engine failed")
+            waiter = None if function is None else function()
 
-        return self._cpu.submit(function, work)
+            def wait() -> None:
+                if waiter is not None:
+                    waiter()
+                left_ms = ends_ms - host_ms()
+                if left_ms > 0:
+                    time.sleep(left_ms / 1e3)
+
+            return wait
+
+        return self._jobs.submit(start)
 
     def notify(self, event: Event, callback: Callback) -> None:
         assert isinstance(event, ThreadedEvent), f"{event!r} is not an event of {self.name}"
-        self._hub.notify(event, callback)
+        self._notifier.notify(event, callback)
 
     def now_ms(self) -> float:
         return host_ms()
@@ -276,21 +266,34 @@ class ThreadedDevice(EmulatedDevice):
     def elapsed_ms(self, first: Event, second: Event) -> float:
         assert isinstance(first, ThreadedEvent) and isinstance(second, ThreadedEvent), f"not events of {self.name}"
         if not (first.reached and second.reached):
-            raise ValueError(f"{self.name}: time between events is known when both are done")
+            raise ValueError(f"{self.name}: the time between two events is known when both are done")
         return second.time_ms - first.time_ms
 
     def synchronize(self) -> None:
-        last = [stream.record() for stream in list(self._hub.streams.values())]
+        last = [stream.record() for stream in list(self._threads.values())]
         for event in last:
             event.wait()
-        self._hub.drain()
+        self._notifier.drain()
 
     def close(self) -> None:
-        self._hub.close()
+        notifier = self._notifier
+        with notifier.changed:
+            if notifier.closed:
+                return
+            notifier.closed = True
+            reason = DeviceError(f"{self.name} was closed before this work began")
+            for stream in self._threads.values():
+                stream.drop(reason)
+            notifier.changed.notify_all()
+        until_s = time.monotonic() + CLOSE_S
+        for thread in [*(stream.thread for stream in self._threads.values()), notifier.thread]:
+            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("%s: thread %r has not ended within %g s", self.name, thread.name, CLOSE_S)
 
     def check_open(self) -> None:
-        self._hub.check_open()
+        self._notifier.check_open()
 
-    def _own(self, stream: Stream) -> ThreadedStream:
+    def _own(self, stream: Stream) -> ThreadedStream:  # type: ignore[override]
         assert isinstance(stream, ThreadedStream), f"{stream!r} is not a stream of {self.name}"
         return stream

@@ -37,10 +37,9 @@ from moegraft.injection.checkpoint.gguf.parameters import (
     rope_rows,
 )
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
-from moegraft.injection.checkpoint.sources import StoredTypes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, WeightSource
+from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, StoredTypes, WeightSource
 
 # transformers' model types and llama.cpp's architectures. A family is here once its parameters are known to be stored as they are,
 # but for what `GgufWeights` undoes.
@@ -252,14 +251,14 @@ class GgufWeights:
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return GgufLinear(self._held(path))
 
-    def stored_types(self, path: str, kind: str) -> StoredTypes | None:
+    def stored_types(self, path: str) -> StoredTypes | None:
         gate_up, down = self._matrices(path)
         if not down:
             return None
         whole = _narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
         return StoredTypes(whole, _narrowest({tensor.kept_type for tensor in gate_up}), _narrowest({tensor.kept_type for tensor in down}))
 
-    def tell_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         kept = set()
         for path, name in weight_types.items():
             for tensors, weight_type in zip(self._matrices(path), (name.partition("+")[0], name.rpartition("+")[2]), strict=True):

@@ -1,13 +1,4 @@
-"""One answer: from prompt tokens to streamed text, with what it cost and why it ended.
-
-What an answer cost, in the words that are shown for it.
-
-Turns tokens into text as `generate` makes them, and notes when each came.
-
-What drafts and devices did since the model was loaded, in the words that are shown for it.
-
-Ctrl-C as a request to stop the answer, obeyed where the model's state is whole.
-"""
+"""One answer: from prompt tokens to streamed text, with its speed and the reason it ended."""
 
 from __future__ import annotations
 

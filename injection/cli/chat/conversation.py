@@ -1,9 +1,4 @@
-"""What was said, and how it becomes the tokens of the next prompt.
-
-Keys and values of the conversation so far, so that a turn computes only what is new in its prompt.
-
-A chat in one file: what was said as JSON, and the keys and values that the model made of it, in one safetensors file.
-"""
+"""The messages of a chat, the tokens of its next prompt, the cache they share, and chats saved to a file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A chat: turns of one conversation with one model, and the loop that reads them.
-
-The lines that start with a slash: what they are called, what they say of themselves, what they do.
-
-Reads what a person types: one line, lines that end in a backslash, or a block between \"\"\" fences.
-"""
+"""The chat loop: reads what is typed, runs the commands that start with a slash, and answers everything else."""
 
 from __future__ import annotations
 

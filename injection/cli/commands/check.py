@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, USER_ERROR, user_errors
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
-from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.cli.output import (
+    FINDINGS,
+    USER_ERROR,
+    Json,
+    Terminal,
+    diagnostic_json,
+    open_terminal,
+    plural,
+    user_errors,
+    write_json,
+)
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, user_errors
+from moegraft.injection.cli.commands.explain import LAYER, swap_json
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, TrustOption, model_options
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, write_json
+from moegraft.injection.cli.output import FINDINGS, Terminal, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
-    from moegraft.injection.differences import Difference
     from moegraft.injection.plan import Plan, Swap
-
-_LAYER = re.compile(r"\.[0-9]+\.")
-STOCK = "(stock)"
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def diff(
-    before: Annotated[str, typer.Argument(metavar="A", help="Rule file, or the name of a shipped one.")],
+    before: Annotated[str, typer.Argument(metavar="A", help="A rule file, or the name of a shipped one.")],
     after: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     model: ModelOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what changes for a model from rule file A to rule file B, module by module; no weight is read.
+    """Show what changes for a model from rule file A to rule file B, module by module; no weights are read.
 
-    Exit code 0: nothing does; 1: something does, or the rules are wrong; 2: a file or the model cannot be read.
+    Exit code 0: nothing changes; 1: something does, or the rules are wrong; 2: a file or the model cannot be read.
     """
     from moegraft.injection.cli.loading import open_meta_model
-    from moegraft.injection.differences import differences
     from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
 
@@ -45,27 +39,52 @@ def diff(
     found = differences(first, second)
     terminal = open_terminal()
     if json:
-        write_json(terminal, _as_json(found, first, second))
+        modules = [
+            {"module": one.module, "before": one.before and swap_json(one.before), "after": one.after and swap_json(one.after)}
+            for one in found
+        ]
+        sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
+        write_json(terminal, {"same": not found, "modules": modules, **sums})
     else:
-        _write(found, before, after, first, second, terminal)
+        _write(found, (before, first), (after, second), terminal)
     if found:
         raise typer.Exit(FINDINGS)
 
 
-def _write(found: list[Difference], before: str, after: str, first: Plan, second: Plan, terminal: Terminal) -> None:
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A module that the two plans treat differently; None: it is not replaced."""
+
+    module: str
+    before: Swap | None
+    after: Swap | None
+
+
+def differences(before: Plan, after: Plan) -> list[Difference]:
+    """Return every module whose operator, options or bytes differ, however the rules are written."""
+    first, second = ({swap.module: swap for swap in plan.swaps} for plan in (before, after))
+    pairs = [Difference(module, first.get(module), second.get(module)) for module in dict.fromkeys([*first, *second])]
+    return [pair for pair in pairs if _effect(pair.before) != _effect(pair.after)]
+
+
+def _effect(swap: Swap | None) -> object:
+    return None if swap is None else (swap.operator, swap.options, swap.footprint.by_device)
+
+
+def _write(found: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan], terminal: Terminal) -> None:
     from moegraft.injection.plan import bytes_text
     from moegraft.injection.rules.rule import grouped
 
     if not found:
-        terminal.write("the two come to the same\n")
+        terminal.write("no module differs\n")
         return
     groups: dict[tuple[str, str, str], list[str]] = {}
     for one in found:
-        key = (_LAYER.sub(".{}.", one.module, count=1), _text(one.before), _text(one.after))
+        key = (LAYER.sub(".{}.", one.module, count=1), _text(one.before), _text(one.after))
         groups.setdefault(key, []).append(one.module or "(the model)")
-    rows = [("modules", before, after)]
+    rows = [("modules", before[0], after[0])]
     rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
-    rows.append(("in all", bytes_text(first.bytes_by_device), bytes_text(second.bytes_by_device)))
+    rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
     terminal.write("\n".join(columns(rows)) + f"\n{plural(len(found), 'module')} differ\n")
 
 
@@ -73,22 +92,6 @@ def _text(swap: Swap | None) -> str:
     from moegraft.injection.plan import bytes_text, given_options
 
     if swap is None:
-        return STOCK
+        return "(stock)"
     options = " ".join(given_options(swap.rule.kwargs, swap.options))
     return " ".join(part for part in (swap.operator, options, f"({bytes_text(swap.footprint.by_device)})") if part)
-
-
-def _as_json(found: list[Difference], first: Plan, second: Plan) -> Json:
-    return {
-        "same": not found,
-        "modules": [{"module": one.module, "before": _swap_json(one.before), "after": _swap_json(one.after)} for one in found],
-        "bytes_before": first.bytes_by_device,
-        "bytes_after": second.bytes_by_device,
-    }
-
-
-def _swap_json(swap: Swap | None) -> Json | None:
-    if swap is None:
-        return None
-    held = dict(swap.footprint.by_device)
-    return {"operator": swap.operator, "options": asdict(swap.options), "bytes_by_device": held}  # type: ignore[call-overload]

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import PROGRAM, JsonOption
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 
 if TYPE_CHECKING:
     from moegraft.injection.doctor import Facts, Problem

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
@@ -21,16 +20,27 @@ from moegraft.injection.cli.options import (
     VarOption,
     model_options,
 )
-from moegraft.injection.cli.output import Json, Terminal, columns, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.cli.output import (
+    FINDINGS,
+    Json,
+    Terminal,
+    columns,
+    diagnostic_json,
+    open_terminal,
+    plural,
+    user_errors,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from moegraft.injection.checks import Trial
-    from moegraft.injection.explanation import Explanation
     from moegraft.injection.meta_model import MetaModel
-    from moegraft.injection.plan import Swap
-    from moegraft.injection.rules import Rule
+    from moegraft.injection.plan import Plan, Swap
+    from moegraft.injection.rules import Diagnostic, Rule, RuleFile
+    from moegraft.injection.rules.matching import Assignment, ModelModules
+    from moegraft.operators.registry import OperatorRegistry
 
-_LAYER = re.compile(r"\.[0-9]+\.")
+LAYER = re.compile(r"\.[0-9]+\.")
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
 
 
@@ -39,57 +49,108 @@ def explain(
     rules: RulesArgument = None,
     model: ModelOption = None,
     module: Annotated[
-        str | None, typer.Option("--module", metavar="PATH", help="Only this module: which rules were tried on it, and why they lost.")
+        str | None, typer.Option("--module", metavar="PATH", help="Show for this module alone why each rule took it or did not.")
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="A line for each module instead of one for a run of layers.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Print a line for each module instead of one for a run of layers.")] = False,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which rule takes which module of a model, with which operator, options and bytes; no weight is read.
+    """Show which rule takes which module of a model, with which operator, options and bytes; no weights are read.
 
     Exit code 0: the rules fit the model; 1: they do not; 2: a file or the model cannot be read, or the command is wrong.
     """
     from moegraft.injection.cli.loading import model_and_rules
-    from moegraft.injection.explanation import explain as explain_rules
 
     terminal = open_terminal()
-    open_meta_model = model_and_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
-    found = explain_rules(open_meta_model.meta_model, open_meta_model.rules, open_meta_model.registry)
-    tried = found.trials(module) if module is not None else None
+    given = model_and_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
+    found = explanation(given.meta_model, given.rules, given.registry)
+    trials = found.trials(module) if module is not None else None
     if json:
-        write_json(terminal, _as_json(found, open_meta_model.meta_model, tried))
-    elif tried is not None and module is not None:
-        _write_trials(module, tried, found, terminal)
+        write_json(terminal, _as_json(found, given.meta_model, trials))
+    elif trials is not None and module is not None:
+        _write_trials(module, trials, found, terminal)
     else:
-        _write_table(found, open_meta_model.meta_model, each, terminal)
+        _write_table(found, given.meta_model, each, terminal)
     if found.plan is None:
         raise typer.Exit(FINDINGS)
 
 
-def _write_table(found: Explanation, open_meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A rule file on a model.
+
+    Attributes:
+        plan: None if `findings` contains an error.
+    """
+
+    rules: RuleFile
+    modules: ModelModules
+    assignment: Assignment
+    plan: Plan | None
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def left_alone(self) -> Iterator[tuple[Rule, Sequence[str]]]:
+        """The rules of class `default` that take modules, with these."""
+        pairs = zip(self.rules.rules, self.assignment.taken, strict=True)
+        return ((rule, taken) for rule, taken in pairs if rule.operator is None and taken)
+
+    def trials(self, module: str) -> list[Trial]:
+        """Return what became of each rule on one module.
+
+        Raises:
+            UnsupportedModelError: the model has no such module.
+        """
+        from difflib import get_close_matches
+
+        from moegraft.injection.checks import trials
+        from moegraft.operators.errors import UnsupportedModelError
+
+        if module not in set(self.modules):
+            near = get_close_matches(module, list(self.modules), n=1, cutoff=0.4)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise UnsupportedModelError(f"{self.modules.model_class} has no module {module!r}{hint}")
+        return trials(module, self.rules.rules, self.assignment, self.modules)
+
+
+def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
+    """Explain rules that could be read; errors for this model are among the findings."""
+    from moegraft.injection.rules import RuleErrors
+    from moegraft.injection.rules.matching import ModelModules, assign
+
+    modules = ModelModules(meta_model.skeleton)
+    assignment = assign(rules.rules, modules, registry.in_place)
+    try:
+        plan = meta_model.plan(rules, registry)
+    except RuleErrors as error:
+        return Explanation(rules, modules, assignment, None, error.diagnostics)
+    return Explanation(rules, modules, assignment, plan, plan.notices)
+
+
+def _write_table(found: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
     from moegraft.injection.plan import bytes_text, human_bytes
 
     if found.plan is not None:
-        rows = [*_swap_rows(found.plan.swaps, each), *_left_rows(found)]
+        rows = [HEADER, *_rows(found, found.plan, each)]
         rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(found.plan.rest_bytes)} cpu"))
-        terminal.write("\n".join(columns([HEADER, *rows])) + "\n")
+        terminal.write("\n".join(columns(rows)) + "\n")
         swaps = plural(len(found.plan.swaps), "module")
-        terminal.write(f"{open_meta_model.model_class}: {swaps} replaced; in all {bytes_text(found.plan.bytes_by_device)}\n")
-    for finding in found.findings:
-        terminal.write(f"{finding}\n")
-    if open_meta_model.unloadable is not None:
-        terminal.notice(f"notice: {open_meta_model.unloadable}")
+        terminal.write(f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(found.plan.bytes_by_device)}\n")
+    _write_findings(found, terminal)
+    if meta_model.unloadable is not None:
+        terminal.notice(f"notice: {meta_model.unloadable}")
 
 
-def _swap_rows(swaps: Sequence[Swap], each: bool) -> Iterable[tuple[str, ...]]:
+def _rows(found: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str, ...]]:
+    """The replaced modules, one row for a run of layers unless `each`, then those that rules leave alone."""
     from moegraft.injection.plan import bytes_text, given_options, total_bytes
     from moegraft.injection.rules.rule import grouped
 
     groups: dict[tuple[str, int], list[Swap]] = {}
-    for swap in swaps:
-        form = swap.module if each else _LAYER.sub(".{}.", swap.module, count=1)
+    for swap in plan.swaps:
+        form = swap.module if each else LAYER.sub(".{}.", swap.module, count=1)
         groups.setdefault((form, id(swap.rule)), []).append(swap)
     for group in groups.values():
         rule = group[0].rule
@@ -97,64 +158,60 @@ def _swap_rows(swaps: Sequence[Swap], each: bool) -> Iterable[tuple[str, ...]]:
         options = " ".join(given_options(rule.kwargs, group[0].options))
         held = bytes_text(total_bytes(swap.footprint.by_device for swap in group))
         yield paths, rule.id, _line(rule), group[0].operator, options, held
-
-
-def _left_rows(found: Explanation) -> Iterable[tuple[str, ...]]:
-    from moegraft.injection.rules.rule import grouped
-
-    for index, paths in found.left_alone.items():
-        rule = found.rules.rules[index]
-        yield " ".join(grouped(path or "(the model)" for path in paths)), rule.id, _line(rule), "default", "", "(stays)"
+    for rule, taken in found.left_alone:
+        yield " ".join(grouped(path or "(the model)" for path in taken)), rule.id, _line(rule), "default", "", "(not replaced)"
 
 
 def _line(rule: Rule) -> str:
     return f"{Path(rule.position.file).name}:{rule.position.line}"
 
 
-def _write_trials(module: str, tried: Sequence[Trial], found: Explanation, terminal: Terminal) -> None:
+def _write_trials(module: str, trials: Sequence[Trial], found: Explanation, terminal: Terminal) -> None:
     from moegraft.injection.plan import bytes_text
 
     kinds = ", ".join(sorted(found.modules.kinds(module)))
-    shown = module or "(the model)"
-    terminal.write(f"{shown}: {type(found.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
-    rows = [(trial.outcome, f"{_line(trial.rule)}:", f"rule '{trial.rule.id}':", trial.reason) for trial in tried]
+    terminal.write(f"{module or '(the model)'}: {type(found.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
+    rows = [(trial.outcome, f"{_line(trial.rule)}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
     terminal.write("\n".join(f"  {line}" for line in columns(rows)) + "\n")
-    swap = next((swap for swap in found.plan.swaps if swap.module == module), None) if found.plan else None
+    swaps = found.plan.swaps if found.plan else ()
+    swap = next((swap for swap in swaps if swap.module == module), None)
     if swap is not None:
         options = ", ".join(f"{name}={value}" for name, value in asdict(swap.options).items())  # type: ignore[call-overload]
         terminal.write(f"  replaced by {swap.operator} ({options}): {bytes_text(swap.footprint.by_device)}\n")
-    elif not any(trial.outcome == "won" for trial in tried):
-        around = [swap for swap in (found.plan.swaps if found.plan else ()) if not swap.in_place and module.startswith(f"{swap.module}.")]
-        gone = f"it goes with {around[0].module}, which rule '{around[0].rule.id}' replaces" if around else "it stays as it is"
-        terminal.write(f"  no rule takes it: {gone}\n")
-    for finding in found.findings:
-        terminal.write(f"{finding}\n")
+    elif not any(trial.outcome == "won" for trial in trials):
+        outer = next((swap for swap in swaps if not swap.in_place and module.startswith(f"{swap.module}.")), None)
+        fate = "it is not replaced" if outer is None else f"it is replaced with {outer.module}, which rule '{outer.rule.id}' takes"
+        terminal.write(f"  no rule takes it: {fate}\n")
+    _write_findings(found, terminal)
 
 
-def _as_json(found: Explanation, open_meta_model: MetaModel, tried: Sequence[Trial] | None) -> Json:
+def _write_findings(found: Explanation, terminal: Terminal) -> None:
+    terminal.write("".join(f"{finding}\n" for finding in found.findings))
+
+
+def _as_json(found: Explanation, meta_model: MetaModel, trials: Sequence[Trial] | None) -> Json:
     plan = found.plan
+    shown = [{**_rule_json(trial.rule), "outcome": trial.outcome, "reason": trial.reason} for trial in trials or ()]
     return {
         "ok": plan is not None,
-        "model_class": open_meta_model.model_class,
+        "model_class": meta_model.model_class,
         "files": found.rules.files,
-        "modules": [_swap_json(swap) for swap in plan.swaps] if plan else [],
-        "left_alone": [{"module": path, **_rule_json(found.rules.rules[i])} for i, paths in found.left_alone.items() for path in paths],
+        "modules": [{"module": swap.module, **_rule_json(swap.rule), **swap_json(swap)} for swap in plan.swaps] if plan else [],
+        "left_alone": [{"module": path, **_rule_json(rule)} for rule, taken in found.left_alone for path in taken],
         "rest_bytes": plan.rest_bytes if plan else None,
         "replaced_bytes": plan.replaced_bytes if plan else None,
         "bytes_by_device": plan.bytes_by_device if plan else None,
-        "unloadable": open_meta_model.unloadable,
+        "unloadable": meta_model.unloadable,
         "diagnostics": [diagnostic_json(finding) for finding in found.findings],
-        "trials": None
-        if tried is None
-        else [{**_rule_json(trial.rule), "outcome": trial.outcome, "reason": trial.reason} for trial in tried],
+        "trials": None if trials is None else shown,
     }
 
 
-def _rule_json(rule: Rule) -> Json:
+def _rule_json(rule: Rule) -> Mapping[str, object]:
     return {"rule": rule.id, "file": rule.position.file, "line": rule.position.line}
 
 
-def _swap_json(swap: Swap) -> Json:
+def swap_json(swap: Swap) -> Mapping[str, object]:
+    """An operator with all its options and the bytes it will hold."""
     options = asdict(swap.options)  # type: ignore[call-overload]
-    given = {"module": swap.module, **_rule_json(swap.rule), "operator": swap.operator, "options": options}
-    return {**given, "bytes_by_device": dict(swap.footprint.by_device)}
+    return {"operator": swap.operator, "options": options, "bytes_by_device": dict(swap.footprint.by_device)}

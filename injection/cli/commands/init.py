@@ -1,7 +1,4 @@
-"""`moegraft init`: a rule file for this machine and this model.
-
-`moegraft init --from-ktransformers`: a rule file of KTransformers, said again in ours.
-"""
+"""`moegraft init`: a rule file for this machine and this model, or one converted from KTransformers."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import typer
 
 from moegraft.injection.cli.commands.doctor import measure_and_save
 from moegraft.injection.cli.commands.plan import as_json, gap_text
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import (
     BUNDLED,
     PROGRAM,
@@ -31,11 +27,11 @@ from moegraft.injection.cli.options import (
     model_options,
     stated_machine,
 )
-from moegraft.injection.cli.output import Json, Terminal, diagnostic_json, open_terminal, plural, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
-    from moegraft.injection.estimate.forecast import Machinery
+    from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.initial import Candidate
     from moegraft.injection.ktransformers import Outcome, Paths
     from moegraft.injection.meta_model import MetaModel
@@ -149,7 +145,7 @@ def init(
     ] = Path("rules.yaml"),
     from_ktransformers_file: Annotated[
         Path | None,
-        typer.Option("--from-ktransformers", metavar="FILE", help="Say this file of KTransformers again; with --model, matched to it."),
+        typer.Option("--from-ktransformers", metavar="FILE", help="Convert this KTransformers rule file; with --model, for that model."),
     ] = None,
     goal: Annotated[
         Goal | None,
@@ -162,7 +158,7 @@ def init(
     context: Annotated[
         int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens a sequence holds, prompt and answer; none: {CONTEXT}.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -176,7 +172,7 @@ def init(
     """
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     if output != STANDARD_OUTPUT and output.exists() and not force:
-        raise OptionsError(f"{output} is there already; give --force to write over it, or --output FILE")
+        raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
         of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
@@ -208,14 +204,14 @@ class Wanted:
 def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
     from moegraft.injection.cli.loading import machinery_of, open_meta_model
     from moegraft.injection.estimate import measure as store
-    from moegraft.injection.estimate.work import Load
+    from moegraft.injection.estimate.planned import Workload
     from moegraft.injection.initial import candidates, choose, written
     from moegraft.operators.registry import load_registry
 
     machinery_of(None, stated)  # what is wrong with it shows before anything is measured, which takes a minute
     meta_model = open_meta_model(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
     machinery = machinery_of(store.load() or measure_and_save(terminal), stated)
-    load = Load(wanted.context, 1, min(512, wanted.context))
+    load = Workload(wanted.context, 1, min(512, wanted.context))
     tried = candidates(meta_model, load, machinery, load_registry())
     chosen = choose(tried, wanted.goal)
     text = written(chosen, tried, meta_model, _about(wanted, meta_model, machinery), wanted.goal) if chosen else None
@@ -238,10 +234,10 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
     """
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if names:
-        raise OptionsError(f"{', '.join(names)}: --from-ktransformers says a file again and predicts nothing; see moegraft plan for that")
+        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; see moegraft plan for that")
 
 
-def _about(wanted: Wanted, meta_model: MetaModel, machinery: Machinery) -> list[str]:
+def _about(wanted: Wanted, meta_model: MetaModel, machinery: TargetMachine) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = machinery.gpu

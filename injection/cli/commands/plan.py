@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
@@ -22,7 +21,7 @@ from moegraft.injection.cli.options import (
     model_options,
     stated_machine,
 )
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 
 if TYPE_CHECKING:
     from moegraft.injection.estimate.forecast import Forecast
@@ -57,12 +56,12 @@ def plan(
     from moegraft.injection.cli.loading import machinery_of, model_and_rules
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import forecast
-    from moegraft.injection.estimate.work import Load
+    from moegraft.injection.estimate.planned import Workload
 
     machinery = machinery_of(store.load(), stated)
     found = model_and_rules(options)
     planned = found.meta_model.plan(found.rules, found.registry)
-    figures = forecast(found.meta_model, planned, Load(context, batch, min(prompt, context)), machinery, found.registry)
+    figures = forecast(found.meta_model, planned, Workload(context, batch, min(prompt, context)), machinery, found.registry)
     terminal = open_terminal()
     if json:
         write_json(terminal, as_json(figures, found.meta_model))

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.exits import library_log, user_errors
 from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options
-from moegraft.injection.cli.output import Terminal, open_terminal
+from moegraft.injection.cli.output import Terminal, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.exits import FINDINGS, user_errors
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def verify(
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; none: the bundled model.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
     rules: Annotated[
-        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or a shipped one's name; none: the one for the model's type.")
+        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to compare on; none: a speech of 1863.")] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to compare on; default: a speech of 1863.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of the text to take.")] = 256,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw each layer's error (needs matplotlib).")] = None,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one for each core.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
@@ -43,8 +42,7 @@ def verify(
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.cli.loading import load_model, model_of
     from moegraft.injection.model_source import find_model
-    from moegraft.injection.verify import plot as draw
-    from moegraft.injection.verify import require_matplotlib
+    from moegraft.injection.plots import plot_errors, require_matplotlib
     from moegraft.injection.verify import verify as compare
 
     if plot is not None:
@@ -55,7 +53,7 @@ def verify(
     with terminal.waiting(f"comparing on {len(ids)} tokens"):
         found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
     if plot is not None:
-        draw(found, plot)
+        plot_errors(found, plot)
     if json:
         write_json(terminal, _as_json(found))
     else:
@@ -71,10 +69,10 @@ def _ids(loaded: LoadedModel, content: bytes | None, name: str, tokens: int) -> 
     """
     import torch
 
-    from moegraft.injection.verify import SAMPLE_TEXT
+    from moegraft.injection.texts import read_text
 
     try:
-        text = SAMPLE_TEXT if content is None else content.decode()
+        text = read_text("gettysburg") if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise OptionsError(f"{name}: not UTF-8 text (offset {error.start})") from error
     ids = loaded.tokenizer(text).input_ids[: min(tokens, loaded.context_tokens or tokens)]

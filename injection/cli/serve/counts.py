@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
-from moegraft.injection.graft import Injection
-from moegraft.operators.offload.statistics import EngineStatistics
+from moegraft.injection.graft import injection_of
 
 Counts = Mapping[str, int]
 ENGINE = {
@@ -25,19 +24,6 @@ ENGINE = {
 DRAFTS = {"draft_rounds": "rounds", "tokens_drafted": "drafted_tokens", "tokens_accepted": "accepted_tokens"}
 
 
-def injection_of(model: PreTrainedModel) -> Injection | None:
-    """What was done to a model; None of a stock one."""
-    found: object = getattr(model, "moegraft", None)
-    return found if isinstance(found, Injection) else None
-
-
-def engine_statistics(injection: Injection) -> Iterator[tuple[str, EngineStatistics]]:
-    """Of each device that experts share, by its name."""
-    for group in injection.context.gpu_groups:
-        for engine in group.engines:
-            yield engine.device.name, engine.statistics
-
-
 def work_counts(model: PreTrainedModel) -> Counts:
     """Counts since the model was loaded; only of what it has: a model whose experts are all on the CPU counts no experts.
 
@@ -47,9 +33,10 @@ def work_counts(model: PreTrainedModel) -> Counts:
     if injection is None:
         return {}
     counts: Counter[str] = Counter()
-    for _, statistics in engine_statistics(injection):
-        for name, attribute in ENGINE.items():
-            counts[name] += getattr(statistics, attribute)
+    for _, device_counts in injection.device_counts():
+        for name, key in ENGINE.items():
+            value = device_counts[key]
+            counts[name] += value if isinstance(value, int) else 0
     if injection.model_operator is not None:
         drafts = injection.model_operator.statistics()
         for name, key in DRAFTS.items():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from itertools import accumulate
 from typing import Any
 
-from moegraft.injection.cli.serve.counts import BOUNDS_S, Times, engine_statistics, injection_of
+from moegraft.injection.cli.serve.counts import BOUNDS_S, Times
 from moegraft.injection.cli.serve.service import Service
-from moegraft.injection.graft import Injection
+from moegraft.injection.graft import Injection, injection_of
 
 
 def metrics(service: Service) -> str:
@@ -41,7 +40,7 @@ def _operators(injection: Injection) -> Iterator[str]:
     modules = {_labels(module=path, name=name): value for path, said in found["modules"].items() for name, value in _numbers(said)}
     yield from _metric("operator", "gauge", "The operators' own statistics.", modules)
     shares = {
-        _labels(target=str(said["target"]), counts=said["counts"], name=name): value
+        _labels(target=str(said["target"]), scope=said["scope"], name=name): value
         for said in found["sparsity"]
         for name, value in _numbers(said)
         if name != "target"
@@ -49,8 +48,7 @@ def _operators(injection: Injection) -> Iterator[str]:
     if shares:
         yield from _metric("sparsity", "gauge", "What the layers of each target leave out together.", shares)
     devices = {_labels(device=name, name=what): value for name, said in found["devices"].items() for what, value in _numbers(said)}
-    for device, statistics in engine_statistics(injection):
-        counts = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
+    for device, counts in injection.device_counts():
         devices |= {_labels(device=device, name=what): value for what, value in _numbers(counts)}
     if devices:
         yield from _metric("device", "gauge", "What each GPU that experts share did.", devices)

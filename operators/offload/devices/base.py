@@ -1,14 +1,15 @@
-"""The device as the scheduler, the slots, the transfer queue and the engine see it.
+"""The device interface that the slots, the transfer queue and the engine are written against.
 
-Work is handed to streams and runs in their order; an event marks a place in a stream. An event that waits for work that was not yet
-handed over would wait for nothing on CUDA, so there is no such event: what a stream is to wait for is handed over first.
+Work is submitted to streams and runs in their order; an event marks a position in a stream. A stream may only wait for work that was
+submitted before: on CUDA, waiting for an event that is not recorded yet is waiting for nothing.
 
-What fails in a stream surfaces at the next event that is recorded on it: its `wait` raises, its `notify` callback is told, and a stream
-that waits for it skips its launches up to its own next event, which raises the same. After that the stream is as good as new.
+A failure in a stream surfaces at the next event recorded on it: the event's `wait` raises it, its `notify` callback receives it, and a
+stream that waits for the event skips its launches up to its own next event, which raises the same. Afterwards the stream is usable again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
@@ -22,45 +23,53 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 Waiter = Callable[[], None]
-OnSpan = Callable[[str, str, float, float], None]
-"""A timeline's hook: `on_span(lane, name, start_ms, end_ms)` in the device's host clock."""
+ALIGNMENT = 64
 
 
 class DeviceError(RuntimeError):
-    """Work on a device failed; the message says which."""
+    """Work on a device failed; the message names it."""
 
 
 class OutOfDeviceMemoryError(DeviceError):
     """The device has no room for an allocation."""
 
 
+class DeviceTimeoutError(DeviceError):
+    """Work did not finish within the given time."""
+
+
+Callback = Callable[[DeviceError | None], None]
+OnSpan = Callable[[str, str, float, float], None]
+"""A timeline's hook: `on_span(lane, name, start_ms, end_ms)` in the device's host clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class Neurons:
-    """What a token needs of an expert where neurons are left out.
+    """The part of an expert's weights that a token needs where inactive neurons are skipped.
 
     Attributes:
-        active: share of the neurons.
-        judged: share of an expert's weights that says which they are, and is always read: the gates.
+        active: share of the neurons that are computed.
+        gate_share: share of the expert's weights that decides which neurons are active, and is always read.
     """
 
     active: float
-    judged: float
+    gate_share: float
 
     @classmethod
     def without(cls, left_out: float, *, gated: bool) -> Self:
-        """Of experts whose gate is one of three matrices, or whose up, of two, is judged where they have none."""
+        """Return what remains when a share is left out; the gate is one of three matrices, or, without gates, the up matrix of two."""
         return cls(1.0 - left_out, 1 / 3 if gated else 1 / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a launch or a CPU job is, for devices that price it instead of measuring it.
+    """A description of a launch or a CPU job, for devices that model its time instead of measuring it.
 
     Attributes:
         loads: tokens of each expert that is computed.
         expert_bytes: packed bytes of one of these experts.
-        cost_ms: charged as it is where given; `loads` is then not priced.
-        neurons: what a token needs of each expert; None: all of it.
+        cost_ms: the modelled time where given; otherwise it is derived from `loads`.
+        neurons: the part of each expert that a token needs; None: all of it.
     """
 
     kind: Literal["experts", "dense", "host"]
@@ -70,43 +79,39 @@ class Work:
     neurons: Neurons | None = None
 
 
-class DeviceTimeoutError(DeviceError):
-    """Work was not done in the time that was given to it."""
-
-
 class Event(Protocol):
-    """A place in a stream, reached once."""
+    """A position in a stream, reached once."""
 
     def done(self) -> bool:
-        """Whether everything before it is done, failed work included. Never blocks."""
+        """Return whether everything before it is done, failed work included. Never blocks."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Blocks the host until it is done.
+        """Block the host until it is done.
 
         Raises:
-            DeviceError: work before it failed, each failure told by one event.
+            DeviceError: work before it failed; each failure is reported by one event.
             DeviceTimeoutError: it is not done after that time.
         """
         ...
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """A queue of work that runs in order."""
 
     @property
     def name(self) -> str: ...
     def wait(self, event: Event) -> None:
-        """Work handed over after this starts after the event. Does not block the host."""
+        """Make work submitted after this start after the event. Does not block the host."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:
-        """An event after all work handed over so far; `timed` ones can be given to `elapsed_ms`."""
+        """Return an event after all work submitted so far; `elapsed_ms` accepts only `timed` ones."""
         ...
 
 
 class Buffer(Protocol):
-    """Bytes in device memory, from an address that is a multiple of 64."""
+    """Bytes in device memory, at an address that is a multiple of 64."""
 
     @property
     def nbytes(self) -> int: ...
@@ -121,25 +126,19 @@ class Buffer(Protocol):
         ...
 
     def free(self) -> None:
-        """Gives the memory back; whoever frees has waited for its last use."""
+        """Release the memory; the caller has waited for its last use."""
         ...
-
-
-class PinnedRange(Protocol):
-    """Host bytes that are page-locked until released."""
-
-    def release(self) -> None: ...
 
 
 class Graph(Protocol):
-    """A step that was captured once, to be handed over again and again as one piece."""
+    """A step that was captured once and is replayed as a whole."""
 
     def replay(self) -> None:
-        """Hands the step over: it works on what its tensors hold when the compute stream gets there."""
+        """Submit the step; it reads its tensors when the compute stream reaches it."""
         ...
 
     def release(self) -> None:
-        """Gives its memory back; the last replay is done."""
+        """Release its memory; the last replay is done."""
         ...
 
 
@@ -148,16 +147,16 @@ class CpuTicket(Protocol):
 
     @property
     def elapsed_ms(self) -> float | None:
-        """What the job took, after `wait`; None where its end was not seen because the host came to wait later."""
+        """The job's duration, after `wait`; None if the job ended unobserved before `wait` was called."""
         ...
 
     def wait(self) -> None:
-        """Blocks until it is done and raises what it raised."""
+        """Block until the job is done and raise what it raised."""
         ...
 
 
 class Device(Protocol):
-    """A GPU, or what stands for one. One host thread hands work over at a time; callbacks may do so too, from the notifier."""
+    """A GPU or its emulation. One host thread submits work at a time; notifier callbacks may submit work too."""
 
     @property
     def name(self) -> str:
@@ -166,31 +165,35 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the tensors of its launches live: the CPU for emulated devices."""
+        """Where the tensors of its launches are: the CPU for emulated devices."""
         ...
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name ("compute", "copy"), made at the first call."""
+        """Return the stream of that name ("compute", "copy"), created by the first call."""
         ...
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Device memory.
+        """Allocate device memory.
 
         Raises:
-            OutOfDeviceMemoryError: there is no such room.
+            OutOfDeviceMemoryError: there is not enough.
         """
         ...
 
-    def pin(self, array: Bytes) -> PinnedRange:
-        """Page-locks host bytes, so that copies from them run beside the host.
+    def pin(self, array: Bytes) -> None:
+        """Page-lock host bytes, so that copies from them run asynchronously. The caller keeps the array until `unpin`.
 
         Raises:
             DeviceError: they cannot be page-locked; the message has the reason.
         """
         ...
 
+    def unpin(self, array: Bytes) -> None:
+        """End `pin`; copies from the array are done."""
+        ...
+
     def copy(self, stream: Stream, target: Buffer | None, target_offset: int, source: Bytes | None, nbytes: int) -> None:
-        """Copies host bytes to the device when the stream gets there; without target or source it takes its time and moves nothing.
+        """Copy host bytes to the device when the stream gets there; without target or source it takes its time and moves nothing.
 
         Raises:
             DeviceError: the copy was refused at once.
@@ -198,62 +201,72 @@ class Device(Protocol):
         ...
 
     def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
-        """GPU work: CUDA runs `function` now, under the stream, to launch kernels; emulated devices run it when the stream gets there.
+        """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels; emulated devices when the stream gets there.
 
         Raises:
-            DeviceError: the device refused it at once, for want of memory (`OutOfDeviceMemoryError`) or after an earlier failure.
+            DeviceError: the device refused it at once, for lack of memory (`OutOfDeviceMemoryError`) or after an earlier failure.
         """
         ...
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
-        """Runs the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
+        """Call the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
         ...
 
     def order(self, first: Stream, then: Stream) -> None:
-        """What is handed to `then` from now on starts after what `first` has so far. Inside of `capture`, as part of the step."""
+        """Make work submitted to `then` from now on start after what `first` has so far. Inside `capture`, as part of the step."""
         ...
 
     def capture(self, step: Callable[[], None]) -> Graph:
-        """Notes what `step` hands over, by `launch`, `launch_host`, `order` and PyTorch's own calls on the current stream; nothing of it
-        is done. Its tensors stay where they are, and streams that it forked off have been joined when it returns.
+        """Record what `step` submits by `launch`, `launch_host`, `order` and PyTorch calls on the current stream, without running it.
+
+        Its tensors keep their addresses, and streams that it forked are joined when it returns.
 
         Raises:
-            DeviceError: the step waits for the device, or does what cannot be captured.
+            DeviceError: the step waits for the device, or does something else that cannot be captured.
         """
         ...
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> CpuTicket:
-        """Starts a job of the CPU engine. Jobs run one after another.
+        """Start a job of the CPU engine. Jobs run one after another.
 
         Args:
-            function: starts the job and returns what blocks until it is done, as `Runtime.submit` and `Runtime.wait` do; or does the job
-                and returns None. Real machines call it now; the virtual clock when the CPU is free, and charges `work`.
+            function: starts the job and returns a function that blocks until it is done, as `Runtime.submit` and `Runtime.wait` do; or
+                does the job and returns None. Real devices call it now; the virtual one when its CPU is free, charging `work`.
         """
         ...
 
-    def notify(self, event: Event, callback: Callable[[DeviceError | None], None]) -> None:
-        """Calls back when the event is done, with its failure: on the notifier thread, never from within this call.
+    def notify(self, event: Event, callback: Callback) -> None:
+        """Call back with the event's failure or None when it is done: on the notifier thread, never from within this call.
 
-        A callback must not wait and must not raise; events of one stream are told in their order.
+        A callback must not wait or raise; callbacks for events of one stream come in their order.
         """
         ...
 
     def now_ms(self) -> float:
-        """The host clock."""
-        ...
-
-    def advance(self, ms: float) -> None:
-        """The host is busy for that long: moves the virtual clock, nothing on real machines, where time passes by itself."""
+        """Return the host clock."""
         ...
 
     def elapsed_ms(self, first: Event, second: Event) -> float:
-        """Device time between two timed events that are done."""
+        """Return the device time between two timed events that are done."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all streams; callbacks of their events have run afterwards. Raises the first failure not told yet."""
+        """Wait for all streams and for the callbacks of their events. Raises the first failure that was not reported yet."""
         ...
 
     def close(self) -> None:
-        """Lets running work end, within a second, drops the rest and ends the device's threads; later use raises DeviceError."""
+        """Let running work end, within a second, drop the rest and end the device's threads; later use raises DeviceError."""
         ...
+
+
+def check_not_forked(name: str, owner_pid: int) -> None:
+    """Raise RuntimeError in a process forked from `owner_pid`: threads, streams and page-locked memory stay behind in the parent."""
+    if os.getpid() != owner_pid:
+        raise RuntimeError(f"{name} was created by process {owner_pid} and cannot be used after a fork; start processes by spawn")
+
+
+def aligned_bytes(nbytes: int) -> Bytes:
+    """Return uninitialised `(nbytes,)` uint8 at an address that is a multiple of 64, as `PackedExperts` requires of its buffer."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]

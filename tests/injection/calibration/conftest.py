@@ -12,9 +12,10 @@ from support.sparse_models import OSS, SHARED, save_model
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CALIBRATION_TEXT, CalibrationOptions, calibrate, describe_source, sparse_rules
+from moegraft.injection.calibration import CalibrationOptions, calibrate, describe_source, sparse_rules
 from moegraft.injection.model_source import find_model
 from moegraft.injection.rules import read_rules
+from moegraft.injection.texts import read_text
 from moegraft.operators.registry import load_registry
 from moegraft.operators.thresholds import Thresholds, write_thresholds
 
@@ -38,7 +39,7 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_ids() -> torch.Tensor:
-    return torch.tensor(byte_tokenizer()(CALIBRATION_TEXT[:3000])["input_ids"])
+    return torch.tensor(byte_tokenizer()(read_text("calibration")[:3000])["input_ids"])
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from support.sparse_models import left_out, stock
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CalibrationOptions, activation_report, calibrate, cut, describe_source, sparse_rules, work_tokens
+from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
 from moegraft.injection.model_source import find_model
+from moegraft.injection.plots import plot_activations
 from moegraft.injection.rules import read_rules
 from moegraft.operators.activations import Calibration
 from moegraft.operators.errors import UnsupportedModelError
@@ -37,7 +38,7 @@ def nats(model: PreTrainedModel, windows: list[torch.Tensor]) -> tuple[float, li
 def test_the_cost_is_that_of_the_stock_model_with_the_same_neurons_out(
     folder: Path, text_ids: torch.Tensor, calibrate_folder: Calibrate
 ) -> None:
-    options = {"targets": (0.5, 0.6), "counts": "total", "window": 128}
+    options = {"targets": (0.5, 0.6), "scope": "total", "window": 128}
     found = calibrate_folder(folder, text_ids, **options)
     model = stock(folder)
     making, judging = cut(model, text_ids, CalibrationOptions(**options))  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def test_too_little_text(folder: Path, calibrate_folder: Calibrate) -> None:
 
 def test_a_target_that_shared_experts_keep_out_of_reach(folder: Path, text_ids: torch.Tensor, calibrate_folder: Calibrate) -> None:
     with pytest.raises(UnsupportedModelError, match=r"target 0.8 of all neurons cannot be reached"):
-        calibrate_folder(folder, text_ids, targets=(0.8,), counts="total")
+        calibrate_folder(folder, text_ids, targets=(0.8,), scope="total")
 
 
 @pytest.mark.parametrize("options", [{"targets": (0.0,)}, {"targets": (1.5,)}, {"window": 1}, {"held_out": 1.0}], ids=str)
@@ -143,7 +144,7 @@ def test_experts_in_slots_are_calibrated_on_the_cpu(folder: Path, text_ids: torc
     path.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {slots: 2}}}\n")
     registry = load_registry()
     model = optimize_and_load(folder, sparse_rules(read_rules(path, registry=registry), registry), progress=False, threads=1)
-    assert any(operator._on_gpu is not None for operator in model.moegraft.operators.values())
+    assert any("emulated:0" in line for line in model.moegraft.placement())
     about = describe_source(model, find_model(folder), name="tiny", text_sha256="f")
     found, _ = calibrate(model, about, text_ids, CalibrationOptions(targets=(0.5,)))
     for name, layer in found.layers.items():
@@ -159,5 +160,5 @@ def test_the_report_is_a_picture(tmp_path: Path) -> None:
     histogram = ActivationHistogram(2, 8)
     histogram.add(torch.tensor([[0], [1], [1]]), torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0)))
     path = tmp_path / "report.png"
-    activation_report(Calibration({"layer": histogram}), path)
+    plot_activations(Calibration({"layer": histogram}), path)
     assert path.read_bytes().startswith(b"\x89PNG")

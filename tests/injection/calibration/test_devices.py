@@ -22,7 +22,7 @@ from moegraft.operators.sparsity import WINDOW_TOKENS
 
 RULES = """
 - match: {{kind: experts}}
-  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, counts: routed}}, {more}}}}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, scope: routed}}, {more}}}}}
 """
 # Plain, with shared experts, with biases and a clamp, ungated.
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "olmoe")
@@ -68,8 +68,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
-    (group,) = model.moegraft.context.gpu_groups
-    return [engine.statistics for engine in group.engines]
+    return [engine.statistics for engine in model.moegraft.context.gpu_engines]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -15,8 +15,9 @@ from support.sparse_models import OSS, SHARED, experts_of, left_out, save_model,
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CALIBRATION_TEXT, CalibrationOptions, sparse_layers
+from moegraft.injection.calibration import CalibrationOptions, sparse_layers
 from moegraft.injection.rules import Position, RuleErrors, read_rules
+from moegraft.injection.texts import read_text
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.registry import load_registry
@@ -33,7 +34,7 @@ def thresholds_of(model: PreTrainedModel) -> dict[str, float]:
 def activations(model: PreTrainedModel) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     """Every |act(gate)| of the stock model on the bundled text."""
     seen: dict[str, list[torch.Tensor]] = {}
-    ids = torch.tensor(byte_tokenizer()(CALIBRATION_TEXT)["input_ids"])
+    ids = torch.tensor(byte_tokenizer()(read_text("calibration"))["input_ids"])
     with torch.no_grad(), left_out(model, dict.fromkeys(experts_of(model), 0.0), seen):
         for window in ids.split(CalibrationOptions().window):
             model(window[None])
@@ -50,7 +51,7 @@ def test_without_a_file_a_calibration_finds_the_quantiles(
     magnitudes: dict[str, np.ndarray],  # type: ignore[type-arg]
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = load("target: 0.7, counts: routed")
+    model = load("target: 0.7, scope: routed")
     found = thresholds_of(model)
     assert list(found) == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
     for path, threshold in found.items():
@@ -58,17 +59,17 @@ def test_without_a_file_a_calibration_finds_the_quantiles(
         assert exact / 1.001 < threshold <= exact * BIN * 1.001, path  # sums in another order move a value a little
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert message.startswith("sparsity: no thresholds file, so 2 layers were calibrated on ")
-    assert f"on {len(byte_tokenizer()(CALIBRATION_TEXT)['input_ids'])} tokens of a bundled text" in message
+    assert f"on {len(byte_tokenizer()(read_text('calibration'))['input_ids'])} tokens of a bundled text" in message
 
 
 def test_global_is_one_threshold_for_all_layers(load: Load, magnitudes: dict[str, np.ndarray]) -> None:  # type: ignore[type-arg]
-    (threshold,) = set(thresholds_of(load("target: 0.7, counts: routed, mode: global")).values())
+    (threshold,) = set(thresholds_of(load("target: 0.7, scope: routed, mode: global")).values())
     exact = float(np.quantile(np.concatenate(list(magnitudes.values())), 0.7, method="inverted_cdf"))
     assert exact / 1.001 < threshold <= exact * BIN * 1.001
 
 
 def test_biases_clamps_and_interleaved_weights_calibrate_too(load: Load, oss_folder: Path) -> None:
-    found = thresholds_of(load("target: 0.6, counts: routed", oss_folder))
+    found = thresholds_of(load("target: 0.6, scope: routed", oss_folder))
     for path, seen in activations(stock(oss_folder)).items():
         exact = float(np.quantile(seen, 0.6, method="inverted_cdf"))
         assert exact / 1.001 < found[path] <= exact * BIN * 1.001, path
@@ -76,35 +77,35 @@ def test_biases_clamps_and_interleaved_weights_calibrate_too(load: Load, oss_fol
 
 
 def test_a_file_gives_its_thresholds(load: Load, file: Path, thresholds: Thresholds, caplog: pytest.LogCaptureFixture) -> None:
-    model = load(f"target: 0.85, counts: routed, thresholds: '{file}'")
+    model = load(f"target: 0.85, scope: routed, thresholds: '{file}'")
     for path, threshold in thresholds_of(model).items():
         assert threshold == pytest.approx(thresholds.threshold(path, 0.85, "layer"), rel=1e-5)
     assert not caplog.records
-    both = load(f"target: 0.85, counts: routed, thresholds: '{file}', mode: global")
+    both = load(f"target: 0.85, scope: routed, thresholds: '{file}', mode: global")
     (threshold,) = set(thresholds_of(both).values())
     assert threshold == pytest.approx(thresholds.threshold("", 0.85, "global"), rel=1e-5)
 
 
 def test_shared_experts_count_in_total(load: Load, file: Path, thresholds: Thresholds) -> None:
     # Two routed experts of 24 and a shared one of 24: 60 % of all are 90 % of the routed.
-    for path, threshold in thresholds_of(load(f"target: 0.6, counts: total, thresholds: '{file}'")).items():
+    for path, threshold in thresholds_of(load(f"target: 0.6, scope: total, thresholds: '{file}'")).items():
         assert threshold == pytest.approx(thresholds.threshold(path, 0.9, "layer"), rel=1e-5)
 
 
 def test_the_models_own_file_is_found(load: Load, folder: Path, file: Path, thresholds: Thresholds, tmp_path: Path) -> None:
     own = Path(shutil.copytree(folder, tmp_path / "model"))
     shutil.copy(file, own / FILE_NAME)
-    for path, threshold in thresholds_of(load("target: 0.5, counts: routed", own)).items():
+    for path, threshold in thresholds_of(load("target: 0.5, scope: routed", own)).items():
         assert threshold == pytest.approx(thresholds.threshold(path, 0.5, "layer"), rel=1e-5)
     (own / FILE_NAME).write_text("{}")
     with pytest.raises(ThresholdsError, match="not a thresholds file of format"):
-        load("target: 0.5, counts: routed", own)
-    load(f"target: 0.5, counts: routed, thresholds: '{file}'", own)  # the rule's own file is asked first
+        load("target: 0.5, scope: routed", own)
+    load(f"target: 0.5, scope: routed, thresholds: '{file}'", own)  # the rule's own file is asked first
 
 
 def test_a_target_of_zero_needs_no_thresholds(load: Load, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     ids = torch.tensor([[5, 17, 33, 60, 3, 8, 61]])
-    model = load("target: 0, counts: total")
+    model = load("target: 0, scope: total")
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, stock(folder)(ids).logits, rtol=1e-4, atol=1e-4)
     assert set(thresholds_of(model).values()) == {0.0} and not caplog.records
@@ -126,7 +127,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_loads")
 def test_other_weights_are_refused_before_any_is_read(load: Load, file: Path, other_weights: Path) -> None:
     with pytest.raises(ThresholdsError, match=r"made from other weights: those of model.layers.1.mlp.experts are not the ones of 'tiny'"):
-        load(f"target: 0.5, counts: routed, thresholds: '{file}'", other_weights)
+        load(f"target: 0.5, scope: routed, thresholds: '{file}'", other_weights)
 
 
 @pytest.mark.usefixtures("nothing_loads")
@@ -146,11 +147,11 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
     other = type(SHARED)(**{**SHARED.to_dict(), **changes})
     folder = save_model(tmp_path / "other", other)
     with pytest.raises(RuleErrors) as raised:
-        load(f"target: 0.5, counts: routed, thresholds: '{file}'", folder)
+        load(f"target: 0.5, scope: routed, thresholds: '{file}'", folder)
     (finding,) = raised.value.diagnostics
-    assert finding.message == f"{file}: made for 'tiny' (qwen2_moe): {message}; calibrate this one with moegraft calibrate".replace(
-        ": has", ": model.layers.1.mlp.experts has"
-    )
+    found = message.replace("has", "model.layers.1.mlp.experts has") if message.startswith("has") else message
+    expected = f"rule 'rule-1': {file}: made for 'tiny' (qwen2_moe): {found}; calibrate this one with moegraft calibrate"
+    assert finding.message == expected
     assert text_at(tmp_path / "rules.yaml", finding.position).startswith(f"'{file}'")
 
 
@@ -158,24 +159,24 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
 @pytest.mark.parametrize(
     ("sparsity", "at", "message"),
     [
-        ("target: 0.5", "{target", "option 'sparsity.counts' of hybrid_experts must be given"),
+        ("target: 0.5", "{target", "option 'sparsity.scope' of hybrid_experts must be given"),
         (
-            "target: 85, counts: routed",
+            "target: 85, scope: routed",
             "85",
             "option 'sparsity' of hybrid_experts: target is a share from 0 to below 1, not 85; write 0.85",
         ),
-        ("target: 0.7, counts: total", "0.7", "rule 'rule-1': target 0.7 of all neurons cannot be reached: the shared expert stays whole"),
+        ("target: 0.7, scope: total", "0.7", "rule 'rule-1': target 0.7 of all neurons cannot be reached: the shared expert stays whole"),
         (
-            "target: 0.5, counts: routd",
+            "target: 0.5, scope: routd",
             "routd",
-            "option 'sparsity.counts' of hybrid_experts must be one of routed, total, not text 'routd'",
+            "option 'sparsity.scope' of hybrid_experts must be one of routed, total, not text 'routd'",
         ),
         (
-            "target: 0.5, counts: routed, thresholds: no.json",
+            "target: 0.5, scope: routed, thresholds: no.json",
             "no.json",
             "no.json: no such file; write it with: moegraft calibrate --out no.json",
         ),
-        ("target: 0.5, counts: routed, modes: global", "modes", "unknown option 'modes' of option 'sparsity' of hybrid_experts"),
+        ("target: 0.5, scope: routed, modes: global", "modes", "unknown option 'modes' of option 'sparsity' of hybrid_experts"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("target") else "",
 )
@@ -189,7 +190,7 @@ def test_mistakes_have_a_place(load: Load, sparsity: str, at: str, message: str,
 
 def test_a_target_beyond_the_file_is_refused(load: Load, file: Path) -> None:
     with pytest.raises(RuleErrors, match=r"its last share is 0.999, and 0.9995 of the routed neurons are to go"):
-        load(f"target: 0.9995, counts: routed, thresholds: '{file}'")
+        load(f"target: 0.9995, scope: routed, thresholds: '{file}'")
 
 
 def test_no_tokenizer_to_calibrate_with(load: Load, folder: Path, file: Path, tmp_path: Path) -> None:
@@ -197,32 +198,32 @@ def test_no_tokenizer_to_calibrate_with(load: Load, folder: Path, file: Path, tm
     with pytest.raises(
         ThresholdsError, match=r"sparsity has no thresholds, and cannot calibrate: .*; give the file's path as 'thresholds'"
     ):
-        load("target: 0.5, counts: routed", bare)
-    load(f"target: 0.5, counts: routed, thresholds: '{file}'", bare)
+        load("target: 0.5, scope: routed", bare)
+    load(f"target: 0.5, scope: routed, thresholds: '{file}'", bare)
 
 
 def test_a_model_in_memory(load: Load, folder: Path, file: Path, other_weights: Path) -> None:
-    model = load("target: 0.5, counts: routed", stock(folder))  # its folder is known
+    model = load("target: 0.5, scope: routed", stock(folder))  # its folder is known
     assert all(thresholds_of(model).values())
-    model = load(f"target: 0.5, counts: routed, thresholds: '{file}'", stock(folder))
+    model = load(f"target: 0.5, scope: routed, thresholds: '{file}'", stock(folder))
     assert all(thresholds_of(model).values())
     with pytest.raises(ThresholdsError, match="made from other weights"):
-        load(f"target: 0.5, counts: routed, thresholds: '{file}'", stock(other_weights))
+        load(f"target: 0.5, scope: routed, thresholds: '{file}'", stock(other_weights))
     nameless = AutoModelForCausalLM.from_config(SHARED)
     nameless.config.name_or_path = ""
     with pytest.raises(ThresholdsError, match="this model no folder with a tokenizer to calibrate with"):
-        load("target: 0.5, counts: routed", nameless)
+        load("target: 0.5, scope: routed", nameless)
 
 
 def test_rules_that_were_read_already(folder: Path, rules: Callable[..., Path]) -> None:
-    read = read_rules(rules("target: 0, counts: routed"), registry=load_registry())
+    read = read_rules(rules("target: 0, scope: routed"), registry=load_registry())
     assert sparse_layers(optimize_and_load(folder, read, progress=False))
     with pytest.raises(UnsupportedModelError, match="these rules have been read with theirs"):
         optimize_and_load(folder, read, vars={"a": 1}, progress=False)
 
 
 def test_drift_and_statistics_of_a_model(load: Load, file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load(f"target: 0.8, counts: routed, thresholds: '{file}'")
+    model = load(f"target: 0.8, scope: routed, thresholds: '{file}'")
     ids = torch.randint(0, 260, (4, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(ids)

@@ -131,7 +131,7 @@ def test_the_sparse_layout_requantises(tmp_path: Path) -> None:
     path = folder / "sparse.yaml"
     path.write_text(
         "version: 1\nrules:\n- match: {kind: experts}\n"
-        "  replace: {class: hybrid_experts, kwargs: {weights: stored, sparsity: {target: 0.5, counts: routed}}}\n"
+        "  replace: {class: hybrid_experts, kwargs: {weights: stored, sparsity: {target: 0.5, scope: routed}}}\n"
     )
     planned = optimize_and_load(folder, path, gguf=folder, dry_run=True)
     assert planned.swaps[0].options.weights == "int8"  # type: ignore[attr-defined]

@@ -37,8 +37,8 @@ def turns(chat_folder: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
             texts.append(answer.text)
             known.append(answer.stats.kept_tokens)
             said += f"{answer.text}<end><user>{question}<end><assistant>"
-        (group,) = model.moegraft.context.gpu_groups
-        return texts, known, group.engines[0].statistics.replayed
+        (engine,) = model.moegraft.context.gpu_engines
+        return texts, known, engine.statistics.replayed
 
     return turns
 

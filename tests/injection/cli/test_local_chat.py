@@ -40,7 +40,7 @@ def test_the_answer_alone_is_on_stdout(run: Run) -> None:
     result = run("--prompt", "hello", *ANSWER)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) == 13 and result.stdout[:12].isalpha() and result.stdout[12] == "\n"
-    assert "the shipped file 'qwen3_moe' is used" in result.stderr
+    assert "the shipped file 'cpu' is used" in result.stderr
     assert "answer: 12 tokens at " in result.stderr
     assert "2 x experts: hybrid_experts" in result.stderr
     assert "\x1b" not in result.stderr, "no colour, no spinner where nobody looks"
@@ -139,7 +139,7 @@ def test_what_the_plan_warns_of_is_said_once(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.injection.load.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
+    monkeypatch.setattr("moegraft.injection.graft.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
     message = refused(run("--prompt", "hello", "--quiet"))
     assert "memory" in message and message.count("\n") == 1
 

@@ -314,8 +314,8 @@ def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: Load
         assert [ask(server, question).choices[0].message.content for question in questions] == expected
         again = ask(server, questions[1], expected[1], "and more")
         assert again.choices[0].message.content == wanted(stock, questions[1], expected[1], "and more")
-    (group,) = model.moegraft.context.gpu_groups
-    assert group.engines[0].statistics.replayed > 20
+    (engine,) = model.moegraft.context.gpu_engines
+    assert engine.statistics.replayed > 20
 
 
 def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -> None:

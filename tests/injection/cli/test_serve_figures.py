@@ -116,7 +116,7 @@ def test_metrics_have_every_figure_in_prometheus_form(shared: Server) -> None:
             assert value(samples, "device", device=name, name=what) == said[what]
     assert value(samples, "device", device="emulated:0", name="used") == work_counts(shared.service.loaded.model)["experts_used"]
     (group,) = statistics["sparsity"]
-    assert value(samples, "sparsity", target="0.5", counts="routed", name="routed_sparsity") == pytest.approx(group["routed_sparsity"])
+    assert value(samples, "sparsity", target="0.5", scope="routed", name="routed_sparsity") == pytest.approx(group["routed_sparsity"])
 
 
 def test_series_keep_their_names(shared: Server) -> None:

@@ -97,7 +97,7 @@ def test_a_near_path_is_named(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"cahce": 1}, "variable 'cahce' was given, and this rule file does not have it; did you mean 'cache'?"),
-        ({"cache": "a\0b"}, "variable 'cache' was given, and character U+0000 has no place in a rule file"),
+        ({"cache": "a\0b"}, "variable 'cache' was given, and character U+0000 is not allowed in a rule file"),
         ({"cache": [1]}, "variable 'cache' was given as a list; it must be text, a number, true, false or null"),
     ],
 )

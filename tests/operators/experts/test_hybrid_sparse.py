@@ -135,7 +135,7 @@ def test_a_dense_cache_is_not_taken_for_a_sparse_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr(PackedExperts, "pack", counting)
     ids = torch.tensor([[5, 17, 33, 60]])
     expected = stock(folder)(ids).logits
-    for option, new in (("", True), (", sparsity: {target: 0, counts: routed}", True), (", sparsity: {target: 0, counts: total}", False)):
+    for option, new in (("", True), (", sparsity: {target: 0, scope: routed}", True), (", sparsity: {target: 0, scope: total}", False)):
         rules = tmp_path / "rules.yaml"
         rules.write_text(
             f"- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{cache_dir: '{tmp_path / 'cache'}'{option}}}}}\n"

@@ -153,14 +153,14 @@ def test_an_interrupted_build_leaves_nothing(setup: Setup, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_written_is_named(setup: Setup) -> None:
     setup.cache.write_text("a file, not a folder")
-    with pytest.raises(CheckpointError, match=r"cache.*cannot be kept there"):
+    with pytest.raises(CheckpointError, match=r"cache.*cannot write the packed experts"):
         setup.load()
 
 
 def test_a_model_in_memory_says_that_the_cache_is_not_used(setup: Setup) -> None:
     setup.load()
     model = AutoModelForCausalLM.from_pretrained(setup.checkpoint)
-    with pytest.warns(UserWarning, match="cache_dir is not used"):
+    with pytest.warns(UserWarning, match="cache_dir is ignored"):
         optimize_and_load(model, setup._rules, progress=False)
 
 

@@ -9,15 +9,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
-from support.sparse_cases import sparse_case
+from support.kernel_cases import make_batch, make_layer
 from support.triton_cases import DEVICE
 
 from moegraft.cpu_backend import PackedLinear
 from moegraft.operators.kernels import launch, linear
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
-from moegraft.operators.kernels.workspace import Workspace
-from moegraft.operators.sparse import gpu_layer
-from moegraft.operators.sparse.gpu_layer import SparseGpuLayer
+from moegraft.operators.sparse import slots
+from moegraft.operators.sparse.slots import SparseSlotExperts
 
 
 def test_the_device_of_the_tensors_becomes_the_current_one() -> None:
@@ -35,12 +34,14 @@ def test_launchers_enter_it(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(linear, "on", on)
-    monkeypatch.setattr(gpu_layer, "on", on)
+    monkeypatch.setattr(slots, "on", on)
     packed = PackedLinear(32, 32, "int8")
     packed.pack(torch.ones(32, 32).numpy())
     PackedLinearOnGpu(32, 32, "int8", torch.from_numpy(packed.buffer.copy()).to(DEVICE)).forward(torch.ones(2, 32, device=DEVICE))
-    case = sparse_case(2, 2, 3, 32, 32).on_device()
-    layer = SparseGpuLayer(case.weights, Workspace(torch.device(DEVICE)), lambda *_: "pair")
-    layer.forward(case.hidden_states, case.ids, case.top_k_weights, torch.empty_like(case.hidden_states))
-    next(layer.activations(case.hidden_states, case.ids))
+    layer = make_layer("float32", 3, 32, 32, sparse=True)
+    x, index, weights = (tensor.to(DEVICE) for tensor in make_batch(2, 2, layer))
+    arena = torch.from_numpy(layer.packed.buffer.copy()).view(3, -1).to(DEVICE)
+    experts = SparseSlotExperts(layer.shape, layer.spec, "float32", torch.device(DEVICE))
+    experts.forward(x, arena, index.int(), weights, torch.empty_like(x), "pair")
+    next(experts.activations(x, arena, index.int()))
     assert [device.type for device in entered] == [DEVICE] * 3

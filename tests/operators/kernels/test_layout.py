@@ -6,7 +6,7 @@ import pytest
 from support.kernel_cases import WEIGHT_TYPES
 
 from moegraft.cpu_backend import ExpertsShape, PackedExperts, PackedLinear
-from moegraft.operators.kernels.availability import why_unavailable
+from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.kernels.packed_layout import block_bytes, expert_matrices
 
 
@@ -26,9 +26,9 @@ def test_an_unknown_weight_type_is_named() -> None:
 
 
 def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.kernels.availability.find_spec", lambda name: None)
+    monkeypatch.setattr("moegraft.operators.kernels.launch.find_spec", lambda name: None)
     assert "pip install" in (why_unavailable() or "")
-    monkeypatch.setattr("moegraft.operators.kernels.availability.find_spec", lambda name: object())
+    monkeypatch.setattr("moegraft.operators.kernels.launch.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no CUDA GPU" in (why_unavailable() or "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -157,7 +157,7 @@ def test_long_prompts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         ("slots", lambda x: x[:2], "slots"),
         ("arena", lambda x: x[:, 64:], "arena"),
         ("arena", lambda x: x.repeat(1, 2)[:, : x.shape[1]], "contiguous"),
-        ("out", lambda x: x.half(), "float32"),
+        ("out", lambda x: x.double(), "out must be float32"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, change, says: str) -> None:  # type: ignore[no-untyped-def]

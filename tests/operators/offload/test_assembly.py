@@ -1,4 +1,4 @@
-"""Memory that the device or the host does not give: fewer slots, other ways to copy, and in the end the CPU alone, each said once."""
+"""Missing device or host memory: fewer slots, slower copies, and finally the CPU alone, each logged once."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import logging
 
 import numpy as np
 import pytest
-from support.loading_devices import DEVICES
-from support.loading_rig import EMULATED, LINK, Rig, make_device, sentinel_store
+from support.transfer_harness import DEVICES, EMULATED, LINK, Harness, make_device, sentinel_store
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.offload.devices.emulated import EVERY, Faults
-from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.devices.virtual import EVERY, Faults, VirtualDevice
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
 
-def load_everything(rig: Rig) -> None:
+def load_everything(harness: Harness) -> None:
     for layer in range(2):
         for expert in range(5):
-            demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+            demand = harness.queue.request(layer, expert, Urgency.DEMAND)
             assert demand is not None
-            rig.compute.wait(demand.ready())
-            rig.read(layer, expert, demand.slot)
-            rig.queue.release(demand, rig.after())
-    rig.settle()
-    rig.check()
-    assert rig.reads == 10
-    rig.close()
+            harness.compute.wait(demand.ready())
+            harness.read(layer, expert, demand.slot)
+            harness.queue.release(demand, harness.after())
+    harness.settle()
+    harness.check()
+    assert harness.reads == 10
+    harness.close()
 
 
 @pytest.mark.parametrize("refused", range(12))
@@ -38,15 +36,15 @@ def test_the_cache_shrinks_with_every_refused_allocation(refused: int, caplog: p
     totals = [32, 24, 18, 13, 9, 6, 4, 3, 2, 1, 0]
     assert (plan.total, plan.staging) == ((totals[refused], 2) if refused < 11 else (0, 1))
     assert arena is not None
-    assert arena.nbytes == device.taken_bytes == 1000 * plan.slots
-    assert len(caplog.records) == (1 if refused else 0), "said once"
+    assert arena.nbytes == device.allocated_bytes == 1000 * plan.slots
+    assert len(caplog.records) == (1 if refused else 0), "logged once"
 
 
 @pytest.mark.parametrize("capacity", [(2, 2), 4])
-def test_without_any_memory_the_cpu_does_it_all(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_any_memory_all_experts_run_on_the_cpu(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
     device = VirtualDevice(LINK, faults=Faults(allocations=EVERY))
     store = sentinel_store(2, 5, 256)
-    assert open_loading(device, store, lambda layer: np.zeros(5), LoadingOptions(SlotPlan(capacity, 2))) is None
+    assert open_loading(device, store, SlotPlan(capacity, 2), lambda layer: np.zeros(5)) is None
     assert [record.getMessage() for record in caplog.records] == [
         "emulated:0: no memory for a single expert slot, all experts run on the CPU: emulated:0: injected: 256 bytes refused"
     ]
@@ -59,11 +57,11 @@ def test_a_plan_without_slots_needs_no_memory(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("kind", EMULATED)
-def test_slots_shrink_to_the_memory_there_is(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(make_device(kind, memory_bytes=5 * 256), (4, 2), staging=1)
-    assert rig.slots.plan == SlotPlan((3, 1), 1)
-    assert "5 expert slots instead of 7: emulated:0: 1792 bytes asked for, 1280 of 1280 free" in caplog.text
-    load_everything(rig)
+def test_slots_shrink_to_the_free_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness(make_device(kind, memory_bytes=5 * 256), (4, 2), staging=1)
+    assert harness.slots.plan == SlotPlan((3, 1), 1)
+    assert "5 expert slots instead of 7: emulated:0: 1792 bytes requested, 1280 of 1280 free" in caplog.text
+    load_everything(harness)
 
 
 def test_shrinking_takes_from_every_layer() -> None:
@@ -79,57 +77,60 @@ def test_shrinking_takes_from_every_layer() -> None:
 
 @pytest.mark.parametrize("kind", EMULATED)
 @pytest.mark.parametrize(
-    ("refused", "form", "said"),
+    ("refused", "form", "message"),
     [
         ((), "pinned", ""),
-        ([0], "ring", "experts of layers 0 to 1 go through 4 page-locked chunks of 64 bytes: emulated:0: injected: 1280 bytes cannot be"),
-        ([1], "ring", "experts of layers 1 to 1 go through 4 page-locked chunks of 64 bytes"),
-        ([1, 2, 3], "ring", "experts of layers 1 to 1 go through 2 page-locked chunks of 64 bytes"),
-        (EVERY, "pageable", "experts of layers 0 to 1 are sent from pageable memory, which makes the host wait: emulated:0: injected"),
+        (
+            [0],
+            "ring",
+            "experts of layers 0 to 1 are copied through 4 page-locked chunks of 64 bytes: emulated:0: injected: 1280 bytes cannot be",
+        ),
+        ([1], "ring", "experts of layers 1 to 1 are copied through 4 page-locked chunks of 64 bytes"),
+        ([1, 2, 3], "ring", "experts of layers 1 to 1 are copied through 2 page-locked chunks of 64 bytes"),
+        (EVERY, "pageable", "experts of layers 0 to 1 are copied from pageable memory, which blocks the host: emulated:0: injected"),
     ],
 )
 def test_host_memory_that_cannot_be_page_locked(
-    kind: str, refused: list[int], form: str, said: str, caplog: pytest.LogCaptureFixture
+    kind: str, refused: list[int], form: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(make_device(kind, faults=Faults(pins=refused)), (3, 3))
-    assert rig.queue.source.form == form
-    assert said in caplog.text
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == (1 if said else 0)
-    load_everything(rig)
+    harness = Harness(make_device(kind, faults=Faults(pins=refused)), (3, 3))
+    assert harness.queue.source.form == form
+    assert message in caplog.text
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == (1 if message else 0)
+    load_everything(harness)
 
 
 @pytest.mark.parametrize("kind", EMULATED)
 def test_a_ring_is_not_filled_before_its_copy_is_done(kind: str) -> None:
-    """A whole expert handed over at once has more chunks than the ring."""
-    rig = Rig(make_device(kind, faults=Faults(pins=[0])), (3, 3), expert_bytes=1024)
+    """A whole expert submitted at once has more chunks than the ring."""
+    harness = Harness(make_device(kind, faults=Faults(pins=[0])), (3, 3), expert_bytes=1024)
     for expert in range(4):
-        rig.queue.request(0, expert, Urgency.NEXT)
-    load_everything(rig)
+        harness.queue.request(0, expert, Urgency.NEXT)
+    load_everything(harness)
 
 
 def test_a_device_that_cannot_be_copied_to(caplog: pytest.LogCaptureFixture) -> None:
     device = VirtualDevice(LINK, faults=Faults(pins=EVERY, copies=EVERY))
-    options = LoadingOptions(SlotPlan((2, 2), 1))
-    assert open_loading(device, sentinel_store(2, 5, 256), lambda layer: np.zeros(5), options) is None
+    assert open_loading(device, sentinel_store(2, 5, 256), SlotPlan((2, 2), 1), lambda layer: np.zeros(5)) is None
     assert "experts cannot be copied to it, all of them run on the CPU: emulated:0: injected: a copy of 64 bytes failed" in caplog.text
-    assert device.taken_bytes == 0
+    assert device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-def test_everything_is_given_back(kind: str) -> None:
+def test_all_memory_is_released(kind: str) -> None:
     device = make_device(kind)
     for _ in range(3):
-        loading = open_loading(device, sentinel_store(2, 5, 4096), lambda layer: np.zeros(5), LoadingOptions(SlotPlan((2, 2), 1)))
+        loading = open_loading(device, sentinel_store(2, 5, 4096), SlotPlan((2, 2), 1), lambda layer: np.zeros(5))
         assert loading is not None
         transfer = loading.queue.request(0, 1, Urgency.NEXT)
         assert transfer is not None
         loading.close()
     if kind != "cuda":
-        assert device.taken_bytes == 0  # type: ignore[attr-defined]
+        assert device.allocated_bytes == 0  # type: ignore[attr-defined]
     device.close()
 
 
-def test_the_store_is_what_the_cpu_kernel_reads() -> None:
+def test_the_store_shares_the_bytes_of_the_cpu_kernel() -> None:
     layers = [PackedExperts(ExpertsShape(3, 32, 32), GateSpec("silu"), "int8") for _ in range(2)]
     values = np.ones((32, 32), np.float32)
     for packed in layers:
@@ -148,11 +149,11 @@ def test_the_store_is_what_the_cpu_kernel_reads() -> None:
         ExpertStore.of_packed([layers[0], other])
 
 
-def test_a_phantom_store_moves_nothing_in_due_time() -> None:
+def test_a_phantom_store_takes_time_and_moves_nothing() -> None:
     device = VirtualDevice(LINK)
     store = ExpertStore.phantom(60, 512, 100_000_000)
     assert HostSource(store, device, 64).form == "pinned"
-    loading = open_loading(device, store, lambda layer: np.zeros(512), LoadingOptions(even_plan(60, 60 * 128, 4)))
+    loading = open_loading(device, store, even_plan(60, 60 * 128, 4), lambda layer: np.zeros(512))
     assert loading is not None
     transfer = loading.queue.request(59, 511, Urgency.DEMAND)
     assert transfer is not None

@@ -10,7 +10,7 @@ import torch
 from support.engine_rig import EXPERTS, LAYERS, EngineRig, Setting, engine_rig
 from support.kernel_cases import relative_error
 
-from moegraft.operators.offload.devices.emulated import EVERY, Faults
+from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import SCHEDULES
 from moegraft.operators.offload.slots import SlotState

@@ -1,6 +1,6 @@
-"""Demands, prefetches, cancellations, pins and releases in every order that seeds bring: no reader ever reads a stale or torn expert.
+"""Demands, prefetches, cancellations, pins and releases in many seeded random orders: no reader ever reads a stale or torn expert.
 
-A world is a virtual clock, slots and a queue with experts that say who they are. A round is a few random calls with jittered durations;
+A world is a virtual clock, slots and a queue with experts whose bytes identify them. A round is a few random calls with jittered durations;
 then everything lands and is checked. 1000 worlds of 100 rounds are the 10^5 interleavings of the plan.
 """
 
@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.loading_devices import DEVICES
-from support.loading_rig import LINK, WORK, Rig, make_device
+from support.transfer_harness import DEVICES, LINK, WORK, Harness, advance, make_device
 
 from moegraft.operators.offload.devices.base import Device
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotTable
+from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotState, SlotTable
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 WORLDS, ROUNDS, SPLIT = 1000, 100, 4
@@ -31,9 +30,11 @@ class World:
     def __init__(self, seed: int, device: Device) -> None:
         self.random = random.Random(seed)
         capacity = self.random.choice([0, 1, 2, 3, 5, (1, 3)])
-        self.rig = Rig(device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"]))
-        self.rig.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
-        self.asked: list[Transfer] = []
+        self.harness = Harness(
+            device, capacity, self.random.randint(1, 3), expert_bytes=192, admission=self.random.choice(["always", "bypass"])
+        )
+        self.harness.priorities = np.array([[self.random.random() for _ in range(5)] for _ in range(2)])
+        self.requested: list[Transfer] = []
         self.waits = True  # before reading what was demanded
 
     def round(self) -> None:
@@ -42,70 +43,70 @@ class World:
                 [self.step, self.stream, self.prefetch, self.cancel, self.replan, self.keep, self.work], [5, 1, 6, 2, 1, 1, 2]
             )[0]
             call()
-        self.asked.clear()
-        self.rig.settle()
-        self.rig.check()
+        self.requested.clear()
+        self.harness.settle()
+        self.harness.check()
 
     def step(self) -> None:
-        """What an engine does with a layer: pin what is there, demand some of the rest, read all, let go."""
-        rig, draw = self.rig, self.random.random
+        """As an engine's layer: pin the residents, demand some of the rest, read all, release."""
+        harness, draw = self.harness, self.random.random
         layer, chosen = self.random.randrange(2), self.random.sample(range(5), 3)
-        pin = rig.slots.pin(layer, chosen)
+        pin = harness.slots.pin(layer, chosen)
         demands = []
         for expert, slot in zip(chosen, pin.slots, strict=True):
             if slot >= 0:
-                rig.read(layer, expert, slot)
+                harness.read(layer, expert, slot)
             elif draw() < 0.7:
-                demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+                demand = harness.queue.request(layer, expert, Urgency.DEMAND)
                 if demand is not None:
                     demands.append(demand)
         early = draw() < 0.5
         if early:
-            rig.slots.release(pin, rig.after())
+            harness.slots.release(pin, harness.after())
         for demand in demands:
             if self.waits:
-                rig.compute.wait(demand.ready())
-            rig.read(layer, demand.expert, demand.slot)
-            rig.queue.release(demand, rig.after())
+                harness.compute.wait(demand.ready())
+            harness.read(layer, demand.expert, demand.slot)
+            harness.queue.release(demand, harness.after())
         if not early:
-            rig.slots.release(pin, rig.after())
+            harness.slots.release(pin, harness.after())
 
     def stream(self) -> None:
-        """As in a prefill: more demands than slots, each read and let go before the next is asked for."""
-        rig, layer = self.rig, self.random.randrange(2)
+        """As in a prefill: more demands than slots, each read and released before the next request."""
+        harness, layer = self.harness, self.random.randrange(2)
         for expert in self.random.sample(range(5), 3):
-            demand = rig.queue.request(layer, expert, Urgency.DEMAND)
-            assert demand is not None, "the slot of the one before can be had"
+            demand = harness.queue.request(layer, expert, Urgency.DEMAND)
+            assert demand is not None, "the slot of the one before is available"
             if self.waits:
-                rig.compute.wait(demand.ready())
-            rig.read(layer, expert, demand.slot)
-            rig.queue.release(demand, rig.after())
+                harness.compute.wait(demand.ready())
+            harness.read(layer, expert, demand.slot)
+            harness.queue.release(demand, harness.after())
 
     def prefetch(self) -> None:
         urgency = self.random.choice([Urgency.NEXT, Urgency.DEEPER, Urgency.PROMOTION])
-        transfer = self.rig.queue.request(self.random.randrange(2), self.random.randrange(5), urgency)
+        transfer = self.harness.queue.request(self.random.randrange(2), self.random.randrange(5), urgency)
         if transfer is not None:
-            self.asked.append(transfer)
+            self.requested.append(transfer)
 
     def cancel(self) -> None:
-        if self.asked:
-            transfer = self.random.choice(self.asked)
+        if self.requested:
+            transfer = self.random.choice(self.requested)
             if not transfer.pins:
-                self.rig.queue.cancel(transfer)
+                self.harness.queue.cancel(transfer)
 
     def replan(self) -> None:
-        self.rig.queue.replan(started=self.random.random() < 0.5)
+        self.harness.queue.replan(started=self.random.random() < 0.5)
 
     def keep(self) -> None:
-        self.rig.slots.set_keep(self.random.randrange(2), self.random.sample(range(5), 2))
+        self.harness.slots.set_keep(self.random.randrange(2), self.random.sample(range(5), 2))
 
     def work(self) -> None:
-        self.rig.device.advance(self.random.random() * 0.3)
-        self.rig.device.launch(self.rig.compute, None, WORK)
+        advance(self.harness.device, self.random.random() * 0.3)
+        self.harness.device.launch(self.harness.compute, None, WORK)
 
 
 def play(seed: int, rounds: int, *, waits: bool = True) -> int:
-    """How many reads were checked."""
+    """Return the number of reads that were checked."""
     world = World(seed, VirtualDevice(LINK, seed=seed, jitter=1.5, notify_ms=0.02))
     world.waits = waits
     for number in range(rounds):
@@ -113,8 +114,8 @@ def play(seed: int, rounds: int, *, waits: bool = True) -> int:
             world.round()
         except AssertionError as error:
             raise AssertionError(f"world {seed}, round {number}: {error}") from error
-    reads = world.rig.reads
-    world.rig.close()
+    reads = world.harness.reads
+    world.harness.close()
     return reads
 
 
@@ -124,12 +125,12 @@ def test_no_reader_reads_a_stale_or_torn_expert(part: int) -> None:
     assert reads > WORLDS * ROUNDS / SPLIT, "these rounds read something"
 
 
-def test_the_same_seed_plays_the_same_game() -> None:
+def test_the_same_seed_gives_the_same_sequence() -> None:
     def trace(seed: int) -> list[tuple[str, float, float]]:
         world = World(seed, VirtualDevice(LINK, seed=seed, jitter=1.5, notify_ms=0.02))
         for _ in range(10):
             world.round()
-        return world.rig.spans
+        return world.harness.spans
 
     assert trace(3) == trace(3) != trace(4)
 
@@ -146,6 +147,12 @@ def break_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotTable, "reserve", careless)
 
 
+def reclaim_at_once(slots: SlotTable, slot: int) -> None:
+    """Free a slot without regard to its pins and readers."""
+    slots._state[slot] = SlotState.EVICTING
+    slots._reclaim(slot)
+
+
 def break_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = ResidentSet.victim
 
@@ -155,7 +162,7 @@ def break_pins(monkeypatch: pytest.MonkeyPatch) -> None:
         return victim(residents, layer, [0] * len(pins), protected, spare_kept=spare_kept)
 
     monkeypatch.setattr(ResidentSet, "victim", careless)
-    monkeypatch.setattr(SlotTable, "_leave", SlotTable._make_room)
+    monkeypatch.setattr(SlotTable, "_vacate", reclaim_at_once)
 
 
 def break_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +185,14 @@ def break_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("break_it", [break_last_use, break_pins, break_commit])
-def test_the_game_finds_what_is_broken(break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_slot_tables_are_found(break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(100):
             play(seed, 20)
 
 
-def test_the_game_finds_readers_that_do_not_wait() -> None:
+def test_readers_that_do_not_wait_are_found() -> None:
     with pytest.raises(AssertionError, match="bytes read"):
         for seed in range(100):
             play(seed, 20, waits=False)
@@ -200,17 +207,17 @@ def test_on_real_threads(kind: str, seed: int) -> None:
     world = World(seed, make_device(kind))
     for _ in range(300):
         world.round()
-    assert world.rig.reads > 100
-    world.rig.close()
+    assert world.harness.reads > 100
+    world.harness.close()
 
 
 @pytest.mark.parametrize("kind", REAL)
 def test_with_several_callers(kind: str) -> None:
-    """One serves the layers; others ask for what they think will be needed, and change their minds."""
+    """One thread serves the layers; others request prefetches and cancel them."""
     worlds = [World(0, make_device(kind))]
     for seed in range(1, 4):
         world = copy.copy(worlds[0])
-        world.random, world.asked = random.Random(seed), []
+        world.random, world.requested = random.Random(seed), []
         worlds.append(world)
 
     def calls(world: World) -> None:
@@ -220,8 +227,8 @@ def test_with_several_callers(kind: str) -> None:
 
     with ThreadPoolExecutor(len(worlds)) as pool:
         list(pool.map(calls, worlds))
-    rig = worlds[0].rig
-    rig.settle()
-    rig.check()
-    assert rig.reads > 1000
-    rig.close()
+    harness = worlds[0].harness
+    harness.settle()
+    harness.check()
+    assert harness.reads > 1000
+    harness.close()

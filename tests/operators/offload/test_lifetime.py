@@ -13,60 +13,59 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import ROOT
-from support.loading_devices import DEVICES
-from support.loading_rig import Rig, make_device, serve_in_a_process
+from support.transfer_harness import DEVICES, Harness, make_device, serve_in_a_process
 
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
 TESTS = ROOT / "tests"
-STEPS = 100_000  # a million take ten times as long and were seen to need no more memory
+STEPS = 100_000  # a million take ten times as long, and needed no more memory
 SLOW = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)  # 1 byte a millisecond: a chunk of 64 bytes takes 64 ms
 
 INTERRUPTED = """
 import sys, time
-from support.loading_rig import Rig, make_device
+from support.transfer_harness import Harness, make_device
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.transfers import Urgency
-rig = Rig(make_device("threaded", MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)), (3, 3), expert_bytes=640)
+harness = Harness(make_device("threaded", MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)), (3, 3), expert_bytes=640)
 for expert in range(5):
-    rig.queue.request(0, expert, Urgency.NEXT)
-demand = rig.queue.request(1, 0, Urgency.DEMAND)
+    harness.queue.request(0, expert, Urgency.NEXT)
+demand = harness.queue.request(1, 0, Urgency.DEMAND)
 print("waiting", flush=True)
 try:
     demand.wait()
 except KeyboardInterrupt:
     start = time.monotonic()
-    rig.close()
+    harness.close()
     print(f"closed {time.monotonic() - start:.3f}", flush=True)
 """
 
 TORN = """
 import os, random, signal, threading, time
 from contextlib import nullcontext
-from support.loading_rig import Rig, make_device
-from moegraft.operators.offload.devices.process import Uninterrupted
+from support.transfer_harness import Harness, make_device
+from moegraft.operators.offload.queue import Uninterrupted
 from moegraft.operators.offload.transfers import Urgency
-rig = Rig(make_device("threaded", None), (1, 1), staging=1)
+harness = Harness(make_device("threaded", None), (1, 1), staging=1)
 shielded = True
 
 def layer(number):
-    pin = rig.slots.pin(number % 2, [number % 5])
+    pin = harness.slots.pin(number % 2, [number % 5])
     if pin.slots[0] < 0:
-        demand = rig.queue.request(number % 2, number % 5, Urgency.DEMAND)
-        rig.compute.wait(demand.ready())
-        rig.read(number % 2, number % 5, demand.slot)
-        rig.queue.release(demand, rig.after())
+        demand = harness.queue.request(number % 2, number % 5, Urgency.DEMAND)
+        harness.compute.wait(demand.ready())
+        harness.read(number % 2, number % 5, demand.slot)
+        harness.queue.release(demand, harness.after())
     else:
-        rig.read(number % 2, number % 5, pin.slots[0])
-    rig.slots.release(pin, rig.after())
+        harness.read(number % 2, number % 5, pin.slots[0])
+    harness.slots.release(pin, harness.after())
 
 def interrupt():
     while True:
-        handled.wait()  # a second one would come at once
+        handled.wait()  # a second one would be raised at once
         handled.clear()
         time.sleep(random.random() * 0.004)
         os.kill(os.getpid(), signal.SIGINT)
@@ -85,21 +84,22 @@ while time.monotonic() < until:
     except KeyboardInterrupt:
         interrupts += 1
         with Uninterrupted():
-            rig.settle()
-            rig.check()
+            harness.settle()
+            harness.check()
         handled.set()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-rig.close()
+harness.close()
 print("interrupts", interrupts, "steps", steps, flush=True)
 """
 
 
 def start(code: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_ctrl_c_in_a_transfer_is_drained_within_a_second() -> None:
+def test_ctrl_c_in_a_transfer_closes_within_a_second() -> None:
     import signal
 
     with start(INTERRUPTED) as process:
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_transfer_is_drained_within_a_second() -> None:
     assert float(seconds) < 1.0
 
 
-def test_ctrl_c_between_any_two_steps_tears_nothing() -> None:
+def test_ctrl_c_at_any_moment_leaves_a_consistent_table() -> None:
     with start(TORN) as process:
         out, error = process.communicate(timeout=30)
     assert process.returncode == 0, error
@@ -126,60 +126,60 @@ def test_ctrl_c_between_any_two_steps_tears_nothing() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_forked_child_is_refused(kind: str) -> None:
-    rig = Rig(make_device(kind), (3, 3))
+    harness = Harness(make_device(kind), (3, 3))
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            rig.queue.request(0, 1, Urgency.DEMAND)
+            harness.queue.request(0, 1, Urgency.DEMAND)
         except RuntimeError as error:
             status = 0 if "cannot be used after a fork; start processes by spawn" in str(error) else 2
         finally:
             os._exit(status)
     _, wait_status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(wait_status) == 0
-    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    demand = harness.queue.request(0, 1, Urgency.DEMAND)
     assert demand is not None
     demand.wait()
-    rig.queue.release(demand, None)
-    rig.settle()
-    rig.check()
-    rig.close()
+    harness.queue.release(demand, None)
+    harness.settle()
+    harness.check()
+    harness.close()
 
 
 @pytest.mark.parametrize("kind", DEVICES)
 def test_spawned_processes_have_devices_of_their_own(kind: str) -> None:
-    rig = Rig(make_device(kind), (3, 3))
+    harness = Harness(make_device(kind), (3, 3))
     process = multiprocessing.get_context("spawn").Process(target=serve_in_a_process, args=(kind,))
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    rig.close()
+    harness.close()
 
 
 @pytest.mark.parametrize("kind", ["virtual", "threaded"])
 def test_closing_takes_less_than_a_second(kind: str) -> None:
-    """The chunk that was handed over ends, 64 ms; the flood behind them is dropped."""
-    rig = Rig(make_device(kind, SLOW), (5, 5))
+    """The chunk that was submitted ends, after 64 ms; the requests behind it are dropped."""
+    harness = Harness(make_device(kind, SLOW), (5, 5))
     for layer in range(2):
         for expert in range(5):
-            rig.queue.request(layer, expert, Urgency.NEXT)
-    start_s, start_ms = time.monotonic(), rig.device.now_ms()
-    rig.close()
+            harness.queue.request(layer, expert, Urgency.NEXT)
+    start_s, start_ms = time.monotonic(), harness.device.now_ms()
+    harness.close()
     assert time.monotonic() - start_s < 1.0
-    assert rig.device.now_ms() - start_ms < 500
-    assert rig.queue.statistics.cancelled == 10
+    assert harness.device.now_ms() - start_ms < 500
+    assert harness.queue.statistics.cancelled == 10
 
 
-def test_a_device_that_hangs_is_said_and_its_memory_left_alone() -> None:
+def test_a_hanging_device_is_reported_and_its_memory_left_alone() -> None:
     from moegraft.operators.offload.devices.base import DeviceTimeoutError
 
     hanging = MachineProfile("hanging link", 1, 1, 1, 1, link_gb_s=1e-9)  # 64 s a chunk
-    rig = Rig(make_device("virtual", hanging), (3, 3))
-    rig.queue.request(0, 1, Urgency.NEXT)
+    harness = Harness(make_device("virtual", hanging), (3, 3))
+    harness.queue.request(0, 1, Urgency.NEXT)
     with pytest.raises(DeviceTimeoutError, match="not done after 1000 ms"):
-        rig.loading.close()
-    assert rig.device.taken_bytes > 0  # type: ignore[attr-defined]
+        harness.loading.close()
+    assert harness.device.allocated_bytes > 0  # type: ignore[attr-defined]
 
 
 def resident_bytes() -> int:
@@ -191,13 +191,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_stays_constant_over_many_steps() -> None:
-    """Steps of a decode: pins, demands, prefetches, cancellations, readers, evictions."""
+    """Decode steps: pins, demands, prefetches, cancellations, readers, evictions."""
     steps = int(os.environ.get("MOEGRAFT_TEST_STEPS", STEPS))
     layers, experts = 4, 16
     device = VirtualDevice(notify_ms=0.001)
     values = np.random.default_rng(0).random((layers, experts))
     store = ExpertStore.phantom(layers, experts, 1000)
-    loading = open_loading(device, store, lambda layer: values[layer], LoadingOptions(even_plan(layers, 16, 3)))
+    loading = open_loading(device, store, even_plan(layers, 16, 3), lambda layer: values[layer])
     assert loading is not None
     slots, queue, compute = loading.slots, loading.queue, device.stream("compute")
     before: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Every policy against plain loops over tokens, and what all of them owe their callers."""
+"""Every cache policy matches a plain loop over tokens, and all of them satisfy the policy interface."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trace_of(tokens: int, seed: int = 0, padded: float = 0.2) -> Trace:
 
 
 def play(policy: CachePolicy, trace: Trace, steps: list[int]) -> None:
-    """Gives the policy every layer of the trace in steps of so many tokens."""
+    """Update the policy with every layer of the trace, in steps of so many tokens."""
     first = 0
     for tokens in steps:
         for layer in range(LAYERS):
@@ -110,30 +110,30 @@ class TestAgainstLoops:
 
 def test_the_papers_equation_by_hand() -> None:
     policy = MinusRecentScore(1, 4, alpha=0.5, top_p=2)
-    nobody = np.full((1, 1), -1)
-    policy.update(0, np.array([[0.5, 0.3, 0.15, 0.05]], np.float32), nobody)
-    policy.update(0, np.array([[0.1, 0.2, 0.3, 0.4]], np.float32), nobody)
+    no_experts = np.full((1, 1), -1)
+    policy.update(0, np.array([[0.5, 0.3, 0.15, 0.05]], np.float32), no_experts)
+    policy.update(0, np.array([[0.1, 0.2, 0.3, 0.4]], np.float32), no_experts)
     np.testing.assert_allclose(policy.priority(0), [0.125, 0.075, 0.15, 0.2], rtol=1e-6)
 
 
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8))
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", MADE)
-def test_tokens_taken_together_count_as_one_by_one(name: str, seed: int, cuts: list[int]) -> None:
+def test_batched_tokens_equal_sequential_ones(name: str, seed: int, cuts: list[int]) -> None:
     trace = trace_of(sum(cuts), seed)
     together, apart = MADE[name](), MADE[name]()
     play(together, trace, cuts)
     play(apart, trace, [1] * sum(cuts))
     for layer in range(LAYERS):
-        # Clocks of layers that take turns differ; the order within a layer does not.
+        # The clocks of interleaved layers differ; the order within a layer does not.
         found, expected = together.priority(layer), apart.priority(layer)
         if name in ("lru", "lfu"):
             found, expected = (np.sign(rank[:, None] - rank[None, :]) for rank in (found, expected))
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
 
 
-def test_a_long_prompt_leaves_what_its_tokens_leave() -> None:
-    """Tokens whose weight is gone are skipped: 3,000 at alpha 0.1 are more than count."""
+def test_a_long_prompt_equals_its_tokens() -> None:
+    """Tokens of negligible weight are skipped: with alpha 0.1, 3,000 tokens are more than count."""
     trace = trace_of(3000)
     together, apart = (MinusRecentScore(LAYERS, EXPERTS, alpha=0.1, top_p=4) for _ in range(2))
     play(together, trace, [3000])
@@ -143,7 +143,7 @@ def test_a_long_prompt_leaves_what_its_tokens_leave() -> None:
 
 @pytest.mark.parametrize("name", MADE)
 class TestWhatAllOwe:
-    def test_a_layer_is_not_touched_by_others(self, name: str) -> None:
+    def test_layers_are_independent(self, name: str) -> None:
         trace, policy = trace_of(5), MADE[name]()
         policy.update(0, trace.scores[:, 0], trace.chosen[:, 0])
         assert not policy.priority(1).any()
@@ -156,14 +156,14 @@ class TestWhatAllOwe:
         policy.update(0, trace.scores[:0, 0], trace.chosen[:0, 0])
         np.testing.assert_array_equal(policy.priority(0), before)
 
-    def test_inputs_are_left_alone(self, name: str) -> None:
+    def test_inputs_are_not_modified(self, name: str) -> None:
         trace = trace_of(5)
         scores, chosen = trace.scores.copy(), trace.chosen.copy()
         play(MADE[name](), trace, [1, 4])
         np.testing.assert_array_equal(trace.scores, scores)
         np.testing.assert_array_equal(trace.chosen, chosen)
 
-    def test_scores_that_are_no_numbers_do_not_stay(self, name: str) -> None:
+    def test_nan_scores_do_not_stay(self, name: str) -> None:
         trace, policy = trace_of(6), MADE[name]()
         play(policy, trace, [5])
         broken = np.full((1, EXPERTS), np.nan, np.float32)
@@ -172,7 +172,7 @@ class TestWhatAllOwe:
         policy.update(0, trace.scores[5:6, 0], trace.chosen[5:6, 0])
         assert np.isfinite(policy.priority(0)).all()
 
-    def test_a_caller_cannot_write_into_the_ranking(self, name: str) -> None:
+    def test_the_ranking_is_read_only(self, name: str) -> None:
         trace, policy = trace_of(5), MADE[name]()
         play(policy, trace, [5])
         shown = policy.priority(0)
@@ -196,26 +196,26 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"alpha": 0.0}, "alpha is a weight above 0 and at most 1, not 0.0"),
-            ({"alpha": 1.5}, "alpha is a weight"),
-            ({"frequency_alpha": -0.1}, "frequency_alpha is a weight"),
+            ({"alpha": 0.0}, "alpha must be above 0 and at most 1, not 0.0"),
+            ({"alpha": 1.5}, "alpha must be above 0"),
+            ({"frequency_alpha": -0.1}, "frequency_alpha must be above 0"),
             ({"top_p": 0}, "top_p must be 1 or more, not 0"),
-            ({"policy": "static"}, "policy static and 'profile' need each other"),
-            ({"profile": Path("trace.npz")}, "policy static and 'profile' need each other"),
-            ({"policy": "static", "profile": Path("trace.npz"), "admission": "always"}, "'admission: always' cannot go with it"),
+            ({"policy": "static"}, "policy 'static' needs 'profile'"),
+            ({"profile": Path("trace.npz")}, "policy 'static' needs 'profile'"),
+            ({"policy": "static", "profile": Path("trace.npz"), "admission": "always"}, "remove 'admission: always'"),
         ],
     )
-    def test_wrong_ones_are_refused(self, wrong: dict[str, object], message: str) -> None:
+    def test_invalid_options_are_rejected(self, wrong: dict[str, object], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             CacheOptions(**wrong)  # type: ignore[arg-type]
 
-    def test_who_bypasses(self) -> None:
+    def test_which_options_bypass(self) -> None:
         assert not CacheOptions(policy="lru").bypasses
         assert CacheOptions(policy="lru", admission="bypass").bypasses
         assert CacheOptions(policy="static", profile=Path("trace.npz")).bypasses
 
     @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
-    def test_each_makes_its_policy(self, policy: str) -> None:
+    def test_each_name_makes_its_policy(self, policy: str) -> None:
         trace = trace_of(30)
         made = make_policy(
             CacheOptions(policy=policy, alpha=0.3, top_p=4, frequency_alpha=0.1),  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class TestOptions:
             play(expected, trace, [30])
             np.testing.assert_array_equal(made.priority(0), expected.priority(0))
 
-    def test_top_p_of_more_than_all_is_all(self) -> None:
+    def test_top_p_is_capped_at_all_experts(self) -> None:
         trace = trace_of(30)
         made = make_policy(CacheOptions(policy="mrs", alpha=0.3, top_p=100), LAYERS, EXPERTS, TOP_K)
         play(made, trace, [30])
@@ -248,5 +248,5 @@ class TestOptions:
         policy = make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), LAYERS, EXPERTS, TOP_K)
         play(policy, trace_of(30, seed=1), [30])
         np.testing.assert_array_equal(policy.priority(1), trace.loads()[1])
-        with pytest.raises(TraceError, match=r"profile\.npz: a profile of \(2, 7\) layers and experts for a model of \(3, 7\)"):
+        with pytest.raises(TraceError, match=r"profile\.npz: expected a profile of \(3, 7\) layers and experts, found \(2, 7\)"):
             make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)

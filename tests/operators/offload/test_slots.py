@@ -1,4 +1,4 @@
-"""The slots: who stays, who leaves and when, and that a slot is loaded again only after its last reader."""
+"""The slot table: residents, evictions, and that a slot is loaded again only after its last reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = 6
 
 
 class FakeEvent:
-    """Done when told."""
+    """An event whose state the test sets."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -44,7 +44,7 @@ class Table:
         assert reservation is not None
         return reservation
 
-    def there(self, layer: int) -> list[int]:
+    def resident(self, layer: int) -> list[int]:
         return sorted(self.slots.residents(layer))
 
 
@@ -61,14 +61,14 @@ def test_the_life_of_a_slot() -> None:
     pin = slots.pin(0, [4, 5])
     assert pin.slots == [slot, -1]
     table.load(0, 5)
-    assert table.there(0) == [4, 5], "pinned ones cannot leave: the layer is over capacity"
+    assert table.resident(0) == [4, 5], "pinned ones cannot leave: the layer is over capacity"
     last_use = FakeEvent()
     slots.release(pin, last_use)
-    assert table.there(0) == [5]
+    assert table.resident(0) == [5]
     assert slots.state(slot) is EVICTING
     table.load(1, 0)
     again = table.reserve(1, 1)
-    assert (again.slot, again.after) == (slot, last_use), "nothing else is free, so the copy waits for the reader"
+    assert (again.slot, again.after) == (slot, last_use), "no other slot is free, so the copy waits for the reader"
     assert again.generation == reservation.generation + 1
     slots.cancel(again)
     last_use.is_done = True
@@ -95,16 +95,16 @@ def test_a_slot_whose_reader_is_done_goes_first() -> None:
     assert table.slots.reserve(1, 4) is None
 
 
-def test_the_lowest_priority_leaves_and_the_newcomer_stays() -> None:
+def test_the_lowest_priority_is_evicted_and_the_new_expert_stays() -> None:
     table = Table(SlotPlan((3, 3), 1))
     table.load(0, 3, 4, 5)
     table.values[0] = [9, 9, 9, 2, 1, 3]
     table.load(0, 0)
-    assert table.there(0) == [0, 3, 5]
+    assert table.resident(0) == [0, 3, 5]
     table.values[0, 0] = 0
     table.slots.release(table.slots.pin(0, [3]), None)
     table.load(0, 1)
-    assert table.there(0) == [1, 3, 5], "who came earlier is like the others"
+    assert table.resident(0) == [1, 3, 5], "an earlier arrival is treated as all others"
     assert table.slots.evictions == 2
 
 
@@ -116,25 +116,25 @@ def test_admission_of_a_demand_with_the_lowest_priority(admission: Admission, st
     pin = table.slots.pin_loading(reservation)
     held = table.slots.pin(0, [4, 5])
     table.slots.commit(reservation)
-    assert table.there(0) == [0, 4, 5]
+    assert table.resident(0) == [0, 4, 5]
     table.slots.release(held, None)
     table.slots.release(pin, None)
-    assert table.there(0) == stay
+    assert table.resident(0) == stay
 
 
 @pytest.mark.parametrize("admission", ["always", "bypass"])
 def test_a_demand_read_before_it_landed(admission: Admission) -> None:
-    """Its readers wait in their stream, so it is let go before it is READY, and its last use counts nevertheless."""
+    """Its readers wait in their stream, so it is released before it is READY, and its last use counts nevertheless."""
     table = Table(SlotPlan((0, 0), 1), admission=admission)
     reservation = table.reserve(0, 3, demand=True)
     last_use = FakeEvent()
     table.slots.release(table.slots.pin_loading(reservation), last_use)
     table.slots.commit(reservation)
-    assert table.there(0) == [], "there is no room for who has been used"
+    assert table.resident(0) == [], "there is no room for an expert that was used already"
     assert table.reserve(1, 0, demand=True).after is last_use
 
 
-def test_a_failed_load_frees_its_slot_when_the_demand_lets_go() -> None:
+def test_a_failed_load_frees_its_slot_when_the_demand_is_released() -> None:
     table = Table(SlotPlan((1, 1), 1))
     reservation = table.reserve(0, 3, demand=True)
     pin = table.slots.pin_loading(reservation)
@@ -148,23 +148,23 @@ def test_a_failed_load_frees_its_slot_when_the_demand_lets_go() -> None:
     assert table.reserve(1, 2).slot == reservation.slot
 
 
-def test_kept_experts_leave_for_a_demand_alone() -> None:
+def test_kept_experts_are_evicted_only_for_a_demand() -> None:
     table = Table(SlotPlan((1, 1), 2))
     table.slots.set_keep(0, [1, 2])
     table.load(0, 1)
     table.load(0, 2)
-    assert table.there(0) == [1, 2], "kept: the layer is over capacity"
+    assert table.resident(0) == [1, 2], "kept: the layer is over capacity"
     assert table.slots.available == 3, "a free one, one never filled in layer 1, and the one over capacity"
     table.load(1, 5)
     table.reserve(1, 0)
     assert table.slots.reserve(1, 3) is None
     table.reserve(1, 3, demand=True)
-    assert table.there(0) == [2], "the lower one left"
+    assert table.resident(0) == [2], "the lower one left"
     table.slots.set_keep(0, [])
-    assert table.there(0) == [2]
+    assert table.resident(0) == [2]
 
 
-def test_nobody_leaves_a_frozen_table() -> None:
+def test_a_frozen_table_evicts_nothing() -> None:
     table = Table(SlotPlan((1, 1), 2))
     table.load(0, 4)
     version = table.slots.version
@@ -172,11 +172,11 @@ def test_nobody_leaves_a_frozen_table() -> None:
     snapshot = table.slots.table.copy()
     table.load(0, 5)
     assert table.slots.version > version
-    assert table.there(0) == [4, 5]
+    assert table.resident(0) == [4, 5]
     slot = int(snapshot[0, 4])
     last_use = FakeEvent()
     table.slots.thaw(last_use)
-    assert table.there(0) == [5]
+    assert table.resident(0) == [5]
     assert table.slots.state(slot) is EVICTING
     assert [table.reserve(1, expert).after for expert in (0, 1, 2)] == [None, None, last_use]
 
@@ -190,8 +190,8 @@ def test_the_later_of_two_last_uses_counts() -> None:
     table.slots.release(table.slots.pin(0, [1]), own)  # after the thaw
     table.load(0, 5)
     table.load(0, 4)
-    vacant = table.slots._vacant
-    assert {vacant.pop_last_use(slot) for slot in vacant.evicting} == {frozen, own}
+    reserved = [table.reserve(1, expert).after for expert in range(3)]
+    assert sorted(map(str, reserved), key=len)[0] == "None" and set(reserved) == {None, frozen, own}
 
 
 def test_layers_share_a_pool() -> None:
@@ -201,15 +201,15 @@ def test_layers_share_a_pool() -> None:
     table.load(1, 2)
     assert table.slots.full(0)
     table.load(1, 3)
-    assert (table.there(0), table.there(1)) == ([5], [2, 3]), "the lowest of all layers"
+    assert (table.resident(0), table.resident(1)) == ([5], [2, 3]), "the lowest of all layers"
     pin = table.slots.pin(0, [5])
     table.load(1, 4)
-    assert (table.there(0), table.there(1)) == ([5], [3, 4])
+    assert (table.resident(0), table.resident(1)) == ([5], [3, 4])
     table.slots.release(pin, None)
     assert table.slots.capacity_of(1) == 3
 
 
-def test_prefetches_that_were_of_use_are_counted() -> None:
+def test_used_and_wasted_prefetches_are_counted() -> None:
     table = Table(SlotPlan((2, 2), 1))
     table.load(0, 1, 2)
     table.slots.release(table.slots.pin(0, [2]), None)
@@ -222,14 +222,14 @@ def test_prefetches_that_were_of_use_are_counted() -> None:
     assert slots.prefetches_used == 2, "a demand joined it"
 
 
-def test_mistakes_are_caught() -> None:
+def test_misuse_is_caught() -> None:
     table = Table(SlotPlan((1, 1), 1))
     reservation = table.reserve(0, 1)
     table.slots.commit(reservation)
     for misuse, message in [
-        (lambda: table.slots.commit(reservation), "no longer this reservation's"),
-        (lambda: table.slots.cancel(reservation), "no longer this reservation's"),
-        (lambda: table.slots.reserve(0, 1), "expert 1 of layer 0 is there already"),
+        (lambda: table.slots.commit(reservation), "no longer belongs to this reservation"),
+        (lambda: table.slots.cancel(reservation), "no longer belongs to this reservation"),
+        (lambda: table.slots.reserve(0, 1), "expert 1 of layer 0 is already resident"),
         (lambda: table.slots.thaw(None), "not frozen"),
     ]:
         with pytest.raises(AssertionError, match=re.escape(message)):
@@ -240,7 +240,7 @@ def test_mistakes_are_caught() -> None:
         table.slots.release(pin, None)
 
 
-def test_plans_that_cannot_be() -> None:
+def test_impossible_plans_are_rejected() -> None:
     with pytest.raises(ValueError, match="staging is 0"):
         SlotTable(2, EXPERTS, SlotPlan((3, 3), 0), lambda layer: np.zeros(EXPERTS))
     with pytest.raises(ValueError, match="capacities for 1 layers, but there are 2"):
@@ -253,29 +253,29 @@ def test_plans_that_cannot_be() -> None:
     assert nothing.pin(0, [1, 2]).slots == [-1, -1]
 
 
-def test_a_load_whose_readers_were_all_handed_over_gives_its_slot_to_the_next() -> None:
-    """More experts stream through a slot than the host has seen landing: the streams keep them apart."""
+def test_a_load_whose_readers_were_all_submitted_can_be_superseded() -> None:
+    """More experts stream through a slot than the host has seen landing: the streams keep them in order."""
     table = Table(SlotPlan((0, 0), 1))
     first, read = table.reserve(0, 0, demand=True), FakeEvent()
     pin = table.slots.pin_loading(first)
-    table.slots.sent(first)
-    assert table.slots.reserve(0, 1, demand=True) is None, "it is held"
+    table.slots.mark_sent(first)
+    assert table.slots.reserve(0, 1, demand=True) is None, "it is pinned"
     table.slots.release(pin, read)
     assert table.slots.available == 1
     assert table.slots.reserve(0, 1) is None, "not for a prefetch"
     second = table.reserve(0, 1, demand=True)
-    assert (second.slot, second.after, first.overtaken) == (first.slot, read, True)
+    assert (second.slot, second.after, first.superseded) == (first.slot, read, True)
     table.slots.commit(first)
-    assert table.there(0) == [], "where it has landed another is on its way"
+    assert table.resident(0) == [], "where it has landed another one is in flight"
     table.slots.cancel(first)
     table.slots.commit(second)
-    assert not second.overtaken
+    assert not second.superseded
 
 
 def test_a_load_that_is_demanded_again_keeps_its_slot() -> None:
     table = Table(SlotPlan((0, 0), 1))
     first = table.reserve(0, 0, demand=True)
-    table.slots.sent(first)
+    table.slots.mark_sent(first)
     table.slots.release(table.slots.pin_loading(first), FakeEvent())
     again = table.slots.pin_loading(first)
     assert table.slots.reserve(0, 1, demand=True) is None
@@ -283,20 +283,20 @@ def test_a_load_that_is_demanded_again_keeps_its_slot() -> None:
     assert table.reserve(0, 1, demand=True).after is not None, "the first reader counts"
 
 
-def test_a_demand_overtakes_a_prefetch_last() -> None:
+def test_a_demand_supersedes_a_prefetch_last() -> None:
     table = Table(SlotPlan((0, 0), 2))
     prefetch, demand = table.reserve(0, 0), table.reserve(0, 1, demand=True)
     pin = table.slots.pin_loading(demand)
-    table.slots.sent(prefetch)
-    table.slots.sent(demand)
+    table.slots.mark_sent(prefetch)
+    table.slots.mark_sent(demand)
     table.slots.release(pin, None)
     assert [table.reserve(0, expert, demand=True).slot for expert in (2, 3)] == [demand.slot, prefetch.slot]
     assert table.slots.reserve(0, 4, demand=True) is None, "these are not sent"
 
 
 @pytest.mark.parametrize("admission", ["always", "bypass"])
-def test_a_pool_finds_whom_looking_at_all_layers_finds(admission: Admission) -> None:
-    """Few ranks, so that many are equal; some pinned, kept, or fresh."""
+def test_the_victim_of_a_pool_is_the_lowest_of_all_layers(admission: Admission) -> None:
+    """Few distinct priorities, so that many are equal; some experts pinned, kept, or new."""
     layers, capacity = 4, 8
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -309,8 +309,10 @@ def test_a_pool_finds_whom_looking_at_all_layers_finds(admission: Admission) -> 
         for layer in range(layers):
             residents.keep(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
             if rng.random() < 0.6:
-                residents.settle(layer)
+                residents.end_admission(layer)
         layer, protected, spare_kept = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
-        each = [residents._lowest(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)]
+        each = [
+            residents.victim_of_layer(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)
+        ]
         expected = min((found for found in each if found is not None), default=None)
         assert residents.victim(layer, pins, protected, spare_kept=spare_kept) == (None if expected is None else expected[2:])

@@ -10,15 +10,15 @@ import pytest
 import torch
 from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
 from support.kernel_cases import make_batch, relative_error
-from support.loading_rig import EMULATED
+from support.transfer_harness import EMULATED
 
 from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.devices.emulated import Faults
+from moegraft.operators.offload.devices.virtual import Faults
 from moegraft.operators.offload.slots import SlotTable
-from moegraft.operators.offload.statistics import Timeline
 from moegraft.operators.offload.transfers import Urgency
+from moegraft.operators.timeline import Timeline
 
 
 class Step:

@@ -10,17 +10,17 @@ import pytest
 from support.engine_rig import LAYERS, Setting, engine_rig
 
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.statistics import LANES, Timeline, chrome_trace, round_spans, write_trace
+from moegraft.operators.timeline import LANES, Timeline, chrome_trace, round_spans, write_trace
 
 
 def test_every_lane_has_spans(tmp_path: Path) -> None:
     with engine_rig(Setting("greedy", prefetch=PrefetchOptions(policy="next_layer"))) as rig:
-        timeline = rig.engine.timings.timeline = Timeline("emulated:0")
+        timeline = rig.engine.timings.timeline = Timeline("emulated:0", rig.engine.device.now_ms)
         before_ms = rig.engine.device.now_ms()
         for step in range(6):
             for number in range(LAYERS):
                 rig.call(number, 2, seed=10 * step + number)
-        with round_spans([(timeline, rig.engine.device.now_ms)], "verify") as details:
+        with round_spans([timeline], "verify") as details:
             rig.call(0, 2, seed=99)
             details["accepted"] = 2
         rig.engine.device.synchronize()

@@ -10,15 +10,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.kernel_cases import make_layer
+from support.model_shapes import MODELS
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
-from moegraft.operators.offload.queue import Loading, LoadingOptions, open_loading
+from moegraft.operators.offload.queue import Loading, open_loading
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.sparsity import SparseLayers
@@ -48,7 +49,7 @@ def no_arithmetic(experts: Sequence[int], load: int) -> NoArithmetic:
 def opened(device: VirtualDevice, model: str, slots: int) -> Loading:
     shape = MODELS[model]
     store = ExpertStore.phantom(2, shape.num_experts, shape.expert_bytes())
-    loading = open_loading(device, store, lambda layer: np.zeros(shape.num_experts), LoadingOptions(even_plan(2, slots, 2)))
+    loading = open_loading(device, store, even_plan(2, slots, 2), lambda layer: np.zeros(shape.num_experts))
     assert loading is not None
     return loading
 
@@ -70,7 +71,7 @@ def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) ->
 
 def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring() -> None:
     profile, expert_bytes = PROFILES["a6000_10core"], MODELS["mixtral-8x7b"].expert_bytes()
-    neurons = Neurons(active=0.1, judged=1 / 3)
+    neurons = Neurons(active=0.1, gate_share=1 / 3)
     device = VirtualDevice(profile)
     costs = CostModel(warm_up(device, opened(device, "mixtral-8x7b", 8), no_arithmetic, neurons))
     loads = np.array([1, 3, 17])
@@ -78,6 +79,23 @@ def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring()
     np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes, neurons=neurons), rtol=0.1)
     assert (costs.cpu_ms(loads) < 0.6 * profile.cpu_ms(loads, expert_bytes)).all()
     assert costs.transfer_ms(expert_bytes) == pytest.approx(profile.transfer_ms(expert_bytes), rel=0.01)
+
+
+def test_preparing_a_call_is_not_measured() -> None:
+    """Synthetic tokens take the host longer than a GPU takes for an expert."""
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    loading = opened(device, "deepseek-v2-lite", 4)
+
+    def slowly(experts: Sequence[int], load: int) -> NoArithmetic:
+        device.advance(5.0)
+        return NoArithmetic()
+
+    found = warm_up(device, loading, slowly)
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    expected = warm_up(device, opened(device, "deepseek-v2-lite", 4), no_arithmetic)
+    assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
+    np.testing.assert_allclose(found.cpu_ms, expected.cpu_ms)
+    np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
 
 
 def test_long_jobs_end_the_warm_up() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from moegraft.operators.sparse.choice import PathChoices, TimedCase, choices_path, default_path, fastest
 
-DENSE = ("dense", "grouped_mm")
-CASE = TimedCase(2048, 512, 256, 8, "bfloat16", True, 1, "exact", 0.95, "a GPU")
+CASE = TimedCase(2048, 512, 256, 8, "bfloat16", True, "exact", 0.95, "a GPU", 256)
 
 
 class Clock:
@@ -21,7 +20,7 @@ class Clock:
 
     def __call__(self, bucket: int) -> dict[str, float]:
         self.asked.append(bucket)
-        return {"pair": 0.1 * bucket, "union": 1.0, "dense": 2.0, "grouped_mm": 3.0}
+        return {"pair": 0.1 * bucket, "union": 1.0, "dense": 2.0}
 
 
 @pytest.fixture(autouse=True)
@@ -33,53 +32,53 @@ def _versions(monkeypatch: pytest.MonkeyPatch) -> None:
     ("times", "expected"),
     [
         ({"pair": 1.0, "union": 2.0, "dense": 3.0}, "pair"),
-        ({"pair": 3.0, "dense": 2.5, "grouped_mm": 2.0}, "grouped_mm"),
+        ({"pair": 3.0, "ordered": 2.0, "dense": 2.5}, "ordered"),
         ({"pair": 0.99, "dense": 1.0}, "dense"),  # no more than the scatter of timings
         ({"pair": 0.97, "dense": 1.0}, "pair"),
         ({"pair": 1.0}, "pair"),
     ],
 )
 def test_the_fastest_path_wins_if_it_gains(times: dict[str, float], expected: str) -> None:
-    assert fastest(times, DENSE) == expected
+    assert fastest(times) == expected
 
 
 def test_a_batch_size_is_timed_once() -> None:
     clock, choices = Clock(), PathChoices(None)
-    assert [choices.path(CASE, tokens, DENSE, clock) for tokens in (1, 3, 4, 17, 32)] == ["pair", "pair", "pair", "union", "union"]
+    assert [choices.path(CASE, tokens, clock) for tokens in (1, 3, 4, 17, 32)] == ["pair", "pair", "pair", "union", "union"]
     assert clock.asked == [1, 4, 32]
     assert {(bucket, times["pair"]) for _, bucket, times in choices.times()} == {(1, 0.1), (4, 0.4), (32, 3.2)}
 
 
 def test_what_cannot_be_timed_now_gets_a_default_and_is_timed_later() -> None:
     clock, choices = Clock(), PathChoices(None)
-    assert choices.path(CASE, 64, DENSE, None) == default_path(64) == "ordered"
-    assert choices.path(CASE, 64, DENSE, clock) == "union"
-    assert choices.path(CASE, 64, DENSE, None) == "union"
+    assert choices.path(CASE, 64, None) == default_path(64) == "ordered"
+    assert choices.path(CASE, 64, clock) == "union"
+    assert choices.path(CASE, 64, None) == "union"
     assert [default_path(tokens) for tokens in (1, 8, 9, 512, 513)] == ["pair", "pair", "ordered", "union", "dense"]
 
 
 def test_times_are_kept_on_disk_and_merged(tmp_path: Path) -> None:
     file = tmp_path / "new" / "paths.json"
     first, second = PathChoices(file), PathChoices(file)
-    second.path(CASE, 1, DENSE, Clock())
-    first.path(CASE, 32, DENSE, Clock())
+    second.path(CASE, 1, Clock())
+    first.path(CASE, 32, Clock())
     clock = Clock()
     later = PathChoices(file)
-    assert [later.path(CASE, tokens, DENSE, clock) for tokens in (1, 32)] == ["pair", "union"]
+    assert [later.path(CASE, tokens, clock) for tokens in (1, 32)] == ["pair", "union"]
     assert clock.asked == []
     assert [path.name for path in file.parent.iterdir()] == ["paths.json"]
 
 
 def test_another_version_sparsity_or_gpu_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "paths.json"
-    PathChoices(file).path(CASE, 1, DENSE, Clock())
+    PathChoices(file).path(CASE, 1, Clock())
     for other in (TimedCase(**{**_fields(CASE), "sparsity": 0.9}), TimedCase(**{**_fields(CASE), "gpu": "another"})):
         clock = Clock()
-        PathChoices(file).path(other, 1, DENSE, clock)
+        PathChoices(file).path(other, 1, clock)
         assert clock.asked == [1]
     monkeypatch.setattr("moegraft.operators.sparse.choice.version", lambda name: "2.0")
     clock = Clock()
-    PathChoices(file).path(CASE, 1, DENSE, clock)
+    PathChoices(file).path(CASE, 1, clock)
     assert clock.asked == [1]
 
 
@@ -91,15 +90,15 @@ def _fields(case: TimedCase) -> dict[str, object]:
 def test_a_damaged_file_is_written_anew(tmp_path: Path, content: str) -> None:
     file = tmp_path / "paths.json"
     file.write_text(content)
-    assert PathChoices(file).path(CASE, 1, DENSE, Clock()) == "pair"
+    assert PathChoices(file).path(CASE, 1, Clock()) == "pair"
     clock = Clock()
-    PathChoices(file).path(CASE, 1, DENSE, clock)
+    PathChoices(file).path(CASE, 1, clock)
     assert clock.asked == []
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert PathChoices(tmp_path / "file" / "paths.json").path(CASE, 1, DENSE, Clock()) == "pair"
+    assert PathChoices(tmp_path / "file" / "paths.json").path(CASE, 1, Clock()) == "pair"
 
 
 def test_the_file_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,20 +1,24 @@
-"""Experts in slots in the CPU kernel's sparse layout, from the bytes that it packs, against the eager reference."""
+"""Every path through experts in slots in the sparse layout against the eager reference: the same function, whatever is read for it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
-from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, as_array, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
-from moegraft.cpu_backend import GateSpec
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedLinear
 from moegraft.operators.reference import reference_activation
-from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts
+from moegraft.operators.sparse.slots import SLOT_PATHS, SlotPacker, SparseSlotExperts
 
+PAIR_PATHS = ("pair", "ordered")
 BLOCK_PATHS = ("union", "dense")
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=1.0, act_limit=0.6, up_limit=0.8, up_offset=1.0)
+NO_NEURON = 1e9
 
 
 def threshold_for(layer: Layer, x: torch.Tensor, share: float) -> float:
@@ -36,25 +40,63 @@ def magnitudes(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return reference_activation(spec.activation, rows.clamp(max=spec.gate_limit), spec.alpha).clamp(max=spec.act_limit).abs()
 
 
+def active_counts(layer: Layer, x: torch.Tensor, index: torch.Tensor, threshold: float) -> tuple[int, int]:
+    chosen = magnitudes(layer, x)[index.clamp_min(0), torch.arange(len(x))[:, None]][index >= 0]
+    return int((chosen >= threshold).sum()), chosen.numel()
+
+
+def sketched_arena(layer: Layer, weight_type: str) -> torch.Tensor:
+    """(E, expert_bytes), with a sketch of the gates."""
+    packer = SlotPacker(layer.shape, layer.spec, weight_type, sketched=True)
+    slots = []
+    for expert in range(layer.shape.num_experts):
+        for part, values in layer.weights.items():
+            packer.pack(part, values[expert].numpy())  # type: ignore[arg-type]
+        for part, values in layer.biases.items():
+            packer.pack(f"{part}_bias", values[expert].numpy())  # type: ignore[arg-type]
+        slots.append(packer.slot_bytes().clone())
+    return torch.stack(slots)
+
+
+@dataclass
+class Run:
+    """The experts of a layer in slots in reverse order, behind one slot that holds NaN."""
+
+    layer: Layer
+    weight_type: str
+    margin: float | None = None  # with a sketch
+
+    def __post_init__(self) -> None:
+        count, sketched = self.layer.shape.num_experts, self.margin is not None
+        packed = sketched_arena(self.layer, self.weight_type) if sketched else torch.from_numpy(self.layer.packed.buffer.copy())
+        packed = packed.view(count, -1)
+        self.arena = torch.cat([torch.full_like(packed[:1], 0xFF), packed.flip(0)]).to(DEVICE)
+        shape = (self.layer.shape, self.layer.spec, self.weight_type, torch.device(DEVICE))
+        self.experts = SparseSlotExperts(*shape, sketched=sketched, margin=self.margin or 0.0)
+
+    def slots(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.where(index >= 0, self.layer.shape.num_experts - index, -1).to(torch.int32).to(DEVICE)
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, path: str = "pair") -> torch.Tensor:
+        self.experts.set_threshold(threshold, 0.0)
+        out = torch.full(x.shape, float("nan"), device=DEVICE)
+        self.experts.forward(x.to(DEVICE), self.arena, self.slots(index), weights.to(DEVICE), out, path)
+        return out.cpu()
+
+
 def run(
     layer: Layer, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, weight_type: str, path: str = "pair"
 ) -> torch.Tensor:
-    count = layer.shape.num_experts
-    packed = torch.from_numpy(layer.packed.buffer.copy()).view(count, -1)
-    arena = torch.cat([torch.full_like(packed[:1], 0xFF), packed.flip(0)]).to(DEVICE)  # the first slot holds NaN
-    slots = torch.where(index >= 0, count - index, -1).to(torch.int32)
-    experts = SparseSlotExperts(layer.shape, layer.spec, weight_type, torch.device(DEVICE))
-    experts.set_threshold(threshold, 0.0)
-    out = torch.full(x.shape, float("nan"), device=DEVICE)
-    experts.forward(x.to(DEVICE), arena, slots.to(DEVICE), weights.to(DEVICE), out, path)
-    chosen = magnitudes(layer, x)[index.clamp_min(0), torch.arange(len(x))[:, None]][index >= 0]
-    assert experts.take_counts() == (int((chosen >= threshold).sum()), chosen.numel())
-    return out.cpu()
+    """The output, from gates that are all exact; the counts are checked."""
+    prepared = Run(layer, weight_type)
+    found = prepared(x, index, weights, threshold, path)
+    assert prepared.experts.take_counts() == active_counts(layer, x, index, threshold)
+    return found
 
 
 def limit(path: str, tokens: int, dtype: torch.dtype) -> float:
     """Few tokens by pairs are computed in float32 throughout."""
-    return TOLERANCE["float32"] if path == "pair" and tokens <= 4 else ROUNDED[dtype]
+    return TOLERANCE["float32"] if path in PAIR_PATHS and tokens <= 4 else ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
@@ -65,6 +107,7 @@ def limit(path: str, tokens: int, dtype: torch.dtype) -> float:
         ("pair", (2, 2, 3, 64, 40)),  # most lanes of the one chunk are padding
         ("pair", (1, 1, 2, 544, 32)),  # two chunks, the second of one group
         ("pair", (5, 1, 2, 72, 40)),  # gates on tensor cores; columns that are no multiple of a group
+        ("ordered", (5, 2, 3, 64, 40)),
         ("union", (1, 1, 2, 544, 32)),
         ("dense", (2, 1, 2, 544, 40)),
         ("union", (5, 1, 2, 72, 40)),
@@ -81,6 +124,27 @@ def test_every_weight_type(path: str, shape: tuple[int, ...], weight_type: str) 
     assert relative_error(expected, layer.reference(x, index, weights)) > 0.01  # the threshold does something
     found = run(layer, x, index, weights, threshold, weight_type, path)
     assert relative_error(found, expected) <= limit(path, tokens, torch.float32)
+
+
+@pytest.mark.parametrize("path", SLOT_PATHS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # tokens, top_k, experts, hidden, intermediate
+        (1, 1, 1, 32, 32),  # the least there is
+        (1, 4, 4, 288, 16),  # K = E
+        (3, 2, 5, 33, 7),  # odd sizes
+        (1, 1, 2, 32, 2080),  # more neurons than a program looks at in one go
+    ],
+    ids=str,
+)
+def test_sizes(shape: tuple[int, ...], path: str) -> None:
+    tokens, top_k, num_experts, hidden, intermediate = shape
+    layer = make_layer("float32", num_experts, hidden, intermediate, sparse=True)
+    x, index, weights = make_batch(tokens, top_k, layer)
+    threshold = threshold_for(layer, x, 0.7)
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    assert relative_error(run(layer, x, index, weights, threshold, "float32", path), expected) <= limit(path, 5, torch.float32)
 
 
 @pytest.mark.parametrize("path", SLOT_PATHS)
@@ -115,10 +179,18 @@ def test_absent_experts_and_no_active_neuron(path: str) -> None:
     found = run(layer, x, index, weights, 0.0, "int8", path)
     assert relative_error(found, layer.reference(x, index, weights)) <= limit(path, 3, torch.float32)
     assert torch.equal(found[1], torch.zeros(64))
-    assert torch.equal(run(layer, x, index, weights, 1e9, "int8", path), torch.zeros(3, 64))
+    assert torch.equal(run(layer, x, index, weights, NO_NEURON, "int8", path), torch.zeros(3, 64))
 
 
-@pytest.mark.parametrize("path", BLOCK_PATHS)
+@pytest.mark.parametrize("path", SLOT_PATHS)
+def test_no_active_neuron_leaves_the_bias_of_down(path: str) -> None:
+    layer = make_layer("float32", 3, 64, 40, bias=True, sparse=True)
+    x, index, weights = make_batch(3, 2, layer)
+    expected = layer.reference(x, index, weights, threshold=NO_NEURON)
+    assert relative_error(run(layer, x, index, weights, NO_NEURON, "float32", path), expected) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("path", SLOT_PATHS)
 @pytest.mark.parametrize("weight_type", ["bfloat16", "int4"])
 def test_more_pairs_than_a_block_holds(weight_type: str, path: str) -> None:
     """All tokens on one expert; more neurons than a program's rows."""
@@ -131,7 +203,7 @@ def test_more_pairs_than_a_block_holds(weight_type: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SLOT_PATHS)
-def test_nobody_here(path: str) -> None:
+def test_all_experts_absent(path: str) -> None:
     layer = make_layer("float32", 2, 32, 32, sparse=True)
     x, index, weights = make_batch(2, 1, layer)
     assert torch.equal(run(layer, x, torch.full_like(index, -1), weights, 0.1, "float32", path), torch.zeros(2, 32))
@@ -143,21 +215,26 @@ def test_a_nan_is_seen_and_stays_in_its_token(path: str) -> None:
     x, index, weights = make_batch(2, 1, layer)
     index[:] = 1
     x[1, 3] = float("nan")
-    count = layer.shape.num_experts
-    arena = torch.from_numpy(layer.packed.buffer.copy()).view(count, -1).to(DEVICE)
-    experts = SparseSlotExperts(layer.shape, layer.spec, "float32", torch.device(DEVICE))
-    experts.set_threshold(1e9, 0.0)
-    out = torch.zeros_like(x).to(DEVICE)
-    experts.forward(x.to(DEVICE), arena, index.int().to(DEVICE), weights.to(DEVICE), out, path)
-    assert not out[0].isnan().any()
-    assert out[1].isnan().all()
+    found = Run(layer, "float32")(x, index, weights, NO_NEURON, path)
+    assert not found[0].isnan().any()
+    assert found[1].isnan().all()
 
 
-@pytest.mark.parametrize("path", BLOCK_PATHS)
+@pytest.mark.parametrize("path", SLOT_PATHS)
 def test_equal_inputs_give_equal_bits(path: str) -> None:
     layer = make_layer("int4", 3, 64, 40, sparse=True)
     x, index, weights = make_batch(6, 2, layer)
     assert torch.equal(run(layer, x, index, weights, 0.2, "int4", path), run(layer, x, index, weights, 0.2, "int4", path))
+
+
+@pytest.mark.parametrize("path", SLOT_PATHS)
+def test_the_output_has_any_dtype(path: str) -> None:
+    layer = make_layer("bfloat16", 3, 64, 40, sparse=True)
+    x, index, weights = make_batch(3, 2, layer, torch.bfloat16)
+    prepared = Run(layer, "bfloat16")
+    out = torch.empty_like(x).to(DEVICE)
+    prepared.experts.forward(x.to(DEVICE), prepared.arena, prepared.slots(index), weights.to(DEVICE), out, path)
+    assert relative_error(out.cpu(), layer.reference(x, index, weights)) <= 2 * ROUNDED[torch.bfloat16]
 
 
 def test_a_path_is_chosen_for_each_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +255,84 @@ def test_a_path_is_chosen_for_each_part_of_a_batch(monkeypatch: pytest.MonkeyPat
     assert relative_error(out.cpu(), layer.reference(x, index, weights)) <= ROUNDED[torch.float32]
 
 
-def test_activations_and_another_arena() -> None:
+@pytest.mark.parametrize("margin", [None, 0.5], ids=["blocks", "rows beside a sketch"])
+def test_activations_are_those_of_the_gates(margin: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.sparse.slots.MOST_TOKENS", 4)  # two parts
     layer = make_layer("float32", 2, 64, 40, sparse=True)
-    x, index, _ = make_batch(3, 1, layer)
-    experts = SparseSlotExperts(layer.shape, layer.spec, "float32", torch.device(DEVICE))
-    arena = torch.from_numpy(layer.packed.buffer.copy()).view(2, -1).to(DEVICE)
-    acted = experts.activations(x.to(DEVICE), arena, index.to(torch.int32).to(DEVICE)).cpu()
+    x, index, _ = make_batch(6, 1, layer)
+    prepared = Run(layer, "float32", margin)
+    parts = list(prepared.experts.activations(x.to(DEVICE), prepared.arena, prepared.slots(index)))
+    assert [len(slots) for slots, _ in parts] == [4, 2]
+    acted = torch.cat([part for _, part in parts]).cpu()
     rows = torch.einsum("tih,th->ti", layer.seen["gate"][index[:, 0]], x)
     torch.testing.assert_close(acted[:, 0], rows * torch.sigmoid(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_another_arena_is_refused() -> None:
+    layer = make_layer("float32", 2, 64, 40, sparse=True)
+    x, index, _ = make_batch(3, 1, layer)
+    prepared = Run(layer, "float32")
     with pytest.raises(ValueError, match="arena"):
-        experts.forward(x, arena[:, :-64].contiguous(), index.int(), torch.ones(3, 1), torch.zeros_like(x))
+        prepared.experts.forward(x, prepared.arena[:, :-64].contiguous(), index.int(), torch.ones(3, 1), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("path", SLOT_PATHS)
+@pytest.mark.parametrize("tokens", [3, 9], ids=["by pair", "grouped"])
+@pytest.mark.parametrize("form", ["plain", "clamped", "ungated"])
+def test_a_sketch_that_drops_nothing_is_exact(form: str, tokens: int, path: str) -> None:
+    spec = {"plain": None, "clamped": CLAMPED, "ungated": GateSpec("relu2")}[form]
+    layer = make_layer("bfloat16", 3, 72, 40, gated=form != "ungated", bias=form != "plain", spec=spec, sparse=True)
+    x, index, weights = make_batch(tokens, 2, layer)
+    threshold = threshold_for(layer, x, 0.7 if form == "ungated" else 0.4)
+    prepared = Run(layer, "bfloat16", margin=0.0)
+    found = prepared(x, index, weights, threshold, path)
+    assert relative_error(found, layer.reference(x, index, weights, threshold=threshold)) <= limit(path, 3, torch.float32)
+    assert prepared.experts.take_counts() == active_counts(layer, x, index, threshold)
+
+
+@pytest.mark.parametrize("weight_type", ["float32", "float16", "int8"])
+def test_a_sketch_beside_other_weight_types(weight_type: str) -> None:
+    layer = make_layer(weight_type, 3, 544, 40, sparse=True)
+    x, index, weights = make_batch(3, 2, layer)
+    threshold = threshold_for(layer, x, 0.7)
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    for path in ("ordered", "dense"):
+        found = Run(layer, weight_type, margin=0.0)(x, index, weights, threshold, path)
+        assert relative_error(found, expected) <= limit(path, 3, torch.float32)
+
+
+def test_a_sketch_finds_most_neurons_and_invents_none() -> None:
+    layer = make_layer("float32", 3, 256, 128, sparse=True)
+    x, index, weights = make_batch(4, 2, layer)
+    threshold = threshold_for(layer, x, 0.9)
+    active, _ = active_counts(layer, x, index, threshold)
+
+    def found(margin: float) -> int:
+        prepared = Run(layer, "float32", margin)
+        prepared(x, index, weights, threshold)
+        return prepared.experts.take_counts()[0]
+
+    assert 0.97 * active <= found(0.7) <= active
+    assert found(1.0) < found(0.7)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_slots_hold_the_bytes_that_the_cpu_packs(gated: bool) -> None:
+    layer = make_layer("bfloat16", 1, 72, 40, gated=gated, bias=True, spec=GateSpec("silu"), sparse=True)
+    packer = SlotPacker(layer.shape, layer.spec, "bfloat16")
+    for part, values in layer.weights.items():
+        packer.pack(part, as_array(values[0].bfloat16()))  # type: ignore[arg-type]
+        packer.pack(f"{part}_bias", layer.biases[part][0].numpy())  # type: ignore[arg-type]
+    assert packer.slot_bytes().numpy().tobytes() == layer.packed.buffer.tobytes()
+    with_sketch = sketched_arena(layer, "bfloat16")[0].numpy().tobytes()
+    sketch = PackedLinear(40, 72, "int4")
+    sketch.pack(layer.weights["gate" if gated else "up"][0].numpy())
+    assert with_sketch.startswith(sketch.buffer.tobytes())
+    blocks = PackedLinear.nbytes_for(40, 72, "bfloat16")
+    assert with_sketch.endswith(layer.packed.buffer.tobytes()[blocks:])
+
+
+def test_a_sketch_takes_nine_percent() -> None:
+    shape, spec = ExpertsShape(1, 2048, 512), GateSpec()
+    exact, sketched = (SparseSlotExperts(shape, spec, "bfloat16", torch.device("cpu"), sketched=kind) for kind in (False, True))
+    assert sketched.expert_bytes / exact.expert_bytes == pytest.approx(1 + 4.5 / 48, abs=1e-3)

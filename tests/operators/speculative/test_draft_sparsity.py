@@ -30,7 +30,7 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{{experts}}}}}
 """
 DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{draft}}}}}\n"
-WHOLE = "sparsity: {target: 0, counts: routed}"
+WHOLE = "sparsity: {target: 0, scope: routed}"
 EMULATED = "gpu: emulated, cache: {ratio: 0.25}, " + WHOLE
 
 
@@ -61,8 +61,8 @@ def statistics(model: PreTrainedModel) -> Any:
     [
         (WHOLE, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (WHOLE, "draft_top_k: 2, draft_sparsity: 0.8"),
-        ("sparsity: {target: 0.5, counts: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
-        ("sparsity: {target: 0.3, counts: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
+        ("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
+        ("sparsity: {target: 0.3, scope: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),
     ],
@@ -76,7 +76,7 @@ def test_the_text_is_that_without_drafts(experts: str, draft: str, tmp_path: Pat
 
 
 def test_a_draft_leaves_out_its_share_and_a_verification_its_own(tmp_path: Path) -> None:
-    model = load(tmp_path, "sparsity: {target: 0.3, counts: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.8")
+    model = load(tmp_path, "sparsity: {target: 0.3, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.8")
     torch.manual_seed(0)
     write(model, max_new_tokens=200, do_sample=True)
     for layer in layers_of(model):
@@ -93,24 +93,21 @@ def test_sparser_drafts_stand_less_often(tmp_path: Path) -> None:
         torch.manual_seed(1)
         write(model, max_new_tokens=100, do_sample=True)
         tokens.append(statistics(model)["tokens_per_round"])
-    assert 2 < tokens[1] + 0.2 < tokens[0], f"tokens a round: {tokens}"
+    assert 2 < tokens[1] + 0.2 < tokens[0], f"tokens per round: {tokens}"
 
 
 @pytest.mark.parametrize("experts", [WHOLE, EMULATED])
 def test_an_interrupted_draft_leaves_whole_experts(experts: str, tmp_path: Path) -> None:
     model = load(tmp_path, experts, f"draft_top_k: {ALL}, draft_sparsity: 0.9")
     expected, calls = write(model), 0
-    narrow = layers_of(model)[1]._narrowed
 
-    def interrupted(*routing: torch.Tensor) -> Any:
+    def interrupt(module: Any, args: Any) -> None:
         nonlocal calls
-        drafting = layers_of(model)[1].sparsity.drafting  # type: ignore[union-attr]
-        calls += drafting
-        if drafting and calls == 6:
+        calls += module.sparsity.drafting
+        if module.sparsity.drafting and calls == 6:
             raise KeyboardInterrupt
-        return narrow(*routing)
 
-    layers_of(model)[1]._narrowed = interrupted  # type: ignore[method-assign]
+    layers_of(model)[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(model)
     assert all(layer.sparsity is not None and layer.sparsity.in_force().threshold == 0 for layer in layers_of(model))
@@ -157,10 +154,10 @@ def test_a_device_is_told_both_thresholds_whenever_it_comes() -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="target: 0, counts: routed"):
+    with pytest.raises(UnsupportedModelError, match="target: 0, scope: routed"):
         load(tmp_path, "", "draft_sparsity: 0.8")
     with pytest.raises(RuleErrors, match=r"draft_sparsity 0\.5 is not above the target of sparsity, 0\.5"):
-        load(tmp_path, "sparsity: {target: 0.5, counts: routed}", "draft_sparsity: 0.5")
+        load(tmp_path, "sparsity: {target: 0.5, scope: routed}", "draft_sparsity: 0.5")
     with pytest.raises(RuleErrors, match=r"draft_sparsity is a share between 0 and 1, not 1\.2"):
         load(tmp_path, WHOLE, "draft_sparsity: 1.2")
     with pytest.raises(ValueError, match="runs no experts"):

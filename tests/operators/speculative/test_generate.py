@@ -1,4 +1,4 @@
-"""`generate` of a drafting model takes what it always takes, and gives what it always gives."""
+"""`generate` of a drafting model takes its usual arguments and returns the usual results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_text(pair: tuple[PreTrainedModel, PreTrainedModel]) -> list[int]:
 
 
 def drafted_rounds(model: PreTrainedModel) -> int:
-    return model.moegraft.model_operator._statistics.rounds
+    return model.moegraft.model_operator.statistics()["rounds"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def test_the_end_token_ends_the_text_wherever_in_a_draft_it_stands(pair: Any) -> None:
+def test_the_end_token_ends_the_text_wherever_it_is_in_a_draft(pair: Any) -> None:
     text, before = plain_text(pair), drafted_rounds(pair[0])
     for position, token in enumerate(text[:12]):
         found, expected = both(pair, eos_token_id=token, return_dict_in_generate=True)
@@ -146,7 +146,7 @@ def test_left_padding_of_one_sequence(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
-def test_the_returned_cache_goes_on_in_the_next_call(pair: Any, samples: bool) -> None:
+def test_the_returned_cache_serves_the_next_call(pair: Any, samples: bool) -> None:
     torch.manual_seed(3)
     first = pair[0].generate(IDS, max_new_tokens=9, do_sample=samples, return_dict_in_generate=True, temperature=2.0 if samples else None)
     assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
@@ -183,7 +183,7 @@ def test_sampling_repeats_with_its_seed_and_its_logits_are_the_full_models(pair:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_draft_is_decoded_plainly_and_said_once(
+def test_what_cannot_draft_is_decoded_without_drafts_and_logged_once(
     arguments: dict[str, Any], reason: str, drafting: Any, pair: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = drafting("qwen3_moe")
@@ -192,8 +192,8 @@ def test_what_cannot_draft_is_decoded_plainly_and_said_once(
         found = [model.generate(**given) for _ in range(2)][-1]
     expected = pair[1].generate(**given)
     assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
-    said = [record.message for record in caplog.records if "decoding plainly" in record.message]
-    assert len(said) == 1 and reason in said[0]
+    messages = [record.message for record in caplog.records if "decoding without drafts" in record.message]
+    assert len(messages) == 1 and reason in messages[0]
     assert drafted_rounds(model) == 0
 
 
@@ -254,7 +254,7 @@ def test_a_forward_pass_that_breaks_halfway_leaves_layers_of_one_length(pair: An
     assert {layer.get_seq_length() for layer in cache.layers} == {IDS.shape[1]}
 
 
-def test_two_models_generate_in_turn(drafting: Any, stock: Any) -> None:
+def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
     models = [drafting("qwen3_moe", draft_top_k=1), drafting("gpt_oss", draft_top_k=1, max_draft=2)]
     twins = [stock("qwen3_moe"), stock("gpt_oss")]
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""What a drafting model says is what it says without drafts: token by token when greedy, in distribution when sampled."""
+"""A drafting model generates what it generates without drafts: token by token when greedy, in distribution when sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.speculative import decoding
-from moegraft.operators.speculative.decoding import Answer, ExpertsDrafter, SpeculativeDecoding
+from moegraft.operators.speculative.decoding import ExpertsDrafter, GeneratedText, SpeculativeDecoding
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.schedule import FixedSchedule, Statistics
 
@@ -23,7 +23,7 @@ FAMILIES = [
     "deepseek_v3",  # its router does not sort the chosen experts; one shared expert
     "qwen3_moe",
     "mixtral",  # every layer has a sliding window
-    "gpt_oss",  # sliding and full layers in turn, experts with biases
+    "gpt_oss",  # alternating sliding and full layers, experts with biases
     "olmoe",
 ]
 MORE_FAMILIES = [
@@ -42,15 +42,15 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch
 
 
 def statistics(model: PreTrainedModel) -> Any:
-    return model.moegraft.model_operator._statistics
+    return model.moegraft.model_operator.statistics()
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *MORE_FAMILIES])
 def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, stock: Any) -> None:
     model = drafting(model_type)
     assert torch.equal(greedy(model, prompt(20)), greedy(stock(model_type), prompt(20)))
-    assert 0 < statistics(model).rounds < STEPS - 1  # some drafts stood, some fell
-    assert any(share < 1 for share in statistics(model).acceptance)
+    assert 0 < statistics(model)["rounds"] < STEPS - 1  # some drafts were accepted, some rejected
+    assert any(share < 1 for share in statistics(model)["acceptance_by_position"])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, s
     [
         ({"draft_top_k": 1, "max_draft": 1}, STEPS),
         ({"draft_top_k": 1, "max_draft": 30}, STEPS),  # longer than the windows, and than what is left
-        ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token of room: nothing can be drafted
+        ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token remains: nothing can be drafted
         ({"draft_top_k": 1, "max_draft": 4, "confidence": 0.5}, STEPS),
         ({"draft_top_k": 1, "max_draft": 4, "renormalise": "true"}, STEPS),
         ({"draft": "ngram", "max_draft": 6}, STEPS),
@@ -73,25 +73,25 @@ def test_greedy_text_is_the_same_for_every_option(options: dict[str, Any], steps
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
-def test_a_draft_with_all_experts_always_stands(samples: bool, drafting: Any) -> None:
+def test_a_draft_with_all_experts_is_always_accepted(samples: bool, drafting: Any) -> None:
     model = drafting(draft_top_k=2, max_draft=3)
     torch.manual_seed(0)
     model.generate(prompt(10), max_new_tokens=4 * 8 + 1, do_sample=samples)
-    assert statistics(model).acceptance == (1.0, 1.0, 1.0)
-    assert statistics(model).tokens_per_round == 4.0  # three drafts and the bonus token
+    assert statistics(model)["acceptance_by_position"] == (1.0, 1.0, 1.0)
+    assert statistics(model)["tokens_per_round"] == 4.0  # three drafts and the bonus token
 
 
-class Remembered(Answer):
-    """An answer whose forward passes are run once for each context, so that thousands of texts can be drawn."""
+class CachedText(GeneratedText):
+    """A text whose forward passes are run once for each context, so that thousands of texts can be drawn."""
 
     seen: dict[tuple[Any, ...], torch.Tensor]
 
-    def read_prompt(self) -> torch.Tensor:
+    def prefill(self) -> torch.Tensor:
         return self.forward((), feed=1)[0]
 
     def forward(self, tokens: Any, feed: int) -> torch.Tensor:
         switch = self._model.moegraft.model_operator._switch
-        ids, known = self.with_tokens(tokens), self.length - 1
+        ids, known = self.followed_by(tokens), self.length - 1
         key = (tuple(ids[0].tolist()), known, feed, switch.settings)
         if key not in self.seen:
             with switch.drafting(ALL_EXPERTS):
@@ -147,15 +147,15 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, 
 
 
 def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> list[tuple[int, ...]]:
-    Remembered.seen = {}
-    monkeypatch.setattr(decoding, "Answer", Remembered)
+    CachedText.seen = {}
+    monkeypatch.setattr(decoding, "GeneratedText", CachedText)
     operator = model.moegraft.model_operator
     loop = SpeculativeDecoding(
         options=SpeculativeOptions(max_draft=LENGTH - 1),
         drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
         schedule=FixedSchedule(LENGTH - 1),
         statistics=Statistics(),
-        say_once=pytest.fail,
+        warn_once=pytest.fail,
     )
     config = model.generation_config
     config.update(do_sample=True, max_length=ids.shape[1] + LENGTH, return_dict_in_generate=False)

@@ -1,4 +1,4 @@
-"""What the options mean, what they refuse, and what lossy ones cost and say of it."""
+"""What the options mean, what they reject, and what lossy ones cost and report."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ IDS = prompt(10)
         ({"confidence": 1.0}, "confidence is a probability"),
         ({"tolerance": -0.1}, "tolerance is a share"),
         ({"mode": "adaptive", "unverified": 1.0}, "unverified is a probability"),
-        ({"tolerance": 0.3}, "tolerance changes what the model says; it needs 'mode: adaptive'"),
-        ({"unverified": 0.9}, "unverified changes what the model says"),
+        ({"tolerance": 0.3}, "tolerance changes the text that is generated; it needs 'mode: adaptive'"),
+        ({"unverified": 0.9}, "unverified changes the text that is generated"),
         ({"mode": "adaptive"}, "needs a tolerance above 0"),
         ({"draft": "ngram", "confidence": 0.5}, "draft ngram has no probabilities"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeOptions(**options)
 
 
-def test_a_wrong_option_is_reported_where_it_stands(drafting: Any) -> None:
+def test_a_wrong_option_is_reported_by_its_place(drafting: Any) -> None:
     with pytest.raises(RuleFileError, match=r"rules\.yaml:6:.*tolerance changes"):
         drafting("qwen3_moe", tolerance=0.3)
 
 
-def test_the_largest_weights_draft_wherever_they_stand() -> None:
+def test_the_largest_weights_draft_wherever_they_are() -> None:
     index = torch.tensor([[7, 3, 5, 1], [0, 2, 4, 6]])
     weights = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.1, 0.4]])
     kept, shares = keep_largest(index, weights, DraftSettings(top_k=2))
@@ -76,7 +76,7 @@ def test_a_draft_of_one_thread_is_none_of_another() -> None:
     assert seen == [None]
 
 
-def test_a_draft_runs_the_experts_it_says(drafting: Any, stock: Any) -> None:
+def test_a_draft_runs_as_many_experts_as_its_options_give(drafting: Any, stock: Any) -> None:
     """Against the stock model with fewer experts a token in its config: renormalised there, so here as well."""
     model, fewer = drafting("mixtral", renormalise="true"), stock("mixtral")
     for layer in fewer.model.layers:
@@ -101,14 +101,14 @@ def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
 def test_resident_experts_are_any_where_none_has_a_slot(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         drafting("qwen3_moe", experts="resident")
-    assert "experts: resident means any expert here" in caplog.text
+    assert "experts: resident has no effect" in caplog.text
 
 
 def test_the_shipped_file_drafts(stock: Any) -> None:
     model = optimize_and_load(stock("qwen3_moe"), "speculative", vars={"weights": "stored"}, progress=False)
     found = model.generate(IDS, max_new_tokens=30, do_sample=False)
     assert torch.equal(found, stock("qwen3_moe").generate(IDS, max_new_tokens=30, do_sample=False))
-    assert any(line.startswith("1 x draft: speculative_draft, lossless, 1 experts a token") for line in model.moegraft.placement())
+    assert any(line.startswith("1 x draft: speculative_draft, lossless, 1 expert per token") for line in model.moegraft.placement())
 
 
 def test_ngrams_are_looked_up_in_the_text() -> None:
@@ -121,14 +121,14 @@ def test_ngrams_are_looked_up_in_the_text() -> None:
     assert continuation(torch.tensor([4, 4, 4]), ngram=3, length=5) == [4]
 
 
-def test_ngram_drafts_are_judged_without_a_distribution() -> None:
+def test_ngram_drafts_are_accepted_without_a_distribution() -> None:
     scores = torch.tensor([0.7, 0.2, 0.1]).log()
     torch.manual_seed(0)
     accepted = sum(Sampling().accepts(DraftToken(0), scores) for _ in range(4000)) / 4000
     assert abs(accepted - 0.7) < 0.03  # p(d)
-    instead = [Sampling().instead(DraftToken(0), scores) for _ in range(4000)]
-    assert 0 not in instead
-    assert abs(instead.count(1) / 4000 - 2 / 3) < 0.03
+    replacements = [Sampling().replacement(DraftToken(0), scores) for _ in range(4000)]
+    assert 0 not in replacements
+    assert abs(replacements.count(1) / 4000 - 2 / 3) < 0.03
 
 
 def test_adaptive_accepts_by_the_methods_rule() -> None:
@@ -138,8 +138,8 @@ def test_adaptive_accepts_by_the_methods_rule() -> None:
     assert not Greedy().accepts(sure, scores)
     assert rule.accepts(sure, scores)  # q 0.6 > 0.5 and p/q 0.75 > 0.7
     assert not rule.accepts(DraftToken(1, torch.tensor([0.3, 0.65, 0.05])), scores)  # p/q 0.69
-    assert not rule.accepts(DraftToken(0, torch.tensor([0.4, 0.3, 0.3])), scores)  # q 0.4, though greedy would say it
-    assert rule.instead(sure, scores) == 0
+    assert not rule.accepts(DraftToken(0, torch.tensor([0.4, 0.3, 0.3])), scores)  # q 0.4, though greedy would accept it
+    assert rule.replacement(sure, scores) == 0
     blind = Adaptive(Greedy(), confidence=0.0, tolerance=0.0, unverified=0.8)
     assert blind.accepts(DraftToken(2, torch.tensor([0.05, 0.05, 0.9])), scores)
     assert not blind.accepts(DraftToken(2, torch.tensor([0.1, 0.2, 0.7])), scores)
@@ -152,10 +152,10 @@ def test_lossy_modes_report_what_they_cost(options: dict[str, Any], drafting: An
     with caplog.at_level(logging.INFO):
         model = drafting("qwen3_moe", mode="adaptive", **options)
         text = model.generate(IDS, max_new_tokens=40, do_sample=False)
-    assert "changes what the model says" in caplog.text
+    assert "changes the text that is generated" in caplog.text
     found = model.moegraft.model_operator.statistics()
     assert 0 < found["agreement"] < 1
-    assert f"{found['agreement']:.1%} as lossless decoding has it" in caplog.text
+    assert f"{found['agreement']:.1%} of tokens as in lossless decoding" in caplog.text
     with torch.no_grad():
         logits = model(text).logits[0, :-1].log_softmax(-1)
     nll = -logits.gather(1, text[0, 1:, None])[IDS.shape[1] :].mean()  # the first token is the prompt's, not a round's
@@ -169,7 +169,7 @@ def test_statistics_count_rounds_and_positions(drafting: Any) -> None:
     assert found["round_tokens"] + found["plain_tokens"] == text.shape[1] - IDS.shape[1] - 1
     assert len(found["acceptance_by_position"]) == 3
     assert found["draft_ms"] > 0 and found["verify_ms"] > 0
-    assert "tokens a round" in model.moegraft.model_operator.placement()
+    assert "tokens per round" in model.moegraft.model_operator.placement()
 
 
 def test_bfloat16_differs_only_at_near_ties(drafting: Any, stock: Any) -> None:

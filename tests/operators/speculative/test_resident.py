@@ -46,8 +46,7 @@ def load(tmp_path: Path) -> Any:
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    (group,) = model.moegraft.context.gpu_groups
-    (engine,) = group.engines
+    (engine,) = model.moegraft.context.gpu_engines
     return engine
 
 

@@ -1,4 +1,4 @@
-"""A rolled-back cache is the cache of a model that never saw the tokens, for every kind of layer; other kinds are refused."""
+"""A rolled-back cache is the cache of a model that never saw the tokens, for every kind of layer; other kinds are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, why_model_not_rewindable, why_not_rewindable
+from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason, unsupported_model_reason
 
 OLDEST = transformers.__version__.startswith("5.17")  # names some kinds of layers otherwise
 WINDOW = 16  # of the tiny models with sliding layers
@@ -62,7 +62,7 @@ def test_rewound_is_as_if_never_fed(kind: str, model_type: str, before: int, fed
         torch.testing.assert_close(feed(found, one), feed(expected, one), rtol=1e-4, atol=1e-4)
 
 
-def test_windows_bound_how_far_back_a_mark_can_be(stock: Any) -> None:
+def test_windows_bound_how_far_a_cache_can_be_rewound(stock: Any) -> None:
     config = stock("gpt_oss").config
     assert longest_rewind(DynamicCache(config=config)) == WINDOW - 1
     assert longest_rewind(StaticCache(config=config, max_cache_len=64)) == WINDOW
@@ -88,11 +88,11 @@ def test_windows_bound_how_far_back_a_mark_can_be(stock: Any) -> None:
         ("deepseek_v4", "compressed_sparse_attention"),
     ],
 )
-def test_models_that_cannot_go_back_are_named_by_the_kind_of_layer(model_type: str, reason: str) -> None:
+def test_models_that_cannot_be_rolled_back_are_reported_by_the_kind_of_layer(model_type: str, reason: str) -> None:
     case = next((case for case in served_cases() if case.model_type == model_type), None)
     if case is None:
         pytest.skip(f"this transformers has no {model_type}")
-    assert reason in (why_model_not_rewindable(build_config(case)) or "it can")
+    assert reason in (unsupported_model_reason(build_config(case)) or "it can")
 
 
 def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Any) -> None:
@@ -102,28 +102,28 @@ def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Any) -> None:
         optimize_and_load(tmp_path, "speculative", dry_run=True)
 
 
-def test_unknown_caches_are_decoded_plainly(drafting: Any, stock: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert "cannot be rolled back" in (why_not_rewindable(object()) or "")
+def test_unknown_caches_are_decoded_without_drafts(drafting: Any, stock: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert "cannot be rolled back" in (unsupported_cache_reason(object()) or "")
     model = drafting("qwen3_moe")
     cache = DynamicCache(config=model.config, offloading=False)
-    cache.offloading = True  # as an offloaded cache would say of itself; nothing is moved here
-    assert "offloaded" in (why_not_rewindable(cache) or "")
+    cache.offloading = True  # as an offloaded cache has it; nothing is moved here
+    assert "offloaded" in (unsupported_cache_reason(cache) or "")
     model.generate(prompt(5), max_new_tokens=4, do_sample=False, cache_implementation="offloaded" if torch.cuda.is_available() else None)
 
 
 def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
-    """A draft of 30 where 14 tokens can be taken back out."""
+    """A draft of 30 where 14 tokens can be taken out again."""
     model = drafting("gpt_oss", draft_top_k=2, max_draft=30)
     found = model.generate(prompt(20), max_new_tokens=40, do_sample=False)
     assert torch.equal(found, stock("gpt_oss").generate(prompt(20), max_new_tokens=40, do_sample=False))
-    assert len(model.moegraft.model_operator._statistics.judged_at) == WINDOW - 2
+    assert len(model.moegraft.model_operator.statistics()["acceptance_by_position"]) == WINDOW - 2
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
 def test_static_caches_with_windows(model_type: str, drafting: Any) -> None:
-    """Against stock with the same cache; `build_model` is the same model anew."""
+    """Against stock with the same cache; `build_model` builds the same model again."""
     model = drafting(model_type, max_draft=4)
     stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
     arguments = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}
     assert torch.equal(model.generate(prompt(6), **arguments), stock.generate(prompt(6), **arguments))
-    assert model.moegraft.model_operator._statistics.rounds > 0
+    assert model.moegraft.model_operator.statistics()["rounds"] > 0

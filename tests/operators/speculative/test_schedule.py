@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from moegraft.operators.speculative.schedule import AcceptanceRates, FixedSchedule, MarginalSchedule, Round, RoundCosts, Schedule
+from moegraft.operators.speculative.schedule import AcceptanceRates, DraftSchedule, FixedSchedule, MarginalSchedule, Round, RoundCosts
 
 PLAIN_MS = 10.0
 TOKENS = 2000
@@ -18,37 +18,37 @@ TOKENS = 2000
 class FakeMachine:
     """Times and chances of a machine and a model, all of them known.
 
-    `sure` is the chance that a token is one the draft is sure of; those stand with `stands_sure`, the others with `stands_unsure`.
+    `sure` is the chance that the draft is sure of a token. The chances of acceptance are `accepted_sure` and `accepted_unsure`.
     """
 
     draft_ms: float
     token_ms: float  # that each drafted token adds to verification
-    stands_sure: float
-    stands_unsure: float
+    accepted_sure: float
+    accepted_unsure: float
     sure: float = 0.5
     noise: float = 0.0
     seed: int = 0
 
-    def run(self, schedule: Schedule, tokens: int = TOKENS) -> float:
-        """Writes a text; ms a token but for the noise, which only the schedule sees."""
+    def run(self, schedule: DraftSchedule, tokens: int = TOKENS) -> float:
+        """Generate a text; return ms per token without the noise, which only the schedule sees."""
         chance = random.Random(self.seed)
         written, spent_ms = 0, 0.0
         while written < tokens:
             planned, confidences = schedule.plan(tokens), []
             while len(confidences) < planned:
                 confidences.append(0.95 if chance.random() < self.sure else 0.35)
-                if not schedule.goes_on(confidences):
+                if not schedule.continues(confidences):
                     break
             accepted = 0
             for confidence in confidences:
-                if chance.random() >= (self.stands_sure if confidence > 0.5 else self.stands_unsure):
+                if chance.random() >= (self.accepted_sure if confidence > 0.5 else self.accepted_unsure):
                     break
                 accepted += 1
             draft_ms = len(confidences) * self.draft_ms
             verify_ms = PLAIN_MS + len(confidences) * self.token_ms
-            judged = min(accepted + 1, len(confidences))
+            compared = min(accepted + 1, len(confidences))
             measured = draft_ms * self._jitter(chance), verify_ms * self._jitter(chance)
-            schedule.record(Round(confidences, judged, accepted, accepted + 1, *measured))
+            schedule.record(Round(confidences, compared, accepted, accepted + 1, *measured))
             written += accepted + 1
             spent_ms += draft_ms + verify_ms
         return spent_ms / written
@@ -59,15 +59,15 @@ class FakeMachine:
 
 
 HOPELESS = [
-    FakeMachine(draft_ms=5.0, token_ms=8.0, stands_sure=0.7, stands_unsure=0.3),  # all experts in memory, a small model
-    FakeMachine(draft_ms=9.0, token_ms=1.0, stands_sure=0.9, stands_unsure=0.1),  # a draft step as dear as a plain one
-    FakeMachine(draft_ms=1.0, token_ms=1.0, stands_sure=0.0, stands_unsure=0.0),  # cheap drafts that never stand
-    FakeMachine(draft_ms=5.0, token_ms=5.0, stands_sure=1.0, stands_unsure=1.0),  # all stand, and it is just as fast
+    FakeMachine(draft_ms=5.0, token_ms=8.0, accepted_sure=0.7, accepted_unsure=0.3),  # all experts in memory, a small model
+    FakeMachine(draft_ms=9.0, token_ms=1.0, accepted_sure=0.9, accepted_unsure=0.1),  # a draft step that costs as much as a plain one
+    FakeMachine(draft_ms=1.0, token_ms=1.0, accepted_sure=0.0, accepted_unsure=0.0),  # cheap drafts that are never accepted
+    FakeMachine(draft_ms=5.0, token_ms=5.0, accepted_sure=1.0, accepted_unsure=1.0),  # all are accepted, and it is just as fast
 ]
 PAYING = [
-    FakeMachine(draft_ms=1.0, token_ms=1.0, stands_sure=0.95, stands_unsure=0.8),  # long drafts
-    FakeMachine(draft_ms=2.0, token_ms=2.0, stands_sure=0.95, stands_unsure=0.5),  # short ones
-    FakeMachine(draft_ms=0.0, token_ms=2.0, stands_sure=0.8, stands_unsure=0.8),  # n-grams
+    FakeMachine(draft_ms=1.0, token_ms=1.0, accepted_sure=0.95, accepted_unsure=0.8),  # long drafts
+    FakeMachine(draft_ms=2.0, token_ms=2.0, accepted_sure=0.95, accepted_unsure=0.5),  # short ones
+    FakeMachine(draft_ms=0.0, token_ms=2.0, accepted_sure=0.8, accepted_unsure=0.8),  # n-grams
 ]
 
 
@@ -98,30 +98,30 @@ def test_it_notices_when_drafting_comes_to_pay() -> None:
     assert "off" in schedule.state()
     late = PAYING[0].run(schedule, tokens=4000)
     assert late < 0.8 * PLAIN_MS
-    assert "tokens a draft" in schedule.state()
+    assert "tokens per draft" in schedule.state()
 
 
-def test_it_says_so_when_it_stops_drafting(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_logs_when_it_stops_drafting(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        HOPELESS[3].run(MarginalSchedule(max_draft=5))  # at break-even, where its mind changes often
-    said = [record.message for record in caplog.records]
-    assert 1 <= len(said) <= TOKENS // 256 + 1
+        HOPELESS[3].run(MarginalSchedule(max_draft=5))  # at break-even, where the decision changes often
+    messages = [record.message for record in caplog.records]
+    assert 1 <= len(messages) <= TOKENS // 256 + 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
         HOPELESS[1].run(MarginalSchedule(max_draft=5))
-    assert "off, as no draft pays (a plain step is 10.00 ms)" in caplog.text
+    assert "off, as no draft pays (a plain step takes 10.00 ms)" in caplog.text
 
 
-def test_a_draft_goes_on_only_after_tokens_it_is_sure_of() -> None:
-    schedule, machine = MarginalSchedule(max_draft=5), FakeMachine(1.5, 1.5, stands_sure=0.98, stands_unsure=0.2, sure=0.7)
+def test_a_draft_continues_only_after_tokens_it_is_sure_of() -> None:
+    schedule, machine = MarginalSchedule(max_draft=5), FakeMachine(1.5, 1.5, accepted_sure=0.98, accepted_unsure=0.2, sure=0.7)
     machine.run(schedule)
     while schedule.plan(5) < 2 or schedule._probing:
         schedule.record(Round((), 0, 0, 1, 0.0, PLAIN_MS))
-    assert schedule.goes_on([0.95])
-    assert not schedule.goes_on([0.35])
+    assert schedule.continues([0.95])
+    assert not schedule.continues([0.35])
 
 
-def test_nothing_is_drafted_without_room() -> None:
+def test_nothing_is_drafted_at_the_maximum_length() -> None:
     schedule = MarginalSchedule(max_draft=5)
     PAYING[0].run(schedule, tokens=200)
     assert schedule.plan(0) == 0
@@ -129,7 +129,7 @@ def test_nothing_is_drafted_without_room() -> None:
     assert FixedSchedule(4).plan(2) == 2
 
 
-def test_costs_that_were_not_measured_lie_on_the_line_through_those_that_were() -> None:
+def test_costs_that_were_not_measured_are_interpolated() -> None:
     costs = RoundCosts()
     costs.add(0, 0.0, 10.0)
     assert costs.verify_ms(2) > 10.0  # a first guess
@@ -145,5 +145,5 @@ def test_rates_follow_position_and_confidence() -> None:
     for _ in range(200):
         rates.add(Round((0.9, 0.3), 2, 1, 2, 1.0, 1.0))
     assert rates.at(0) > 0.95 and rates.at(1) < 0.1
-    assert rates.after([0.9]) > 0.9 > 0.1 > rates.after([0.9, 0.3])
+    assert rates.all_accepted([0.9]) > 0.9 > 0.1 > rates.all_accepted([0.9, 0.3])
     assert 1.9 < rates.expected_tokens(2) < 2.1

@@ -46,14 +46,14 @@ class Case:
 
     Attributes:
         draft_ms, token_ms: of a drafted token, and what it adds to verification; `any_ms`: what a verification adds to a plain step.
-        stands: chance that a drafted token stands, by the tokens written.
+        accepted: chance that a drafted token accepted, by the tokens written.
         pace: how long everything takes at a token.
         text: tokens of each text; None: all are one.
     """
 
     draft_ms: float
     token_ms: float
-    stands: Callable[[int], float]
+    accepted: Callable[[int], float]
     any_ms: float = 0.0
     plain_noise: Noise = steady
     draft_noise: Noise = steady
@@ -75,17 +75,28 @@ class Case:
                 schedule.begin()
             confidences = self._draft(schedule, chance)
             length, pace = len(confidences), self.pace(written)
-            stood = 0
-            while stood < length and chance.random() < min(1.0, self.stands(written) * (1.2 if confidences[stood] > 0.5 else 0.8)):
-                stood += 1
+            accepted_tokens = 0
+            while accepted_tokens < length and chance.random() < min(
+                1.0, self.accepted(written) * (1.2 if confidences[accepted_tokens] > 0.5 else 0.8)
+            ):
+                accepted_tokens += 1
             noise = self.verify_noise if length else self.plain_noise
             verify_ms = pace * (PLAIN_MS + (self.any_ms + length * self.token_ms if length else 0.0))
             draft_ms = pace * length * self.draft_ms
-            judged = min(stood + 1, length)
-            schedule.record(Round(confidences, judged, stood, stood + 1, draft_ms * self.draft_noise(chance), verify_ms * noise(chance)))
+            compared = min(accepted_tokens + 1, length)
+            schedule.record(
+                Round(
+                    confidences,
+                    compared,
+                    accepted_tokens,
+                    accepted_tokens + 1,
+                    draft_ms * self.draft_noise(chance),
+                    verify_ms * noise(chance),
+                )
+            )
             spent += draft_ms * usual[self.draft_noise] + verify_ms * usual[noise]
-            plain += sum(PLAIN_MS * self.pace(token) for token in range(written, written + stood + 1)) * usual[self.plain_noise]
-            written += stood + 1
+            plain += sum(PLAIN_MS * self.pace(token) for token in range(written, written + accepted_tokens + 1)) * usual[self.plain_noise]
+            written += accepted_tokens + 1
         return spent / plain
 
     @staticmethod
@@ -93,7 +104,7 @@ class Case:
         planned, confidences = schedule.plan(TOKENS), []
         while len(confidences) < planned:
             confidences.append(0.95 if chance.random() < 0.5 else 0.35)
-            if not schedule.goes_on(confidences):
+            if not schedule.continues(confidences):
                 break
         return confidences
 
@@ -123,7 +134,7 @@ CANNOT_PAY = {
     "slow first steps": replace(LOSING, pace=lambda token: 3.0 if token < 4 else 1.0),
     "a slow beginning": replace(LOSING, pace=lambda token: 3.0 if token < 20 else 1.0),
     "steps that grow with the text": replace(LOSING, pace=lambda token: 1 + token / 1000),
-    "long and short texts in turn": replace(LOSING, pace=lambda token: 3.0 if token // 100 % 2 else 1.0, text=100),
+    "long and short texts alternating": replace(LOSING, pace=lambda token: 3.0 if token // 100 % 2 else 1.0, text=100),
     "a machine that others use, briefly": replace(LOSING, pace=changing(30, 2.0)),
     "a machine that others use, for long": replace(LOSING, pace=changing(100, 2.0)),
     "drafts that stand in some passages": Case(2, 3, lambda token: 0.9 if token // 50 % 2 == 0 else 0.1),
@@ -146,7 +157,7 @@ def test_it_is_never_three_percent_slower_than_plain_decoding(name: str) -> None
         (Case(1, 1, always(0.85)), 0.55),
         (Case(1.5, 1.5, always(0.85)).noisy(scattered), 0.72),
         (replace(Case(1.5, 1.5, always(0.85)), pace=changing(100, 2.0)), 0.85),
-        (replace(Case(1.5, 1.5, always(0.8)), text=100), 0.75),  # texts are short, and each is compared anew
+        (replace(Case(1.5, 1.5, always(0.8)), text=100), 0.75),  # texts are short, and each is compared again
         (Case(2, 3, lambda token: 0.9 if token // 200 % 2 == 0 else 0.1), 0.95),
     ],
     ids=["steady", "scattered", "a changing machine", "short texts", "long passages"],
@@ -165,9 +176,9 @@ def test_it_switches_on_again_when_drafting_comes_to_pay(caplog: pytest.LogCaptu
             assert turning.over_plain(schedule, seed, tokens=1000) <= 1.03
             assert "off, as no draft pays" in schedule.state() and "off, as no draft pays" in caplog.text
             before = caplog.text
-            late = replace(turning, stands=always(0.9)).over_plain(schedule, seed, tokens=2500)
+            late = replace(turning, accepted=always(0.9)).over_plain(schedule, seed, tokens=2500)
         assert late < 0.85
-        assert "tokens a draft" in schedule.state() and "tokens a draft" in caplog.text.removeprefix(before)
+        assert "tokens per draft" in schedule.state() and "tokens per draft" in caplog.text.removeprefix(before)
 
 
 def test_a_new_text_is_compared_with_plain_steps_of_its_own() -> None:

@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import ROOT
+from support.byte_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CALIBRATION_TEXT, sparse_layers
+from moegraft.injection.calibration import sparse_layers
 from moegraft.injection.demo import demo_path
+from moegraft.injection.texts import read_text
+from moegraft.operators.routing_trace import Trace
 from moegraft.operators.thresholds import FILE_NAME, read_thresholds
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
 RULES = (
-    "- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{sparsity: {{target: {target}, counts: routed{more}}}}}}}\n"
+    "- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{sparsity: {{target: {target}, scope: routed{more}}}}}}}\n"
 )
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text(CALIBRATION_TEXT[:1200])
+    path.write_text(read_text("calibration")[:1200])
     return path
 
 
@@ -60,7 +65,7 @@ def test_people_read_a_table(folder: Path, run: Run, text: Path, tmp_path: Path)
     assert lines[0] == f"11 layers calibrated on {first.tokens} tokens"
     assert lines[1].endswith(f"held out is {first.held_out[0].dense_perplexity:.4g}")
     assert [line.split()[0] for line in lines[2:5]] == ["target", "0.5", "0.9"]
-    assert lines[5] == f"{out}: written; in rules: sparsity: {{target: 0.9, counts: routed, thresholds: mine.json}}"
+    assert lines[5] == f"{out}: written; in rules: sparsity: {{target: 0.9, scope: routed, thresholds: mine.json}}"
     # The same text gives the same thresholds, whatever is tried; the first two thirds of it other ones.
     assert run(*arguments, "--force", "--target", 0.3, "--tokens", 600).exit_code == 0
     assert read_thresholds(out).layers == first.layers
@@ -82,10 +87,12 @@ def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "Missing option '--out'"),
+        ((), "nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both"),
+        (("--routing", "x.npz", "--report", "x.png"), "--report draws what thresholds are made from: give --out FILE as well"),
+        (("--routing", "no/such/folder/x.npz"), "no/such/folder: no such folder to write x.npz to"),
         (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
         (("--out", "x.json", "--target", "0"), "target 0 leaves nothing out"),
-        (("--out", "x.json", "--counts", "all"), "'all' is not one of 'routed'"),
+        (("--out", "x.json", "--scope", "all"), "'all' is not one of"),
         (("--out", "x.json", "--rules", "nowhere.yaml"), "nowhere.yaml"),
         (("--out", "x.json", "--text", "nowhere.txt"), "nowhere.txt: No such file"),
         (("--out", "x.json", "--var", "a"), "give NAME=VALUE"),
@@ -106,11 +113,53 @@ def test_mistakes_are_one_sentence(
     assert not Path("x.json").exists()
 
 
+def test_recorded_routing_is_what_the_routers_choose(folder: Path, run_json: RunJson, text: Path, tmp_path: Path) -> None:
+    """The trace of two windows has the stock routers' choices, and a static cache takes it as its profile."""
+    trace_path = tmp_path / "routing.npz"
+    arguments = ("--model", folder, "--rules", "cpu-exact", "--text", text, "--tokens", 90, "--window", 50)
+    found = run_json("calibrate", *arguments, "--routing", trace_path)
+    assert found["exit_code"] == 0 and set(found) == {"exit_code", "routing"}
+    trace = Trace.load(trace_path)
+    assert list(trace.layers) == found["routing"]["layers"] == [f"model.layers.{number}.mlp.experts" for number in range(1, 12)]
+    assert (trace.num_tokens, trace.num_experts, trace.top_k) == (90, 4, 2)
+    assert trace.starts.nonzero()[0].tolist() == [0, 50] and trace.source == f"{folder.name}, {text.name}"
+    ids = torch.tensor(byte_tokenizer()(text.read_text())["input_ids"][:90])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chosen: list[torch.Tensor] = []
+    experts = model.get_submodule(trace.layers[3])
+    hook = experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
+    with torch.no_grad():
+        for window in ids.split(50):
+            model(window[None])
+    hook.remove()
+    assert trace.chosen[:, 3].tolist() == torch.cat(chosen).tolist()
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {kind: experts}\n  replace: {class: hybrid_experts, "
+        "kwargs: {gpu: emulated, cache: {slots: 2, policy: static, profile: routing.npz}}}\n"
+    )
+    loaded = optimize_and_load(folder, rules, progress=False, threads=1)
+    assert loaded(ids[None, :8]).logits.isfinite().all()
+
+
+def test_thresholds_and_routing_in_one_run(folder: Path, run: Run, text: Path, tmp_path: Path) -> None:
+    out, trace_path = tmp_path / "x.json", tmp_path / "x.npz"
+    arguments = ("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--tokens", 100, "--target", 0.5)
+    result = run(*arguments, "--out", out, "--routing", trace_path)
+    assert result.exit_code == 0, result.output
+    assert read_thresholds(out).tokens < 100 == Trace.load(trace_path).num_tokens
+    assert "routing of 100 tokens in 11 layers, 2 of 4 experts per token" in result.stdout
+    assert f"{trace_path}: written; in rules: cache: {{policy: static, profile: x.npz}}" in result.stdout.replace("\n", "")
+    kept = trace_path.read_bytes()
+    again = run(*arguments, "--routing", trace_path)
+    assert again.exit_code == 2 and "give --force to overwrite it" in again.stderr and trace_path.read_bytes() == kept
+
+
 def test_a_file_that_is_there_is_kept(folder: Path, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     out.write_text("dear")
     result = run("calibrate", "--model", folder, "--out", out)
-    assert result.exit_code == 2 and "give --force to write over it" in result.stderr
+    assert result.exit_code == 2 and "give --force to overwrite it" in result.stderr
     assert out.read_text() == "dear"
 
 
@@ -142,7 +191,7 @@ def test_the_report_is_a_png_or_a_sentence(folder: Path, run: Run, text: Path, t
 
 def test_verify_judges_layers_with_every_neuron(folder: Path, run_json: RunJson, run: Run, text: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {sparsity: {target: 0.8, counts: routed}}}\n")
+    rules.write_text("- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {sparsity: {target: 0.8, scope: routed}}}\n")
     found = run_json("verify", "--model", folder, "--rules", rules, "--text", text, "--tokens", 200)
     assert found["exit_code"] == 0 and all(layer["relative_error"] < 1e-4 for layer in found["layers"])
     assert found["left_out"] == pytest.approx(0.8, abs=0.05)

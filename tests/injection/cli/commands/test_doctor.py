@@ -1,4 +1,4 @@
-"""`moegraft doctor`: the facts are those of this machine, each problem comes with its mend, and rates are kept and go stale."""
+"""`moegraft doctor`: the facts are those of this machine, each problem comes with its fix, and rates are kept and go stale."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from moegraft.injection import doctor as facts_module
 from moegraft.injection.cli.commands.doctor import _rows
 from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
 from moegraft.operators import self_test
+from moegraft.operators.estimates import Rate
 from moegraft.operators.machine import Gpu
 from moegraft.operators.self_test import LIMITS, InstructionSet
 
@@ -77,7 +78,7 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
 
 
 @pytest.mark.parametrize(
-    ("changes", "severity", "what", "mend"),
+    ("changes", "severity", "what", "fix"),
     [
         ({"packages": (Package("torch", "2.1", ">=2.11", False),)}, "error", "torch 2.1 is installed", "pip install 'torch>=2.11'"),
         ({"packages": (Package("torch", None, ">=2.11", False),)}, "error", "torch is not installed", "pip install 'torch>=2.11'"),
@@ -103,19 +104,19 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
         ({"gpus": GPU, "pinned_limit_bytes": 8 << 20}, "warning", "lock 8 MiB", "ulimit -l unlimited"),
         ({"gpus": GPU}, "notice", "experts on a GPU are new", "hybrid"),
         ({"quota_cores": 2.0}, "notice", "2 of the 8 cores", "more CPUs"),
-        ({"compiler": None}, "notice", "no C++ compiler", "apt install g++"),
+        ({"compiler": None}, "notice", "no C++ compiler was found", "apt install g++"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_problem_has_its_mend(changes: dict[str, Any], severity: str, what: str, mend: str, healthy: Facts) -> None:
+def test_each_problem_has_its_fix(changes: dict[str, Any], severity: str, what: str, fix: str, healthy: Facts) -> None:
     found = [problem for problem in find_problems(replace(healthy, **changes)) if what in problem.what]
     assert [problem.severity for problem in found] == [severity]
-    assert mend in found[0].mend
+    assert fix in found[0].fix
 
 
 def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
     assert [problem.severity for problem in find_problems(healthy)] == ["notice"]
-    assert "no GPU" in find_problems(healthy)[0].what
+    assert "no GPU is visible" in find_problems(healthy)[0].what
 
 
 def test_only_a_forced_instruction_set_is_to_be_unset(healthy: Facts) -> None:
@@ -124,7 +125,7 @@ def test_only_a_forced_instruction_set_is_to_be_unset(healthy: Facts) -> None:
     for forced in (None, ""):
         assert [problem.severity for problem in find_problems(replace(machine, forced_isa=forced))] == ["notice"]
     problem = find_problems(replace(machine, isa="amx", tile_isas=dict.fromkeys(LIMITS, "amx"), forced_isa="amx"))[0]
-    assert (problem.severity, problem.mend) == ("warning", "unset MOEGRAFT_ISA") and "instead of avx512_bf16+amx" in problem.what
+    assert (problem.severity, problem.fix) == ("warning", "unset MOEGRAFT_ISA") and "instead of avx512_bf16+amx" in problem.what
 
 
 def test_the_instruction_set_of_each_weight_type_is_shown(healthy: Facts) -> None:

@@ -240,9 +240,9 @@ def test_what_the_command_refuses(tmp_path: Path, run: Run) -> None:
     assert run("init", "--from-ktransformers", path, "--out", "-").exit_code == 2, "there is no such file"
     path.write_text(WHOLE)
     refused = run("init", "--from-ktransformers", path, "--goal", "quality", "--gpu-memory", "24GiB", "--out", "-")
-    assert refused.exit_code == 2 and "--goal, --gpu-memory: --from-ktransformers says a file again" in refused.stderr
+    assert refused.exit_code == 2 and "--goal, --gpu-memory: --from-ktransformers converts a file" in refused.stderr
     refused = run("init", "--from-ktransformers", path, "--out", path)
-    assert refused.exit_code == 2 and "is there already" in refused.stderr and path.read_text() == WHOLE
+    assert refused.exit_code == 2 and "exists; give --force" in refused.stderr and path.read_text() == WHOLE
 
 
 def test_their_words_cannot_leave_a_comment_or_a_quote(tmp_path: Path, run: Run) -> None:

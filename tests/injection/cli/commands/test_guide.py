@@ -15,8 +15,9 @@ from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate import measure
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.verify import BY_WEIGHTS
+from moegraft.operators.estimates import Rate
 
 Run = Callable[..., Result]
 GUIDE = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from typer.testing import Result
 
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
+from moegraft.operators.estimates import Rate
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]

@@ -14,12 +14,13 @@ from typer.testing import Result
 
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate
+from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
-from moegraft.injection.estimate.speed import predict
-from moegraft.injection.estimate.work import Load, Work, work_of
+from moegraft.injection.estimate.planned import PlannedModel, Workload
+from moegraft.injection.estimate.speed import Work, predict, work_of
 from moegraft.injection.meta_model import build_meta_model
 from moegraft.injection.rules import read_rules
+from moegraft.operators.estimates import Rate
 from moegraft.operators.registry import load_registry
 
 Run = Callable[..., Result]
@@ -76,32 +77,32 @@ MEASURED = Measurements(2.0, {"int8": EVEN}, {"bfloat16": Rate(10.0, 100.0)}, 1.
 def test_speed_by_hand() -> None:
     """A layer of 1 ms; experts of 1 GB of which a token reads a quarter, 250 ms; a cache of 1 GB at 2 GB/s, 500 ms."""
     experts = Work("experts", "int8", 10**9, 10**9, 0.25)
-    load = Load(context=1, batch=1, prompt=1)
+    load = Workload(context=1, batch=1, prompt=1)
     (found,) = [predict([experts], MEASURED, layers=1, kv_bytes=10**9, load=load)]
     assert found.decode_tokens_s == pytest.approx(1 / (0.001 + 0.5 + 0.5)), "2 x 250 million operations take longer than reading"
     linear = Work("linear", "bfloat16", 10**9, 5 * 10**8, 1.0)
-    found = predict([linear], MEASURED, layers=0, kv_bytes=0, load=Load(1, 1, 1000))
+    found = predict([linear], MEASURED, layers=0, kv_bytes=0, load=Workload(1, 1, 1000))
     assert found.decode_tokens_s == pytest.approx(10), "1 GB at 10 GB/s"
     assert found.prefill_tokens_s == pytest.approx(1000 / (2 * 5e8 * 1000 / 100e9))
 
 
 def test_more_sequences_share_what_is_read() -> None:
     works = [Work("linear", "bfloat16", 10**9, 10**6, 1.0)]
-    one, four = (predict(works, MEASURED, layers=0, kv_bytes=0, load=Load(1, batch, 1)).decode_tokens_s for batch in (1, 4))
+    one, four = (predict(works, MEASURED, layers=0, kv_bytes=0, load=Workload(1, batch, 1)).decode_tokens_s for batch in (1, 4))
     assert one is not None and four == pytest.approx(4 * one)
 
 
 def test_a_rate_that_is_missing_is_named() -> None:
-    found = predict([Work("experts", "ternary", 1, 1, 1.0)], MEASURED, layers=1, kv_bytes=0, load=Load(1, 1, 1))
+    found = predict([Work("experts", "ternary", 1, 1, 1.0)], MEASURED, layers=1, kv_bytes=0, load=Workload(1, 1, 1))
     assert (found.decode_tokens_s, found.missing) == (None, ("experts, ternary",))
 
 
 def test_work_counts_every_weight_once(experts_rules: Path, config_folder: Path) -> None:
-    open_meta_model = build_meta_model(config_folder)
+    meta_model = build_meta_model(config_folder)
     registry = load_registry()
-    works = work_of(open_meta_model, open_meta_model.plan(read_rules(experts_rules, registry=registry), registry))
-    embedding = open_meta_model.skeleton.get_input_embeddings().weight.numel()
-    assert sum(work.weight_count for work in works) == sum(p.numel() for p in open_meta_model.skeleton.parameters()) - embedding
+    works = work_of(PlannedModel(meta_model, meta_model.plan(read_rules(experts_rules, registry=registry), registry), registry))
+    embedding = meta_model.skeleton.get_input_embeddings().weight.numel()
+    assert sum(work.weight_count for work in works) == sum(p.numel() for p in meta_model.skeleton.parameters()) - embedding
     (experts,) = [work for work in works if work.kind == "experts"]
     assert (experts.weights, experts.share, experts.weight_count) == ("int8", 0.5, 11 * 4 * 3 * 64 * 32)
 
@@ -186,7 +187,7 @@ def test_neurons_that_are_left_out_are_not_read() -> None:
     works = [Work("experts", "int8", 3 << 30, 3 << 30, 0.125, left_out) for left_out in (0.0, 0.9)]
 
     def decode(batch: int) -> list[float]:
-        speeds = [predict([work], measured, layers=0, kv_bytes=0, load=Load(1, batch, 1)).decode_tokens_s for work in works]
+        speeds = [predict([work], measured, layers=0, kv_bytes=0, load=Workload(1, batch, 1)).decode_tokens_s for work in works]
         return [speed for speed in speeds if speed is not None]
 
     dense, sparse = decode(1)
@@ -198,13 +199,12 @@ def test_neurons_that_are_left_out_are_not_read() -> None:
 def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: Run, run_json: RunJson) -> None:
     text = "- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{weights: int8{}}}}}}}\n"
     dense = run_json("explain", rules(text.format("")), "--model", config_folder)
-    path = rules(text.format(", sparsity: {target: 0.8, counts: routed}"))
+    path = rules(text.format(", sparsity: {target: 0.8, scope: routed}"))
     found = run_json("explain", path, "--model", config_folder)
     # Down's groups of 32 run along H, and its rows along I are padded to whole groups as the gate's are.
     assert found["exit_code"] == 0 and found["bytes_by_device"]["cpu"] >= dense["bytes_by_device"]["cpu"]
-    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "counts": "routed", "thresholds": None, "mode": "layer"}
-    assert "sparsity.target=0.8 sparsity.counts=routed" in run("explain", path, "--model", config_folder).stdout
-    works = work_of(
-        found_outline := build_meta_model(config_folder), found_outline.plan(read_rules(path, registry=load_registry()), load_registry())
-    )
+    assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "scope": "routed", "thresholds": None, "mode": "layer"}
+    assert "sparsity.target=0.8 sparsity.scope=routed" in run("explain", path, "--model", config_folder).stdout
+    meta_model, registry = build_meta_model(config_folder), load_registry()
+    works = work_of(PlannedModel(meta_model, meta_model.plan(read_rules(path, registry=registry), registry), registry))
     assert [work.left_out for work in works if work.kind == "experts"] == [0.8]

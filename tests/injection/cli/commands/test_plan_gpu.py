@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
 from typer.testing import Result
 
 from moegraft.injection.estimate import measure as measure_module
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements, Rate, measure_gpu
-from moegraft.injection.estimate.speed import ExpertsLayer
-from moegraft.injection.estimate.work import ASSUMED_RATES, GpuRates, budget_of
+from moegraft.injection.estimate.measure import Measurements, measure_gpu
+from moegraft.injection.estimate.planned import ASSUMED_RATES, budget_of
 from moegraft.injection.meta_model import build_meta_model
+from moegraft.operators.estimates import GPU_MARGIN_BYTES, GpuRates, Rate, RoutedExperts
+from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.machine import Gpu, Machine
-from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
-from moegraft.operators.offload.options import MARGIN_BYTES, STAGING
+from moegraft.operators.offload.devices.profiles import PROFILES
+from moegraft.operators.offload.options import STAGING
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
@@ -75,7 +73,7 @@ def test_slots_take_what_is_left(planned: Planned) -> None:
     whole = planned("--gpu-memory", "24GiB", cache="context: 50")["gpu_bytes"]
     expert_bytes = whole["slots"] // whole["experts"]
     kept = 50 * 12 * 2 * 2 * 16 * 4
-    tight = whole["weights"] + kept + MARGIN_BYTES + (10 + STAGING) * expert_bytes + expert_bytes // 2
+    tight = whole["weights"] + kept + GPU_MARGIN_BYTES + (10 + STAGING) * expert_bytes + expert_bytes // 2
     found = planned("--gpu-memory", tight, "--context", 50, cache="context: 50")
     assert found["ok"] and found["gpu_bytes"]["experts_with_slot"] == 10
     assert found["gpu_bytes"]["slots"] == (10 + STAGING) * expert_bytes
@@ -86,7 +84,7 @@ def test_slots_take_what_is_left(planned: Planned) -> None:
 
 def test_slots_that_do_not_fit_are_refused_with_how_many_would(planned: Planned, run: Run, rules: Write, config_folder: Path) -> None:
     whole = planned("--gpu-memory", "24GiB", "--context", 50, cache="ratio: 1.0")["gpu_bytes"]
-    size = whole["needed"] - whole["reserve"] + MARGIN_BYTES - whole["slots"] // 2
+    size = whole["needed"] - whole["reserve"] + GPU_MARGIN_BYTES - whole["slots"] // 2
     found = planned("--gpu-memory", size, "--context", 50, cache="ratio: 1.0")
     assert (found["exit_code"], found["ok"]) == (1, False)
     (ratio,) = [sentence for sentence in found["would_fit"] if "ratio" in sentence]
@@ -102,7 +100,7 @@ def test_slots_that_do_not_fit_are_refused_with_how_many_would(planned: Planned,
 def test_a_context_that_the_rule_does_not_know_of_leaves_no_room_beside_the_slots(planned: Planned) -> None:
     whole = planned("--gpu-memory", "24GiB")["gpu_bytes"]
     kept = 10 * 12 * 2 * 2 * 16 * 4
-    size = whole["weights"] + MARGIN_BYTES + kept + whole["slots"] * 40 // 44
+    size = whole["weights"] + GPU_MARGIN_BYTES + kept + whole["slots"] * 40 // 44
     assert planned("--gpu-memory", size, "--context", 10, cache="context: 10")["ok"]
     refused = planned("--gpu-memory", size, "--context", 60, cache="context: 10")
     assert not refused["ok"]
@@ -113,7 +111,7 @@ def test_a_context_that_the_rule_does_not_know_of_leaves_no_room_beside_the_slot
 def test_a_model_too_large_for_the_gpu_is_told_to_pack_its_linear_layers(planned: Planned) -> None:
     roomy = planned("--gpu-memory", "24GiB", "--context", 50)["gpu_bytes"]
     packed = planned("--gpu-memory", "24GiB", "--context", 50, more=LINEARS)["gpu_bytes"]
-    size = MARGIN_BYTES + roomy["kv_cache"] + (roomy["weights"] + packed["weights"]) // 2
+    size = GPU_MARGIN_BYTES + roomy["kv_cache"] + (roomy["weights"] + packed["weights"]) // 2
     found = planned("--gpu-memory", size, "--context", 50, cache="context: 50")
     assert not found["ok"] and found["gpu_bytes"]["experts_with_slot"] == 0
     assert any("'quantized_linear' with 'weights: int8' and 'gpu: auto'" in sentence for sentence in found["would_fit"])
@@ -153,44 +151,13 @@ def test_a_size_that_is_none(size: str, run: Run) -> None:
     assert run("plan", "cpu", "--gpu-memory", size).exit_code == 2
 
 
-def modelled() -> list[dict[str, str]]:
-    path = ROOT / "benchmarks" / "results" / "hybrid_modelled.csv"
-    with path.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["system"] == "all" and row["model"] in MODELS]
-    return [row for row in rows if row["tokens"] in ("1", "512")]
-
-
-@pytest.mark.parametrize("row", modelled(), ids=lambda row: f"{row['model']}-{row['phase']}-{row['cache_ratio']}")
-def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dict[str, str]) -> None:
-    """Slots are taken to hit by chance and nothing is loaded ahead: decode is predicted slower than the engine is, by half at
-    most; prompts, whose transfers do not fill the link at all times, faster by less than a third."""
-    model, machine = MODELS[row["model"]], PROFILES[row["device"].removeprefix("modelled ")]
-    tokens = int(row["tokens"])
-    rest_ms = model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)
-    beside_ms = rest_ms * model.shared_share
-    layer = ExpertsLayer(
-        model.num_experts, model.top_k, float(row["cache_ratio"]), model.expert_bytes(), 4.5, machine, "two_threshold"
-    ).milliseconds(tokens, beside_ms)
-    predicted_over_run = model.layers * (rest_ms - beside_ms + layer) / float(row["mean_ms"])
-    assert 0.7 < predicted_over_run < 1.5
-
-
-@pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
-def test_neurons_that_are_left_out_cost_nothing(resident: float) -> None:
-    model, machine = MODELS["mixtral-8x7b"], PROFILES["a6000_10core"]
-    whole = ExpertsLayer(model.num_experts, model.top_k, resident, model.expert_bytes(), 4.5, machine, "fixed")
-    sparse = replace(whole, neurons=Neurons.without(0.9, gated=True))
-    assert 0.4 < sparse.milliseconds(1) / whole.milliseconds(1) < 0.6  # gates and a tenth of the rest are 0.4, and launches stay
-    assert whole.milliseconds(1) == replace(whole, neurons=Neurons.without(0.0, gated=True)).milliseconds(1)
-
-
 def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Neurons | None] = []
-    monkeypatch.setattr(ExpertsLayer, "milliseconds", lambda layer, tokens, beside_ms: seen.append(layer.neurons) or 1.0)
-    for sparsity, expected in (("", None), ("sparsity: {target: 0.9, counts: routed}, ", Neurons.without(0.9, gated=True))):
+    seen: list[RoutedExperts] = []
+    monkeypatch.setattr(SharedSlots, "layer_ms", lambda rule, layer, *more: seen.append(layer) or 1.0)
+    for sparsity, expected in (("", 0.0), ("sparsity: {target: 0.9, scope: routed}, ", 0.9)):
         path = rules(EXPERTS.format(gpu="auto", cache="ratio: 0.5").replace("cache:", f"{sparsity}cache:"))
         run_json("plan", path, "--model", config_folder, "--ram", "8GiB", "--gpu-memory", "24GiB")
-        assert seen and set(seen) == {expected}
+        assert seen and {(layer.left_out, layer.gated) for layer in seen} == {(expected, True)}
         seen.clear()
 
 
@@ -203,6 +170,8 @@ def test_the_gpus_here_are_planned_for() -> None:
     assert budget_of(machine, (0,), rates, gbps=None, link_gbps=None) is None
     other = budget_of(Machine(2, 1 << 33), (1 << 34,), None, gbps=None, link_gbps=None)
     assert other is not None and other.rates == ASSUMED_RATES
+    profile = PROFILES["a6000_10core"]
+    assert (ASSUMED_RATES.gbps, ASSUMED_RATES.tflops, ASSUMED_RATES.link_gbps) == (profile.gpu_gb_s, profile.gpu_tflop_s, profile.link_gb_s)
 
 
 def test_a_gpu_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The CUDA device where there is none: its logic over a runtime library and streams that stand for the real ones.
+"""The CUDA device without a GPU: its logic over a fake runtime library and fake streams.
 
-Nothing here is asynchronous, so this shows that calls fit together and that failures are told, not that streams are in order: the tests
+Nothing here is asynchronous, so this checks calls and error reports, not the order of streams: the tests
 of devices, queues and interleavings run on a real GPU where there is one.
 """
 
@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loading_rig import WORK, Rig
+from support.transfer_harness import WORK, Harness
 
 from moegraft.operators.offload.devices import cuda
-from moegraft.operators.offload.devices import cuda as cuda_runtime
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError, aligned_bytes
 from moegraft.operators.offload.devices.cuda import CudaDevice, RuntimeLibrary, load_runtime, loaded_paths, why_no_cuda
-from moegraft.operators.offload.devices.emulated import aligned_bytes
 from moegraft.operators.offload.transfers import Urgency
 
 SOURCE = Path(__file__).parent / "fake_cudart.c"
@@ -65,7 +63,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Done as soon as it is recorded, unless told otherwise."""
+    """Done as soon as it is recorded, unless `pending` or `broken`."""
 
     broken = False
     pending = False
@@ -122,7 +120,7 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
     device.close()
 
 
-def test_a_step_is_captured_by_pytorch_and_failures_are_told(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class FakeGraph:
@@ -176,7 +174,7 @@ def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:
     assert seen == [5]
 
 
-def test_every_failure_is_told_and_forgotten(runtime: RuntimeLibrary, library: ctypes.CDLL, prefix: str) -> None:
+def test_every_failure_is_reported_and_cleared(runtime: RuntimeLibrary, library: ctypes.CDLL, prefix: str) -> None:
     data = np.zeros(64, np.uint8)
     calls: list[tuple[str, Any]] = [
         ("MemcpyAsync", lambda: runtime.copy(data.ctypes.data, data.ctypes.data, 64, 0)),
@@ -211,8 +209,8 @@ def test_the_loaded_runtime_is_found() -> None:
     assert loaded_paths("", "cuda") == []
 
 
-def test_a_runtime_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
+def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
     with pytest.raises(DeviceError, match=r"the cuda runtime that PyTorch uses was not found: .*MemcpyAsync.*; /nowhere"):
         load_runtime("cuda")
 
@@ -249,30 +247,30 @@ def test_copies_launches_and_events(device: CudaDevice) -> None:
             device.copy(copy, target, offset, source, nbytes)
 
 
-def test_memory_that_cannot_be_had(device: CudaDevice, library: ctypes.CDLL) -> None:
+def test_memory_that_cannot_be_allocated_or_page_locked(device: CudaDevice, library: ctypes.CDLL) -> None:
     with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: 2147483648 bytes: Tried to allocate"):
         device.allocate(1 << 31)
     data = np.zeros(4096, np.uint8)
-    pinned = device.pin(data)
-    assert library.fake_flags() == cuda_runtime.PORTABLE
+    device.pin(data)
+    assert library.fake_flags() == cuda.PORTABLE
     with pytest.raises(DeviceError, match="HostRegister failed with code 712: already registered"):
         device.pin(data)
-    pinned.release()
-    pinned.release()
+    device.unpin(data)
     data.flags.writeable = False
-    device.pin(data).release()
-    assert library.fake_flags() == cuda_runtime.PORTABLE | cuda_runtime.READ_ONLY
+    device.pin(data)
+    device.unpin(data)
+    assert library.fake_flags() == cuda.PORTABLE | cuda.READ_ONLY
 
 
-def test_failures_of_the_device_are_its_errors(device: CudaDevice) -> None:
-    event, told = device.stream("copy").record(), list[DeviceError | None]()
+def test_failures_of_the_device_become_device_errors(device: CudaDevice) -> None:
+    event, reported = device.stream("copy").record(), list[DeviceError | None]()
     FakeEvent.broken = True
-    assert event.done(), "the failure is for wait to tell"
+    assert event.done(), "`wait` raises the failure"
     with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
         event.wait()
-    device.notify(event, told.append)
+    device.notify(event, reported.append)
     device.synchronize()
-    assert "illegal memory access" in str(told[0])
+    assert "illegal memory access" in str(reported[0])
 
 
 def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
@@ -291,7 +289,7 @@ def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
         device.launch(compute, raising(ZeroDivisionError()), WORK)
 
 
-def test_waits_end_in_time(device: CudaDevice) -> None:
+def test_waits_end_at_their_timeout(device: CudaDevice) -> None:
     event = device.stream("copy").record()
     event.wait(1.0)
     FakeEvent.pending = True
@@ -300,7 +298,7 @@ def test_waits_end_in_time(device: CudaDevice) -> None:
     assert not event.done()
 
 
-def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
+def test_an_exception_in_a_callback_is_not_lost(device: CudaDevice) -> None:
     device.notify(device.stream("copy").record(), lambda error: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         device.synchronize()
@@ -308,38 +306,38 @@ def test_what_a_callback_raises_is_not_lost(device: CudaDevice) -> None:
 
 
 def test_a_queue_loads_experts(device: CudaDevice) -> None:
-    """The readers' code for GPUs, too."""
-    rig = Rig(device, (2, 2))
-    assert rig.queue.source.form == "pinned"
+    """Includes the harness's readers for GPUs."""
+    harness = Harness(device, (2, 2))
+    assert harness.queue.source.form == "pinned"
     for step in range(40):
         layer, expert = step % 2, (step * 3) % 5
-        rig.queue.request(1 - layer, (step * 2) % 5, Urgency.NEXT)
-        demand = rig.queue.request(layer, expert, Urgency.DEMAND)
+        harness.queue.request(1 - layer, (step * 2) % 5, Urgency.NEXT)
+        demand = harness.queue.request(layer, expert, Urgency.DEMAND)
         assert demand is not None
-        rig.compute.wait(demand.ready())
-        rig.read(layer, expert, demand.slot)
-        rig.queue.release(demand, rig.after())
+        harness.compute.wait(demand.ready())
+        harness.read(layer, expert, demand.slot)
+        harness.queue.release(demand, harness.after())
         if step % 7 == 0:
-            rig.settle()
-            rig.check()
-    rig.settle()
-    rig.check()
-    assert rig.reads == 40
-    rig.close()
+            harness.settle()
+            harness.check()
+    harness.settle()
+    harness.check()
+    assert harness.reads == 40
+    harness.close()
 
 
-def test_copies_that_are_refused_fail_their_transfer_alone(device: CudaDevice, library: ctypes.CDLL) -> None:
-    rig = Rig(device, (2, 2))
+def test_a_refused_copy_fails_only_its_transfer(device: CudaDevice, library: ctypes.CDLL) -> None:
+    harness = Harness(device, (2, 2))
     library.fake_fail(OUT_OF_MEMORY)
-    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    demand = harness.queue.request(0, 1, Urgency.DEMAND)
     assert demand is not None
     with pytest.raises(DeviceError, match="MemcpyAsync failed with code 2"):
         demand.ready()
-    rig.queue.release(demand, None)
-    demand = rig.queue.request(0, 1, Urgency.DEMAND)
+    harness.queue.release(demand, None)
+    demand = harness.queue.request(0, 1, Urgency.DEMAND)
     assert demand is not None
     demand.wait()
-    rig.queue.release(demand, None)
-    rig.settle()
-    rig.check()
-    rig.close()
+    harness.queue.release(demand, None)
+    harness.settle()
+    harness.check()
+    harness.close()

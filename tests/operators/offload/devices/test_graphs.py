@@ -1,4 +1,4 @@
-"""A step captured on an emulated device: noted without being done, and done again at each replay on what its tensors hold."""
+"""A step captured on an emulated device: recorded without running, and run at each replay on the current values of its tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.loading_rig import EMULATED, make_device
+from support.transfer_harness import EMULATED, make_device
 from torch import nn
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
-from moegraft.operators.offload.devices.emulated import Faults
+from moegraft.operators.offload.devices.virtual import Faults
 
 WORK = Work("dense", cost_ms=0.1)
 
@@ -31,8 +31,8 @@ def run(device: Device, graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_is_noted_and_not_done_and_then_done_each_time(device: Device, mode: Callable[[], AbstractContextManager[None]]) -> None:
-    """Views, copies, writes in place, operations made of others: as inference mode hands them out, and as others do."""
+def test_a_step_is_recorded_and_runs_at_each_replay(device: Device, mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """Views, copies, in-place writes and composite operations, in inference mode and outside."""
     linear = nn.Linear(8, 8)
     found = {}
     with mode():
@@ -82,14 +82,14 @@ def test_forks_and_joins_are_kept(device: Device) -> None:
     [lambda x: x.sum().item(), torch.nonzero, lambda x: bool((x > 0).all()), lambda x: x[x > 0], torch.unique],
     ids=["item", "nonzero", "bool", "mask", "unique"],
 )
-def test_what_waits_for_the_device_is_refused(device: Device, waits: Callable[[torch.Tensor], object]) -> None:
+def test_blocking_operations_are_refused(device: Device, waits: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(DeviceError, match="waits for the device"):
         device.capture(partial(waits, torch.ones(3)))  # type: ignore[arg-type]
     device.launch(device.stream("compute"), None, WORK)  # and nothing is captured any more
     device.synchronize()
 
 
-def test_a_failure_in_a_replay_is_told_by_the_next_event() -> None:
+def test_a_failure_in_a_replay_is_reported_by_the_next_event() -> None:
     for kind in EMULATED:
         device = make_device(kind, faults=Faults(launches=(1,)))
         x = torch.zeros(1)

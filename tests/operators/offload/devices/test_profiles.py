@@ -1,4 +1,4 @@
-"""The modelled costs, against figures worked out by hand."""
+"""The modelled costs match figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.model_shapes import MODELS
 
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.profiles import PROFILES
 
 
 def test_an_expert_of_deepseek_on_the_first_machine() -> None:
@@ -25,14 +26,14 @@ def test_an_expert_of_deepseek_on_the_first_machine() -> None:
     np.testing.assert_allclose(machine.gpu_ms([100], size), [0.0288358 + 0.040], rtol=1e-5)
 
 
-def test_neurons_that_are_left_out_are_not_paid_for() -> None:
+def test_skipped_neurons_cost_nothing() -> None:
     machine, size = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
-    tenth = Neurons(active=0.1, judged=1 / 3)
+    tenth = Neurons(active=0.1, gate_share=1 / 3)
     # One token reads the gates and a tenth of the other rows: 1/3 + 2/30 = 0.4 of the 4.866 MB.
     np.testing.assert_allclose(machine.cpu_ms([1], size, neurons=tenth), [0.4 * 0.0811008 + 0.010])
     np.testing.assert_allclose(machine.gpu_ms([1], size, neurons=tenth), [0.4 * 0.0090112 + 0.040])
     assert machine.first_cpu_ms(size, tenth) == pytest.approx(0.4 * 0.0405504 + 0.020)
-    assert machine.transfer_ms(size) == pytest.approx(0.202752), "whole experts are brought"
+    assert machine.transfer_ms(size) == pytest.approx(0.202752), "whole experts are transferred"
     # Two read the rows of either: 1 - 0.9^2 = 0.19; two thirds of that and 1/3 are 0.46.
     np.testing.assert_allclose(machine.gpu_ms([2], size, neurons=tenth), [0.46 * 0.0090112 + 0.040])
     # A hundred read nearly all of them. The CPU computes 0.4 of the products of each, the GPU those of all rows that it has read.
@@ -61,7 +62,7 @@ def test_no_token_costs_nothing_and_more_cost_no_less() -> None:
                 assert times[0] == 0.0 and (np.diff(times) >= 0).all()
 
 
-def test_a_rate_of_zero_is_refused() -> None:
+def test_a_rate_of_zero_is_rejected() -> None:
     with pytest.raises(ValueError, match="link_gb_s is 0; it must be above 0"):
         replace(PROFILES["a6000_10core"], link_gb_s=0)
     with pytest.raises(ValueError, match="gpu_launch_ms is -1; it must be at least 0"):

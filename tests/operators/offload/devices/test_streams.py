@@ -1,4 +1,4 @@
-"""What every device promises: order within a stream, waits between streams, copies, callbacks, jobs of the CPU, and an end."""
+"""The device interface: order within a stream, waits between streams, copies, callbacks, CPU jobs and closing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from support.loading_devices import DEVICES
-from support.loading_rig import EMULATED, make_device
+from support.transfer_harness import DEVICES, EMULATED, advance, make_device
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work
-from moegraft.operators.offload.devices.emulated import Faults, aligned_bytes
+from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work, aligned_bytes
+from moegraft.operators.offload.devices.virtual import Faults
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
@@ -76,7 +75,7 @@ def test_a_stream_is_in_order_and_waits_for_events_of_others(device: Device) -> 
     assert done == ["a", "b", "c"]
 
 
-def test_streams_run_side_by_side() -> None:
+def test_streams_overlap() -> None:
     for kind in EMULATED:
         device = make_device(kind)
         start_ms = device.now_ms()
@@ -90,20 +89,20 @@ def test_streams_run_side_by_side() -> None:
         device.close()
 
 
-def test_callbacks_come_in_order_and_never_at_once(device: Device) -> None:
-    stream, told = device.stream("copy"), list[tuple[int, object]]()
+def test_callbacks_run_in_order_and_never_within_the_call(device: Device) -> None:
+    stream, reported = device.stream("copy"), list[tuple[int, object]]()
     done = stream.record()
     done.wait()
-    device.notify(done, lambda error: told.append((0, error)))
-    assert not told or device.name != "emulated:0", "not within the call"
+    device.notify(done, lambda error: reported.append((0, error)))
+    assert not reported or device.name != "emulated:0", "not within the call"
     for number in range(1, 6):
         device.launch(stream, None, WORK)
-        device.notify(stream.record(), lambda error, number=number: told.append((number, error)))  # type: ignore[misc]
+        device.notify(stream.record(), lambda error, number=number: reported.append((number, error)))  # type: ignore[misc]
     device.synchronize()
-    assert told == [(number, None) for number in range(6)]
+    assert reported == [(number, None) for number in range(6)]
 
 
-def test_callbacks_may_hand_over_work(device: Device) -> None:
+def test_callbacks_may_submit_work(device: Device) -> None:
     stream, left, over = device.stream("copy"), [20], threading.Event()
 
     def again(error: DeviceError | None) -> None:
@@ -116,11 +115,11 @@ def test_callbacks_may_hand_over_work(device: Device) -> None:
 
     device.notify(stream.record(), again)
     while not over.is_set():
-        device.advance(1.0)
+        advance(device, 1.0)
     assert left == [0]
 
 
-def test_what_a_callback_raises_is_not_lost() -> None:
+def test_an_exception_in_a_callback_is_not_lost() -> None:
     device = make_device("threaded")
     device.notify(device.stream("copy").record(), lambda error: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
@@ -143,12 +142,12 @@ def test_timed_events(device: Device) -> None:
         assert 19 < elapsed_ms < 1000
     if device.torch_device.type == "cpu":
         device.launch(stream, None, LONG)
-        with pytest.raises(ValueError, match="known when both are done"):
+        with pytest.raises(ValueError, match="is known when both are done"):
             device.elapsed_ms(second, stream.record(timed=True))
 
 
 def test_jobs_of_the_cpu(device: Device) -> None:
-    """A function does the job, or starts it and returns what waits for it."""
+    """A function does the job, or starts it and returns a function that waits for it."""
     seen: list[str] = []
 
     def job() -> None:
@@ -197,20 +196,20 @@ def test_host_functions_run_in_their_stream(device: Device) -> None:
 
 def test_memory_is_page_locked_and_released(device: Device) -> None:
     source = np.zeros(1 << 16, np.uint8)
-    pinned = device.pin(source)
+    device.pin(source)
     target = device.allocate(1 << 16)
     device.copy(device.stream("copy"), target, 0, source, 1 << 16)
     device.synchronize()
-    pinned.release()
-    pinned.release()
-    device.pin(source).release()
+    device.unpin(source)
+    device.pin(source)
+    device.unpin(source)
 
 
 @pytest.mark.parametrize("kind", EMULATED)
 def test_memory_runs_out(kind: str) -> None:
     device = make_device(kind, memory_bytes=1000)
     first = device.allocate(600)
-    with pytest.raises(OutOfDeviceMemoryError, match="emulated:0: 401 bytes asked for, 400 of 1000 free"):
+    with pytest.raises(OutOfDeviceMemoryError, match="emulated:0: 401 bytes requested, 400 of 1000 free"):
         device.allocate(401)
     second = device.allocate(400)
     first.free()
@@ -223,17 +222,17 @@ def test_memory_runs_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EMULATED)
-def test_each_failure_is_told_once_and_to_those_that_depend_on_it(kind: str) -> None:
+def test_each_failure_is_reported_once_and_to_dependent_streams(kind: str) -> None:
     device = make_device(kind, faults=Faults(copies=[1]))
     copy, compute = device.stream("copy"), device.stream("compute")
-    target, ran, told = device.allocate(64), list[str](), list[DeviceError | None]()
+    target, ran, reported = device.allocate(64), list[str](), list[DeviceError | None]()
     events = []
     for number in range(3):
         device.copy(copy, target, 0, ones(64, number), 64)
         events.append(copy.record())
-        device.notify(events[-1], told.append)
+        device.notify(events[-1], reported.append)
     compute.wait(events[1])
-    device.launch(compute, lambda: ran.append("reads what never came"), WORK)
+    device.launch(compute, lambda: ran.append("reads a failed copy"), WORK)
     skipped = compute.record()
     device.launch(compute, lambda: ran.append("after"), WORK)
     compute.record().wait()
@@ -245,7 +244,7 @@ def test_each_failure_is_told_once_and_to_those_that_depend_on_it(kind: str) -> 
         skipped.wait()
     device.synchronize()
     assert ran == ["after"]
-    assert [error is None for error in told] == [True, False, True]
+    assert [error is None for error in reported] == [True, False, True]
     device.close()
 
 

@@ -1,4 +1,4 @@
-"""Real threads: that they are as slow as asked for, end when told, and compute with the C++ kernel."""
+"""The threaded device: throttling, closing, and computing with the C++ kernel; and the delay of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from support.threaded_device import ThreadedDevice
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work
-from moegraft.operators.offload.devices.emulated import aligned_bytes
-from moegraft.operators.offload.devices.process import Uninterrupted
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
 from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.offload.queue import Uninterrupted
 
 SLOW = MachineProfile("slow", 1, 1, 1, 1, link_gb_s=0.01)  # 10 bytes a microsecond
 
@@ -32,7 +31,7 @@ def test_threads_start_with_streams_and_end_with_the_device() -> None:
 
 
 def test_copies_take_their_time_in_the_long_run() -> None:
-    """20 chunks of 5 ms: what one oversleeps the next makes up for."""
+    """20 chunks of 5 ms: when one oversleeps, the next is shorter."""
     device = ThreadedDevice(SLOW)
     target, source = device.allocate(50_000), aligned_bytes(50_000)
     start_ms = device.now_ms()
@@ -56,11 +55,11 @@ def test_launches_and_jobs_of_the_cpu_take_their_time() -> None:
     late = device.submit_cpu(None, Work("experts", cost_ms=1.0))
     time.sleep(0.01)
     late.wait()
-    assert late.elapsed_ms is None, "the host came later: how long it took was not seen"
+    assert late.elapsed_ms is None, "the host came later and did not observe its end"
     device.close()
 
 
-def test_closing_breaks_off_a_throttled_copy() -> None:
+def test_closing_interrupts_a_throttled_copy() -> None:
     device = ThreadedDevice(MachineProfile("hanging", 1, 1, 1, 1, link_gb_s=1e-9))
     device.copy(device.stream("copy"), None, 0, None, 1000)
     event = device.stream("copy").record()
@@ -70,7 +69,7 @@ def test_closing_breaks_off_a_throttled_copy() -> None:
     device.close()
     assert time.monotonic() - start_s < 1.0
     assert device_threads() == []
-    with pytest.raises(DeviceError, match="was closed before this began"):
+    with pytest.raises(DeviceError, match="was closed before this work began"):
         event.wait()
 
 
@@ -88,7 +87,7 @@ def make_experts(experts: int, buffer: np.ndarray | None = None) -> PackedExpert
 
 
 def test_experts_in_slots_compute_what_experts_in_the_store_do() -> None:
-    """Slot memory under the C++ kernel stands for the GPU: slot numbers instead of expert numbers, the same bytes, the same result."""
+    """The C++ kernel on slot memory replaces the GPU: slot numbers instead of expert numbers, the same bytes, the same result."""
     random = np.random.default_rng(0)
     store = make_experts(4)
     for expert in range(4):
@@ -122,7 +121,7 @@ def test_experts_in_slots_compute_what_experts_in_the_store_do() -> None:
     device.close()
 
 
-def test_ctrl_c_waits_for_the_end_and_a_second_one_does_not() -> None:
+def test_ctrl_c_is_delayed_and_a_second_one_is_not() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), Uninterrupted():
         signal.raise_signal(signal.SIGINT)

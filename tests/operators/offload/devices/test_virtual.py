@@ -1,4 +1,4 @@
-"""The virtual clock: what it charges, when it moves, and that its seed decides everything."""
+"""The virtual clock: modelled times, when it moves, and determinism by seed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from support.model_shapes import MODELS
 
-from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work
-from moegraft.operators.offload.devices.emulated import aligned_bytes
-from moegraft.operators.offload.devices.profiles import MODELS, PROFILES
+from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
+from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 
 MS = Work("dense", cost_ms=1.0)
@@ -18,7 +18,7 @@ MS = Work("dense", cost_ms=1.0)
 def test_no_time_passes_but_the_clock_moves() -> None:
     device, start_s = VirtualDevice(), time.monotonic()
     device.launch(device.stream("compute"), None, Work("dense", cost_ms=1e9))
-    assert device.now_ms() == 0.0, "handing over takes no time"
+    assert device.now_ms() == 0.0, "submitting takes no time"
     device.advance(5.0)
     assert device.now_ms() == 5.0
     device.stream("compute").record().wait()
@@ -47,7 +47,7 @@ def test_work_is_priced_by_the_profile() -> None:
     assert device.busy_ms("cpu") == pytest.approx(ticket.elapsed_ms)
 
 
-def test_lanes_overlap_and_jobs_of_the_cpu_queue() -> None:
+def test_streams_overlap_and_cpu_jobs_queue() -> None:
     device = VirtualDevice()
     device.launch(device.stream("compute"), None, Work("dense", cost_ms=10.0))
     tickets = [device.submit_cpu(None, Work("experts", cost_ms=3.0)) for _ in range(2)]
@@ -58,7 +58,7 @@ def test_lanes_overlap_and_jobs_of_the_cpu_queue() -> None:
     assert device.now_ms() == 10.0
 
 
-def test_who_does_not_wait_reads_torn_bytes() -> None:
+def test_a_reader_that_does_not_wait_reads_torn_bytes() -> None:
     """The first half lands as a copy starts, the second as it ends."""
     device = VirtualDevice(PROFILES["a6000_10core"])
     target, source = device.allocate(1 << 20), aligned_bytes(1 << 20)
@@ -82,14 +82,14 @@ def test_launches_read_early_and_late() -> None:
 
 
 def times(seed: int, jitter: float) -> list[float]:
-    device, told = VirtualDevice(seed=seed, jitter=jitter, notify_ms=0.1), []
+    device, reported = VirtualDevice(seed=seed, jitter=jitter, notify_ms=0.1), []
     for number in range(20):
         stream = device.stream("compute" if number % 3 else "copy")
         device.launch(stream, None, MS)
-        device.notify(stream.record(), lambda error: told.append(device.now_ms()))
+        device.notify(stream.record(), lambda error: reported.append(device.now_ms()))
     device.synchronize()
-    assert len(told) == 20
-    return told
+    assert len(reported) == 20
+    return reported
 
 
 def test_the_seed_decides_the_times() -> None:
@@ -109,11 +109,11 @@ def test_jitter_is_bounded() -> None:
     assert 1.7 < max(durations) <= np.exp(0.7)
 
 
-def test_a_wait_that_nothing_can_end_is_an_error_and_no_hang() -> None:
+def test_a_wait_that_nothing_can_end_raises() -> None:
     device, other = VirtualDevice(), VirtualDevice(index=1)
     other.launch(other.stream("compute"), None, MS)
     device.stream("compute").wait(other.stream("compute").record())
-    with pytest.raises(DeviceError, match="emulated:0: the host waits for what no work leads to"):
+    with pytest.raises(DeviceError, match="emulated:0: the host waits for an event that no submitted work reaches"):
         device.stream("compute").record().wait()
 
 
@@ -138,14 +138,14 @@ def test_closing_drops_what_has_not_begun() -> None:
     assert ran == [0]
     events[0].wait() if events[0].error is None else None
     for event in events[1:]:
-        with pytest.raises(DeviceError, match="was closed before this began"):
+        with pytest.raises(DeviceError, match="was closed before this work began"):
             event.wait()
 
 
-def test_two_devices_are_two() -> None:
+def test_two_devices_are_independent() -> None:
     first, second = VirtualDevice(index=0, memory_bytes=100), VirtualDevice(index=1)
     first.allocate(100)
     second.allocate(1000)
     second.advance(3.0)
     assert (first.name, second.name, first.now_ms()) == ("emulated:0", "emulated:1", 0.0)
-    assert (first.taken_bytes, second.taken_bytes) == (100, 1000)
+    assert (first.allocated_bytes, second.allocated_bytes) == (100, 1000)

@@ -1,8 +1,8 @@
-"""What the kernels compile to, on a machine with no GPU: every launch within `recording` is compiled for a GPU and not run.
+"""What kernels compile to, on a machine without a GPU: every launch within `recording` is compiled for a GPU and not run.
 
 The launchers themselves are called, so types, alignments and constants are those that are shipped. Registers, spills and instructions are
-read off the machine code with the disassembler that Triton brings. A launch has a key, made from all that its binary depends on but the
-compiler: what was compiled before need not be compiled again.
+read from the machine code with the disassembler that Triton includes. A launch has a key, made from everything that its binary depends on
+except the compiler: what was compiled before need not be compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moegraft.operators.kernels.availability import interpreted
+from moegraft.operators.kernels.launch import interpreted
 
 WARP_THREADS = 32
 # 227 KiB: the most shared memory that a program may have on sm_90; sm_80 has 163 KiB.

@@ -1,4 +1,4 @@
-"""A rig whose experts say in every byte who they are, so that a reader knows what it has read. Imports no torch: processes start fast."""
+"""A device with slots and a queue, and experts whose bytes identify them, so that a reader can check what it has read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Device, Event, Work
+from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.queue import LoadingOptions, open_loading
+from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
 from support.threaded_device import ThreadedDevice
 
 EMULATED = ["virtual", "threaded"]
+DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
 WORK = Work("experts", cost_ms=0.1)
 PAGE = 4096
@@ -28,11 +31,15 @@ PAGE = 4096
 
 def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any) -> Device:
     if kind == "cuda":
-        from moegraft.operators.offload.devices.cuda import CudaDevice
-
         assert not options, "faults and budgets are for emulated devices"
         return CudaDevice()
     return VirtualDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
+
+
+def advance(device: Device, ms: float) -> None:
+    """Let the host be busy for that long; where time is real it passes by itself."""
+    if isinstance(device, VirtualDevice):
+        device.advance(ms)
 
 
 def sentinel(layer: int, expert: int, experts: int) -> int:
@@ -40,7 +47,7 @@ def sentinel(layer: int, expert: int, experts: int) -> int:
 
 
 def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
-    assert layers * experts < 256, "a byte says who it is"
+    assert layers * experts < 256, "a byte identifies an expert"
     buffers = []
     for layer in range(layers):
         memory = np.empty(experts * expert_bytes + 2 * PAGE, np.uint8)
@@ -50,10 +57,10 @@ def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
     return ExpertStore(list(buffers), experts, expert_bytes)
 
 
-class Rig:
+class Harness:
     """A device with slots, a queue, and readers on its compute stream that check what they read.
 
-    Experts have 4 chunks unless told otherwise, and the priority of an expert is its number until `priorities` is changed.
+    Experts have 4 chunks by default, and the priority of an expert is its number until `priorities` is changed.
     """
 
     def __init__(
@@ -74,16 +81,17 @@ class Rig:
         self.priorities: NDArray[np.float64] = np.tile(np.arange(experts, dtype=np.float64), (layers, 1))
         self.spans: list[tuple[str, float, float]] = []
         self.measured: list[tuple[int, float]] = []
-        options = LoadingOptions(SlotPlan(capacity, staging), admission, chunk_bytes)
         loading = open_loading(
             device,
             sentinel_store(layers, experts, expert_bytes),
+            SlotPlan(capacity, staging),
             lambda layer: self.priorities[layer],
-            options,
-            on_span=lambda lane, name, start_ms, end_ms: self.spans.append((name, start_ms, end_ms)),
+            admission,
+            chunk_bytes=chunk_bytes,
+            on_span=lambda track, name, start_ms, end_ms: self.spans.append((name, start_ms, end_ms)),
             on_transfer=lambda nbytes, ms: self.measured.append((nbytes, ms)),
         )
-        assert loading is not None, "a rig has slots"
+        assert loading is not None, "an emulated device has room"
         self.loading = loading
         self.slots, self.queue, self.arena = loading.slots, loading.queue, loading.arena
         self.compute = device.stream("compute")
@@ -111,13 +119,13 @@ class Rig:
         self.device.launch(self.compute, check if self.arena.array is not None else check_on_device, WORK)
 
     @contextmanager
-    def standstill(self) -> Iterator[None]:
-        """The link stands still: what is handed over within starts afterwards, whatever the device."""
+    def link_held(self) -> Iterator[None]:
+        """Hold the link: what is submitted within starts afterwards, on any device."""
         gate, opened = self.device.stream("gate"), threading.Event()
-        if isinstance(self.device, VirtualDevice):
-            self.device.launch(gate, None, Work("host", cost_ms=1.0))
-        elif isinstance(self.device, ThreadedDevice):
+        if isinstance(self.device, ThreadedDevice):
             self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
+        elif isinstance(self.device, VirtualDevice):
+            self.device.launch(gate, None, Work("host", cost_ms=1.0))
         else:
             import torch
 
@@ -130,25 +138,25 @@ class Rig:
         return self.compute.record()
 
     def settle(self) -> None:
-        """Until nothing is under way; prefetches that have not started are dropped."""
+        """Wait until nothing is in flight; prefetches that have not started are dropped."""
         self.queue.replan()
         self.settle_all()
 
     def settle_all(self) -> None:
-        """Until nothing is under way and nothing waits."""
+        """Wait until nothing is in flight or pending."""
         until_s = time.monotonic() + 20
         while True:
             self.device.synchronize()
             if self.queue.idle:
                 return
-            assert time.monotonic() < until_s, "the queue does not come to rest"
+            assert time.monotonic() < until_s, "the queue does not become idle"
 
     def bytes_in(self, slot: int) -> bytes:
         data = self.arena.tensor.cpu().numpy() if self.arena.array is None else self.arena.array
         return data[slot * self.expert_bytes : (slot + 1) * self.expert_bytes].tobytes()
 
     def check(self) -> None:
-        """After `settle`: every reader read what it came for, and the table is what it says."""
+        """After `settle`: every reader read the expert it expected, and the table matches the slots' bytes."""
         assert not self.wrong, f"layer, expert, slot, bytes read: {self.wrong[:3]}"
         assert self._wrong_on_device is None or int(self._wrong_on_device) == 0
         slots = self.slots
@@ -162,8 +170,10 @@ class Rig:
                 assert slot not in ready and slots.state(slot) is SlotState.READY
                 assert self.bytes_in(slot) == self._expected[sentinel(layer, expert, self.experts)], (layer, expert, slot)
                 ready[slot] = (layer, expert)
-        idle = [*slots._vacant.free, *slots._vacant.evicting]
-        assert sorted([*ready, *idle]) == list(range(slots.plan.slots)), "every slot is READY or to be had"
+        capacity, counts = slots.plan.capacity, [len(slots.residents(layer)) for layer in range(slots.layers)]
+        limits = [(sum(counts), capacity)] if isinstance(capacity, int) else list(zip(counts, capacity, strict=True))
+        excess = sum(max(0, count - limit) for count, limit in limits)  # READY and available at once
+        assert len(ready) + slots.available - excess == slots.plan.slots, "every slot is READY or available"
 
     def close(self) -> None:
         self.loading.close()
@@ -176,13 +186,13 @@ def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
 
 
 def serve_in_a_process(kind: str) -> None:
-    """What a spawned process does with a device of its own."""
-    rig = Rig(make_device(kind), (3, 3))
-    demand = rig.queue.request(1, 2, Urgency.DEMAND)
+    """Run one transfer in a spawned process, on a device of its own."""
+    harness = Harness(make_device(kind), (3, 3))
+    demand = harness.queue.request(1, 2, Urgency.DEMAND)
     assert demand is not None
-    rig.compute.wait(demand.ready())
-    rig.read(1, 2, demand.slot)
-    rig.queue.release(demand, rig.after())
-    rig.settle()
-    rig.check()
-    rig.close()
+    harness.compute.wait(demand.ready())
+    harness.read(1, 2, demand.slot)
+    harness.queue.release(demand, harness.after())
+    harness.settle()
+    harness.check()
+    harness.close()

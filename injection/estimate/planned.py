@@ -1,0 +1,107 @@
+"""What a prediction is about: a planned model, the work that it is given, and the GPUs that are there or stated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moegraft.injection.meta_model import MetaModel
+from moegraft.injection.plan import Plan, Swap
+from moegraft.operators.cache_form import QuantisedForm
+from moegraft.operators.estimates import ExpertSlots, GpuRates
+from moegraft.operators.experts_layer import experts_layer
+from moegraft.operators.machine import Machine
+from moegraft.operators.registry import OperatorRegistry
+
+ASSUMED_RATES = GpuRates(540.0, 60.0, 24.0, "assumed, as an A6000; --gpu-bandwidth and --link-bandwidth state others")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked of the model: `batch` sequences at once, each with `context` tokens before the next, `prompt` to begin with."""
+
+    context: int
+    batch: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBudget:
+    """GPUs of one kind; a model's layers are distributed evenly over them.
+
+    Attributes:
+        available_bytes: of each, free for the model.
+    """
+
+    available_bytes: int
+    count: int
+    rates: GpuRates
+
+
+def budget_of(
+    machine: Machine, stated_bytes: tuple[int, ...] | None, measured: GpuRates | None, *, gbps: float | None, link_gbps: float | None
+) -> GpuBudget | None:
+    """Return the stated GPUs, else those of this machine; None where there are none, or where none are wanted (0 bytes).
+
+    Args:
+        measured: rates of this machine's GPU.
+        gbps, link_gbps: rates that the user states.
+    """
+    sizes = tuple(gpu.free_bytes for gpu in machine.gpus) if stated_bytes is None else stated_bytes
+    if not sizes or not min(sizes):
+        return None
+    rates = measured or ASSUMED_RATES
+    stated = {"gbps": gbps, "link_gbps": link_gbps}
+    given = {name: value for name, value in stated.items() if value is not None}
+    if given:
+        options = " and ".join("--gpu-bandwidth" if name == "gbps" else "--link-bandwidth" for name in given)
+        rates = replace(rates, **given, origin=f"stated by {options}" + ("" if len(given) == len(stated) else f", else {rates.origin}"))
+    return GpuBudget(min(sizes), len(sizes), rates)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model with a plan for it, and what the plan's operators report about their parts of it."""
+
+    meta_model: MetaModel
+    plan: Plan
+    registry: OperatorRegistry
+
+    def wants_gpu(self, swap: Swap) -> bool:
+        return bool(swap.operator_type.devices_wanted(swap.options))
+
+    def gpus_used(self, budget: GpuBudget) -> int:
+        """Return how many GPUs hold what is not replaced; 0 where no rule asks for a GPU, and it stays on the CPU."""
+        wanted = {device for swap in self.plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+        if not wanted:
+            return 0
+        return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count
+
+    def slots(self, swap: Swap) -> ExpertSlots | None:
+        """Return how experts in host memory share the GPU; None for any other swap."""
+        return swap.operator_type.expert_slots(swap.options)
+
+    def on_gpu_alone(self, swap: Swap) -> bool:
+        """Whether everything that the operator holds is on a GPU."""
+        return self.wants_gpu(swap) and self.slots(swap) is None
+
+    def weight_type(self, swap: Swap) -> str:
+        return swap.operator_type.weight_type_for(swap.options, self.meta_model.stored) or "unknown"
+
+    def left_out(self, swap: Swap) -> float:
+        """Return the share of the routed experts' neurons that a token does not need.
+
+        Raises:
+            UnsupportedModelError: the config does not give the number of experts per token.
+        """
+        sparsity = swap.operator_type.sparsity_options(swap.options)
+        return 0.0 if sparsity is None else experts_layer(swap.module, self.meta_model.skeleton).routed_target(sparsity)
+
+    def cache_form(self) -> QuantisedForm | None:
+        """Return how the plan's rules store the key-value cache; None: in the model's dtype."""
+        config = self.meta_model.source.config
+        forms = (swap.operator_type.cache_form(swap.options, config) for swap in self.plan.swaps)
+        return next((form for form in forms if form is not None), None)
+
+    def host_bytes(self) -> int:
+        """Return the weights in host memory when there is a GPU to use: without what moves there."""
+        return sum(swap.footprint.by_device.get("cpu", 0) for swap in self.plan.swaps if not self.on_gpu_alone(swap))

@@ -1,0 +1,150 @@
+"""The thresholds that a model's layers get while it is loaded: from a file made from its weights, or from a short calibration."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from moegraft.injection.calibration import CalibrationOptions, collect, sparse_layers, window_of
+from moegraft.injection.plan import Plan
+from moegraft.injection.texts import read_text
+from moegraft.injection.tokenizer import read_tokenizer
+from moegraft.operators.activations import quantiles
+from moegraft.operators.errors import CheckpointError, ThresholdsError
+from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
+from moegraft.operators.thresholds import FILE_NAME, SparsityOptions, Thresholds, read_thresholds, weights_hash
+from moegraft.operators.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _SparseLayer:
+    """One layer that will leave neurons out.
+
+    Attributes:
+        file: has its thresholds; None where they have to be found.
+        targets: shares of routed neurons: what is always left out, and what drafts leave out where that is more.
+    """
+
+    layer: ExpertsLayer
+    options: SparsityOptions
+    file: Path | None
+    targets: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SparsitySetup:
+    """What is decided before weights are read.
+
+    Attributes:
+        windows: (T,) int64 each, the bundled text; none where no layer needs a calibration.
+    """
+
+    layers: tuple[_SparseLayer, ...]
+    files: Mapping[Path, Thresholds]
+    windows: tuple[torch.Tensor, ...]
+
+    def check_weights(self, source_of: Callable[[str], WeightSource]) -> None:
+        """
+        Raises:
+            ThresholdsError: a file was made from other weights than those that `source_of(path)` gives.
+        """
+        for sparse in self.layers:
+            if sparse.file is None:
+                continue
+            thresholds, path = self.files[sparse.file], sparse.layer.path
+            if thresholds.layers[path].weights != weights_hash(source_of(path), sparse.layer.num_experts):
+                raise ThresholdsError(
+                    f"{sparse.file}: made from other weights: those of {path} are not the ones of '{thresholds.model}' "
+                    "(nor is a checkpoint that was rounded since); calibrate this model with moegraft calibrate"
+                )
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Give every layer of the loaded model its threshold, and calibrate those without a file."""
+        states = sparse_layers(model)
+        calibrated = self._calibrate(model) if self.windows else {}
+        for sparse in self.layers:
+            path, targets = sparse.layer.path, sparse.targets
+            if sparse.file is None:
+                thresholds = calibrated[path]
+            else:
+                thresholds = [self.files[sparse.file].threshold(path, target, sparse.options.mode) for target in targets]
+            states[path].set_threshold(thresholds[0], targets[0])
+            if len(targets) > 1:
+                states[path].set_draft_threshold(thresholds[1], targets[1])
+
+    def _calibrate(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        """Return a threshold for each target of each layer, by path."""
+        start = time.perf_counter()
+        layers = [sparse for sparse in self.layers if sparse.file is None]
+        made = collect(model, [sparse.layer for sparse in layers], self.windows)
+        found = {}
+        for sparse in layers:
+            path = sparse.layer.path
+            bins = made.all_bins() if sparse.options.mode == "global" else made.layers[path].bins
+            if not bins.any():
+                raise ThresholdsError(f"{path}: text does not reach this layer; remove its sparsity, or give 'thresholds'")
+            found[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
+        logger.warning(
+            "sparsity: no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
+            "'moegraft calibrate --text FILE' writes a file from a text like yours and reports what the sparsity costs",
+            len(layers),
+            sum(map(len, self.windows)),
+            time.perf_counter() - start,
+        )
+        return found
+
+
+def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *, trust_remote_code: bool = False) -> SparsitySetup:
+    """Read every thresholds file that a plan needs.
+
+    Args:
+        model: with its own modules; it may be on meta.
+        folder: the model's checkpoint; None where it has none.
+
+    Raises:
+        ThresholdsError: a file is not for this model, or there is none and nothing to calibrate with.
+    """
+    own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
+    drafts = (swap.operator_type.draft_sparsity(swap.options) for swap in plan.swaps)
+    draft = next((share for share in drafts if share is not None), None)
+    layers = []
+    for swap in plan.swaps:
+        options = swap.operator_type.sparsity_options(swap.options)
+        if options is not None and (options.target or draft is not None):
+            layer = experts_layer(swap.module, model)
+            drafted = () if draft is None else (layer.draft_target(options, draft),)
+            targets = (layer.routed_target(options), *drafted)
+            layers.append(_SparseLayer(layer, options, options.thresholds or own, targets))
+    files = {path: read_thresholds(path) for path in dict.fromkeys(sparse.file for sparse in layers) if path is not None}
+    for sparse in layers:
+        reason = None if sparse.file is None else sparse.layer.why_unfit(files[sparse.file])
+        if reason is not None:
+            raise ThresholdsError(f"{sparse.file}: {reason}; calibrate this one with moegraft calibrate")
+    for path in files:
+        logger.info("sparsity: thresholds of %s", path)
+    missing = any(sparse.file is None for sparse in layers)
+    return SparsitySetup(tuple(layers), files, _bundled_windows(model, folder, trust_remote_code) if missing else ())
+
+
+def _bundled_windows(model: PreTrainedModel, folder: Path | None, trust_remote_code: bool) -> tuple[torch.Tensor, ...]:
+    """
+    Raises:
+        ThresholdsError: there is no tokenizer.
+    """
+    fix = "give the file's path as 'thresholds' of 'sparsity'; moegraft calibrate writes it"
+    if folder is None:
+        raise ThresholdsError(f"sparsity has no thresholds, and this model no folder with a tokenizer to calibrate with; {fix}")
+    try:
+        tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
+    except CheckpointError as error:
+        raise ThresholdsError(f"sparsity has no thresholds, and cannot calibrate: {error}; {fix}") from error
+    ids = torch.tensor(tokenizer(read_text("calibration"), verbose=False)["input_ids"])
+    return tuple(ids.split(window_of(model, CalibrationOptions().window)))

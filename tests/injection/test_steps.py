@@ -1,0 +1,101 @@
+"""The three public steps: `plan` decides, `graft` builds and checks, `load` fills."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection.api import build_meta_model, graft, load, optimize_and_load, plan
+from moegraft.injection.checkpoint.files import LazyTensor
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
+
+
+@pytest.fixture(scope="module")
+def stock() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        initializer_range=0.3,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(stock: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("steps")
+    stock.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def steps(model: Any) -> PreTrainedModel:
+    the_plan = plan(model, "cpu-exact")
+    grafted = graft(model, the_plan, threads=1)
+    loaded = load(grafted, progress=False)
+    assert loaded.moegraft.plan is the_plan
+    assert type(loaded) is grafted.model_class
+    return loaded
+
+
+def test_the_steps_give_what_optimize_and_load_gives(stock: PreTrainedModel, folder: Path) -> None:
+    expected = logits(optimize_and_load(folder, "cpu-exact", progress=False, threads=1))
+    assert torch.equal(logits(steps(build_meta_model(folder, weights=True))), expected)
+    assert torch.equal(logits(steps(copy.deepcopy(stock))), expected)
+
+
+def test_no_weight_is_read_before_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_meta_model(folder, weights=True)
+    reads = []
+    monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, index: reads.append(self.key))
+    grafted = graft(model, plan(model, "cpu"))
+    assert grafted.injection.operators and not reads
+
+
+def test_a_model_in_memory_is_unchanged_before_load(stock: PreTrainedModel) -> None:
+    model = copy.deepcopy(stock)
+    grafted = graft(model, plan(model, "cpu-exact"))
+    assert type(model) is type(stock) and not hasattr(model, "moegraft")
+    assert torch.equal(logits(model), logits(stock))
+    assert hasattr(load(grafted, progress=False), "moegraft")
+
+
+def test_a_model_without_weights_can_be_planned_alone(stock: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = build_meta_model(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="weights=True"):
+        graft(model, plan(model, "cpu"))
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        graft(build_meta_model(tmp_path, weights=True), plan(model, "cpu"))
+
+
+def test_an_injected_model_is_planned_no_second_time(stock: PreTrainedModel) -> None:
+    model = steps(copy.deepcopy(stock))
+    with pytest.raises(UnsupportedModelError, match="injected already"):
+        plan(model, "cpu")
+
+
+def test_a_grafted_model_is_loaded_once(folder: Path) -> None:
+    model = build_meta_model(folder, weights=True)
+    grafted = graft(model, plan(model, "cpu"))
+    load(grafted, progress=False)
+    with pytest.raises(ValueError, match="loaded already"):
+        load(grafted, progress=False)
