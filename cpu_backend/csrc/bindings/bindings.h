@@ -48,7 +48,6 @@ class TensorView {
   TensorView(pybind11::handle object, const char* name);
 
   std::byte* data() const { return data_; }
-  int dims() const { return dims_; }
   std::int64_t shape(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
   ActivationType float_type() const;  // of float32, float16 and bfloat16 (also as uint16); throws TypeError
   void require_float(ActivationType type) const;  // throws TypeError

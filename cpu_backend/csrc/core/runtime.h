@@ -38,7 +38,6 @@ class Runtime {
   const SelectedKernels& selected() const { return selected_; }
   // Whether forward() on this thread would run on another library's threads.
   bool shares_threads() const { return openmp_ && openmp_->has_team_of(threads_); }
-  const Kernels& kernels() const { return selected_.table; }
 
   // All throw std::runtime_error in a process forked from the one that made this runtime: its threads are not there.
   void forward(const ForwardArgs& args) { forward(args, openmp_); }

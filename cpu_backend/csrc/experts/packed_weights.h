@@ -75,7 +75,6 @@ class PackedExperts {
 
   // Bit p: matrix of part p; bit 3 + p: its bias.
   std::uint8_t packed_mask(int expert) const { return packed_[static_cast<std::size_t>(expert)].load(std::memory_order_acquire); }
-  std::uint8_t complete_mask() const { return complete_mask_; }
   bool complete(int expert) const { return (packed_mask(expert) & complete_mask_) == complete_mask_; }
   std::string missing_parts(int expert) const;
 
