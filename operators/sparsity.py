@@ -64,7 +64,7 @@ class LayerSparsity:
         self._on_device: DeviceSparsity | None = None
         self.observer: Observer | None = None
         self._group = group
-        self._unseen_tokens = 0  # since the group looked last
+        self._window_tokens = 0  # since the drift was last checked
         self.routed_target = 0.0
 
     @property
