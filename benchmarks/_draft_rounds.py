@@ -132,18 +132,16 @@ class _Watch:
             self._look(operator, number)
 
     def _look(self, operator: HybridExperts, number: int) -> None:
-        narrow = operator._narrowed
-
-        def narrowed(top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            index, weights = narrow(top_k_index, top_k_weights)
+        def watch(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+            _, top_k_index, top_k_weights = inputs
             if self._switch.settings is not None:
+                index, _ = self._switch.narrow(top_k_index, top_k_weights)
                 self._found.kept.append(_kept(operator, index, top_k_index, top_k_weights))
                 self._drafted.setdefault(number, []).append(top_k_index[0].clone())
             else:
                 self._compare(number, top_k_index)
-            return index, weights
 
-        operator._narrowed = narrowed  # type: ignore[method-assign]
+        operator.register_forward_pre_hook(watch)
 
     def _compare(self, number: int, chosen: torch.Tensor) -> None:
         drafted = self._drafted.pop(number, [])

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel, Qwen2MoeConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import collect, sparse_layers
-from moegraft.injection.checks import ExpertsLayer, experts_layer
 from moegraft.operators.activations import quantiles
+from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.thresholds import SparsityOptions

@@ -76,8 +76,8 @@ def test_the_operator_takes_its_bytes_to_the_device(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(operator, "_device", torch.device(DEVICE))
     on_cpu = QuantizedLinear.build(module, QuantizedLinearOptions("int8"), context)
     on_cpu.load(live_source("linear", module), lambda size: None)
-    on_device = operator._moved(_packed(on_cpu), module.bias.detach())
-    monkeypatch.setattr(operator, "_on_gpu", on_device)
+    packed_bytes = torch.from_numpy(_packed(on_cpu).buffer.copy()).to(DEVICE)
+    monkeypatch.setattr(operator, "_on_gpu", PackedLinearOnGpu(45, 64, "int8", packed_bytes, module.bias.detach().to(DEVICE)))
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(operator(x), on_cpu(x), rtol=0.02, atol=0.02)  # the CPU rounds activations to 8 bits
