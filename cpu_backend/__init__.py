@@ -9,12 +9,18 @@ from moegraft.cpu_backend._kernel import (
     PackedExperts,
     PackedLinear,
     Planner,
+    Program,
     RouterSpec,
-    Runtime,
     activations,
     check_problem,
     default_threads,
 )
+from moegraft.cpu_backend._kernel import Runtime as _Runtime
+
+
+class Runtime(_Runtime):
+    """The thread pool and kernels of one model. A Python class, so that what records a step can replace methods of one object."""
+
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -25,6 +31,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "Planner",
+    "Program",
     "RouterSpec",
     "Runtime",
     "activations",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
+    from moegraft.operators.step_program.steps import StepPrograms
     from moegraft.operators.timeline import Timeline
 
 
@@ -44,7 +45,7 @@ class InjectionContext:
     threads: int = 0
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     cache_form: CacheForm = field(default_factory=CacheForm, init=False)
-    _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
+    _decode_steps: DecodeSteps | StepPrograms | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
     @cached_property
@@ -80,13 +81,19 @@ class InjectionContext:
             logger.warning(message)
 
     @property
-    def decode_steps(self) -> DecodeSteps | None:
-        """What captures the model's decode steps; None where no rule asks for it. To be read when all operators are built."""
+    def decode_steps(self) -> DecodeSteps | StepPrograms | None:
+        """What replays the model's decode steps; None where nothing does. To be read when all operators are built."""
         engines = self._gpu_engines_in_use
-        if self._decode_steps is None and engines is not None and engines.captures:
+        if self._decode_steps is not None:
+            return self._decode_steps
+        if engines is not None and engines.captures:
             from moegraft.operators.offload.decode_steps import DecodeSteps
 
             self._decode_steps = DecodeSteps(engines)
+        elif engines is None and "runtime" in vars(self):
+            from moegraft.operators.step_program.steps import StepPrograms
+
+            self._decode_steps = StepPrograms(self.runtime, self.draft_switch)
         return self._decode_steps
 
     def statistics(self) -> dict[str, object]:

@@ -16,6 +16,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -136,5 +137,7 @@ void bind_specs(pybind11::module_& module);  // GateSpec, ExpertsShape
 void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear
 void bind_ops(pybind11::module_& module);  // NormSpec, RouterSpec
 void bind_scheduler(pybind11::module_& module);  // Planner, check_problem
+// Program; `native` is the runtime behind the Python object.
+void bind_program(pybind11::module_& module, const std::function<Runtime&(const pybind11::object&)>& native);
 
 }  // namespace moegraft

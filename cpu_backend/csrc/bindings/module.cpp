@@ -236,6 +236,7 @@ PYBIND11_MODULE(_kernel, module) {
   bind_ops(module);
   bind_runtime(module);
   bind_scheduler(module);
+  bind_program(module, [](const py::object& runtime) -> Runtime& { return runtime.cast<PyRuntime&>().get(); });
   module.def("activations", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kActivations; ++i) names.emplace_back(name_of(static_cast<Activation>(i)));

@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kPassTokens = 2048;  // of a pass: limits scratch memory; this many tokens already make a pass compute-bound
 constexpr int kSparsePassTokens = 512;  // whose sums are kept for each expert
-constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache in place is faster than packing it (measured on EPYC Zen 5)
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
   for (const Segment& segment : segments)
@@ -70,11 +69,11 @@ void Engine::linear(const LinearArgs& args, const OpenMp* shared) {
   if (!args.linear->packed()) throw std::invalid_argument("linear is used before its weights were packed");
   const std::size_t in_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->cols());
   const std::size_t out_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->rows());
-  LinearJob job(kernels_, *args.linear, args.activations, pool_.threads(), {&encode_phase_, &rows_phase_});
+  LinearJob job(kernels_, {args.linear}, args.activations, pool_.threads(), {&encode_phase_, &rows_phase_});
   for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
     const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
-    job.prepare({static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first),
-                 static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first), tokens},
+    std::byte* const out = static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first);
+    job.prepare({static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first), &out, tokens},
                 {&records_, private_.data()});
     pool_.run(job, shared);
   }

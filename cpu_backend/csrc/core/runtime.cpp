@@ -83,6 +83,13 @@ void Runtime::route(const RouterArgs& args) {
   engine_->route(args, openmp_);
 }
 
+void Runtime::run(Job& job, const std::function<void()>& prepare) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  prepare();
+  pool_->run(job, openmp_);
+}
+
 std::uint64_t Runtime::submit(const ForwardArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(queue_->mutex);

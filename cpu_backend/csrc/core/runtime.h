@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -46,6 +47,8 @@ class Runtime {
   void attention(const AttentionArgs& args);
   void norm(const NormArgs& args);
   void route(const RouterArgs& args);
+  // A job of the caller's own; `prepare` runs first, when no other work of this runtime does.
+  void run(Job& job, const std::function<void()>& prepare);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
 

@@ -1,7 +1,5 @@
 #include "core/thread_pool.h"
 
-#include <chrono>
-
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -11,35 +9,6 @@ namespace moegraft {
 namespace {
 
 constexpr unsigned kClosed = 0x80000000u;
-// Long enough to cover the router between two layers, short enough that an idle pool costs nothing; tuned on EPYC Zen 5, 2 cores.
-constexpr std::chrono::microseconds kSpin{50};
-constexpr int kPausesPerLook = 32;  // between two readings of the clock
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-// True as soon as `ready` is, false when it was not for `limit`.
-template <class Ready>
-bool spin_until(const Ready& ready, std::chrono::microseconds limit) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  do {
-    for (int i = 0; i < kPausesPerLook; ++i) {
-      if (ready()) return true;
-      pause();
-    }
-  } while (std::chrono::steady_clock::now() < end);
-  return false;
-}
-
-template <class Ready>
-void wait_until(const Ready& ready) {
-  if (spin_until(ready, kSpin)) return;
-  while (!ready()) std::this_thread::yield();  // the awaited thread may have no core: give it this one
-}
-
 // Empty where there are fewer cores than threads or the system does not report them.
 std::vector<int> usable_cores(int threads) {
   std::vector<int> cores;

@@ -1,5 +1,8 @@
-// One pass of a packed linear layer: tokens are encoded tile by tile, then blocks of output rows are computed for all of them.
+// One pass of packed linear layers over the same input: tokens are encoded tile by tile, then blocks of output rows of all layers are
+// computed for all tokens.
 #pragma once
+
+#include <vector>
 
 #include "core/memory.h"
 #include "core/thread_pool.h"
@@ -16,7 +19,7 @@ class LinearJob final : public Job {
   };
   struct Batch {
     const std::byte* input;
-    std::byte* out;
+    std::byte* const* outs;  // one for each layer
     int tokens;
   };
   struct Scratch {
@@ -24,16 +27,19 @@ class LinearJob final : public Job {
     AlignedMemory* workers;  // one for each worker
   };
 
-  LinearJob(const Kernels& kernels, const PackedLinear& linear, ActivationType activations, int workers, const Phases& phases);
+  // `linears` have one weight type and one number of columns.
+  LinearJob(const Kernels& kernels, std::vector<const PackedLinear*> linears, ActivationType activations, int workers,
+            const Phases& phases);
   void prepare(const Batch& batch, const Scratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
 
  private:
   void encode_token(int token, float* widened);
   void compute_rows(int unit);
+  void compute_rows_of(const PackedLinear& linear, std::byte* out, int unit);
 
   const Kernels& kernels_;
-  const PackedLinear& linear_;
+  const std::vector<const PackedLinear*> linears_;
   const ActivationType activations_;
   const Format format_;
   const int workers_;
@@ -44,6 +50,7 @@ class LinearJob final : public Job {
   Batch batch_{};
   Scratch scratch_{};
   int unit_blocks_ = 1;
+  std::vector<int> unit_ends_;  // of each layer
 };
 
 }  // namespace moegraft

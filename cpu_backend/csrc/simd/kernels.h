@@ -260,6 +260,21 @@ struct AttentionKernels {
 
 const AttentionKernels& scalar_attention();
 
+// Of the small operations of a step program. Comparisons and logic give 0 or 1; a number other than 0 is true.
+enum class Elementwise : int {
+  kCopy, kNeg, kAbs, kExp, kLog, kLog1p, kSin, kCos, kSqrt, kRsqrt, kReciprocal, kSigmoid, kSilu, kGelu, kGeluTanh, kRelu, kTanh, kFloor,
+  kSign, kNot, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kPow, kFloorDiv, kEq, kNe, kLt, kLe, kGt, kGe, kAnd, kOr, kXor, kWhere, kSoftplus
+};
+
+struct ElementwiseArgs {
+  Elementwise function;
+  const float* a;
+  const float* b;  // not read by functions of one argument
+  const float* c;  // not read by functions of two
+  float* out;
+  int count;
+};
+
 struct Kernels {
   const char* isa;
   int max_tokens[kFormats];
@@ -277,6 +292,7 @@ struct Kernels {
   void (*widen)(ActivationType type, const void* source, float* target, int count);
   void (*narrow)(ActivationType type, const float* source, void* target, int count);
   void (*norm)(const NormRowArgs& args);
+  void (*elementwise)(const ElementwiseArgs& args);
   AttentionKernels attention;
 };
 

@@ -10,6 +10,7 @@
 #include "core/float_conversion.h"
 #include "core/types.h"
 #include "experts/block_layout.h"
+#include "simd/elementwise.h"
 #include "simd/kernels.h"
 
 namespace moegraft {
@@ -484,6 +485,7 @@ const Kernels& scalar_kernels() {
       widen,
       narrow,
       scalar_norm,
+      elementwise,
       scalar_attention(),
   };
   return kernels;

@@ -8,6 +8,7 @@
 // (with more than kWholeTokens tokens a block is computed in two halves, because registers are few); and the operations used below.
 #pragma once
 
+#include "simd/elementwise.h"
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"
 #include "simd/vector_attention.h"
@@ -74,6 +75,7 @@ Kernels vector_kernels(const char* isa) {
       widen<T>,
       narrow<T>,
       norm<T>,
+      elementwise,
       vector_attention<T>(),
   };
 }

@@ -1,0 +1,120 @@
+// Programs: what operators/step_program builds. A program keeps alive what its operations use; bound buffers are the caller's.
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "program/program.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace moegraft {
+namespace {
+
+Linear parse_linear(const py::handle& numbers) {
+  const auto tuple = py::cast<py::tuple>(numbers);
+  return {tuple[0].cast<std::int64_t>(), tuple[1].cast<std::int64_t>(), tuple[2].cast<std::int64_t>()};
+}
+
+// (buffer, type, offset, sizes, strides), each number as (base, slope, capacity); or (base, slope) of a number.
+Operand parse_operand(const py::handle& object) {
+  const auto tuple = py::cast<py::tuple>(object);
+  Operand operand;
+  if (tuple.size() == 2) {
+    operand.number = tuple[0].cast<double>();
+    operand.number_slope = tuple[1].cast<double>();
+    return operand;
+  }
+  if (tuple.size() != 5) raise_value_error("an operand is (buffer, type, offset, sizes, strides) or (number, slope)");
+  operand.buffer = tuple[0].cast<int>();
+  if (operand.buffer < 0) raise_value_error("an operand's buffer is negative");
+  operand.type = parse_element(tuple[1].cast<std::string>());
+  operand.offset = parse_linear(tuple[2]);
+  const auto sizes = py::cast<py::tuple>(tuple[3]), strides = py::cast<py::tuple>(tuple[4]);
+  if (sizes.size() != strides.size() || sizes.size() > kMaxDims) raise_value_error("an operand has too many dimensions");
+  operand.dims = static_cast<int>(sizes.size());
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    operand.sizes[dim] = parse_linear(sizes[dim]);
+    operand.strides[dim] = parse_linear(strides[dim]);
+  }
+  return operand;
+}
+
+std::vector<Operand> parse_operands(const py::sequence& objects) {
+  std::vector<Operand> operands;
+  for (const py::handle object : objects) operands.push_back(parse_operand(object));
+  return operands;
+}
+
+class PyProgram {
+ public:
+  explicit PyProgram(const py::object& runtime, Runtime& native) : runtime_(runtime), program_(native) {}
+
+  void add_small(const std::string& name, const py::sequence& operands, std::vector<double> numbers) {
+    program_.add(make_small_operation(name, parse_operands(operands), std::move(numbers)));
+  }
+  void add_norm(const PyNorm& norm, const py::sequence& operands) { program_.add(make_norm(parse_operands(operands), norm.form)); }
+  void add_linears(const py::sequence& linears, const py::sequence& operands) {
+    std::vector<const PackedLinear*> found;
+    for (const py::handle linear : linears) found.push_back(&linear.cast<const PackedLinear&>());
+    program_.add(make_linears(program_.machine(), std::move(found), parse_operands(operands)));
+    owners_.append(linears);
+  }
+  void add_experts(const py::object& experts, const py::sequence& operands) {
+    program_.add(make_experts(program_.machine(), *experts.cast<const PyExperts&>().experts, parse_operands(operands)));
+    owners_.append(experts);
+  }
+  void add_router(const py::object& router, const py::sequence& operands) {
+    const auto& spec = router.cast<const PyRouter&>();
+    RouterArgs form{};
+    form.logit_bias = spec.logit_bias.empty() ? nullptr : spec.logit_bias.data();
+    form.type = spec.type;
+    form.hidden = spec.hidden;
+    form.rounds_logits = spec.rounds_logits;
+    form.selection = spec.selection;
+    form.logits_type = spec.logits_type;
+    form.weights_type = spec.weights_type;
+    program_.add(make_router(program_.machine(), form, parse_operands(operands)));
+    owners_.append(router);
+  }
+  void add_attention(const py::sequence& operands, float scale, float softcap, bool causal, bool mask, bool sinks) {
+    program_.add(make_attention(program_.machine(), {scale, softcap, causal}, mask, sinks, parse_operands(operands)));
+  }
+  void add_matmul(const py::sequence& operands) { program_.add(make_matmul(program_.machine(), parse_operands(operands))); }
+  int end_stage() { return program_.end_stage(); }
+
+  void bind(int buffer, py::handle bytes, std::int64_t origin) {
+    const TensorView view(bytes, "bytes");
+    std::byte* data = view.data();
+    program_.bind(buffer, data + origin, -origin, view.shape(0) - origin);
+  }
+  void check(std::int64_t first, std::int64_t last, std::int64_t room) { program_.check(first, last, room); }
+  void run(std::int64_t position, int first, int end) {
+    py::gil_scoped_release release;
+    program_.run(position, first, end);
+  }
+
+ private:
+  py::object runtime_;
+  py::list owners_;
+  Program program_;
+};
+
+}  // namespace
+
+void bind_program(py::module_& module, const std::function<Runtime&(const py::object&)>& native) {
+  py::class_<PyProgram>(module, "Program")
+      .def(py::init([native](const py::object& runtime) { return std::make_unique<PyProgram>(runtime, native(runtime)); }), "runtime"_a)
+      .def("add_small", &PyProgram::add_small, "name"_a, "operands"_a, "numbers"_a = std::vector<double>{})
+      .def("add_norm", &PyProgram::add_norm, "norm"_a, "operands"_a)
+      .def("add_linears", &PyProgram::add_linears, "linears"_a, "operands"_a)
+      .def("add_experts", &PyProgram::add_experts, "experts"_a, "operands"_a)
+      .def("add_router", &PyProgram::add_router, "router"_a, "operands"_a)
+      .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a)
+      .def("add_matmul", &PyProgram::add_matmul, "operands"_a)
+      .def("end_stage", &PyProgram::end_stage)
+      .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)
+      .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)
+      .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a);
+}
+
+}  // namespace moegraft

@@ -1,0 +1,187 @@
+#include "program/program.h"
+
+#include <stdexcept>
+
+namespace moegraft {
+
+std::size_t bytes_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat32:
+    case ElementType::kInt32: return 4;
+    case ElementType::kInt64: return 8;
+    case ElementType::kBool: return 1;
+    default: return 2;
+  }
+}
+
+ElementType parse_element(const std::string& name) {
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int64", "int32", "bool"};
+  for (int i = 0; i < 6; ++i)
+    if (name == kNames[i]) return static_cast<ElementType>(i);
+  throw std::invalid_argument("unknown element type '" + name + "'");
+}
+
+bool Operand::is_fixed() const {
+  bool fixed = offset.slope == 0 && number_slope == 0.0;
+  for (int dim = 0; dim < dims; ++dim) fixed = fixed && sizes[dim].slope == 0 && strides[dim].slope == 0;
+  return fixed;
+}
+
+std::int64_t View::elements() const {
+  std::int64_t count = 1;
+  for (int dim = 0; dim < dims; ++dim) count *= sizes[dim];
+  return count;
+}
+
+bool View::contiguous() const {
+  std::int64_t stride = 1;
+  for (int dim = dims - 1; dim >= 0; --dim) {
+    if (sizes[dim] != 1 && strides[dim] != stride) return false;
+    stride *= sizes[dim];
+  }
+  return true;
+}
+
+Operation::Operation(std::vector<Operand> operands) : operands_(std::move(operands)), views_(operands_.size()), fixed_(true) {
+  for (const Operand& operand : operands_) fixed_ = fixed_ && operand.is_fixed();
+}
+
+Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.selected().table, runtime.threads(), scratch_} {
+  scratch_.workers.resize(static_cast<std::size_t>(runtime.threads()));
+}
+
+void Program::add(std::unique_ptr<SmallOperation> operation) {
+  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  open_ = true;
+  stages_.back()->small.push_back(std::move(operation));
+}
+
+void Program::add(std::unique_ptr<KernelOperation> operation) {
+  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  open_ = false;
+  stages_.back()->kernel = std::move(operation);
+}
+
+int Program::end_stage() {
+  // A stage without a kernel is the last of a run: it finishes the kernel before it.
+  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  open_ = false;
+  return stages();
+}
+
+template <class Function>
+void Program::for_operations(const Function& function) {
+  for (const auto& stage : stages_) {
+    for (const auto& operation : stage->small) function(*operation);
+    if (stage->kernel) function(*stage->kernel);
+  }
+}
+
+void Program::bind(int buffer, std::byte* origin, std::int64_t first, std::int64_t end) {
+  if (buffer < 0 || buffer > 1 << 20) throw std::invalid_argument("buffer " + std::to_string(buffer) + " is out of range");
+  if (static_cast<std::size_t>(buffer) >= buffers_.size()) buffers_.resize(static_cast<std::size_t>(buffer) + 1);
+  buffers_[static_cast<std::size_t>(buffer)] = {origin, first, end};
+  checked_last_ = checked_first_ - 1;
+}
+
+void Program::check_operand(const Operand& operand, std::int64_t position) const {
+  if (operand.buffer < 0) return;
+  if (static_cast<std::size_t>(operand.buffer) >= buffers_.size() || buffers_[static_cast<std::size_t>(operand.buffer)].origin == nullptr)
+    throw std::invalid_argument("buffer " + std::to_string(operand.buffer) + " is not bound");
+  const Buffer& buffer = buffers_[static_cast<std::size_t>(operand.buffer)];
+  std::int64_t low = operand.offset.at(position, room_), high = low;
+  for (int dim = 0; dim < operand.dims; ++dim) {
+    const std::int64_t size = operand.sizes[dim].at(position, room_), stride = operand.strides[dim].at(position, room_);
+    if (size < 0) throw std::invalid_argument("an operand has a negative size at position " + std::to_string(position));
+    if (size == 0) return;
+    (stride < 0 ? low : high) += (size - 1) * stride;
+  }
+  const auto bytes = static_cast<std::int64_t>(bytes_of(operand.type));
+  if (low * bytes < buffer.first || (high + 1) * bytes > buffer.end)
+    throw std::invalid_argument("an operand leaves buffer " + std::to_string(operand.buffer) + " at position " + std::to_string(position));
+}
+
+void Program::check(std::int64_t first, std::int64_t last, std::int64_t room) {
+  room_ = room;
+  checked_last_ = first - 1;
+  if (first < 0 || last < first) throw std::invalid_argument("no position to check");
+  for_operations([&](Operation& operation) {
+    for (const Operand& operand : operation.operands()) {
+      check_operand(operand, first);
+      check_operand(operand, last);
+    }
+    if (operation.is_fixed()) resolve(operation, first);
+  });
+  checked_first_ = first;
+  checked_last_ = last;
+}
+
+void Program::resolve(Operation& operation, std::int64_t position) const {
+  std::vector<View>& views = operation.views();
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    const Operand& operand = operation.operands()[i];
+    View& view = views[i];
+    view.type = operand.type;
+    view.dims = operand.dims;
+    for (int dim = 0; dim < operand.dims; ++dim) {
+      view.sizes[dim] = operand.sizes[dim].at(position, room_);
+      view.strides[dim] = operand.strides[dim].at(position, room_);
+    }
+    if (operand.buffer < 0) view.number = operand.number + operand.number_slope * static_cast<double>(position);
+    else
+      view.data = buffers_[static_cast<std::size_t>(operand.buffer)].origin +
+                  operand.offset.at(position, room_) * static_cast<std::int64_t>(bytes_of(operand.type));
+  }
+  operation.resolved();
+}
+
+void Program::run(std::int64_t position, int first, int end) {
+  if (position < checked_first_ || position > checked_last_)
+    throw std::invalid_argument("position " + std::to_string(position) + " was not checked");
+  if (first < 0 || end > stages() || first > end) throw std::invalid_argument("there are no such stages");
+  runtime_.run(*this, [&] {
+    for (int i = first; i < end; ++i) {
+      Stage& stage = *stages_[static_cast<std::size_t>(i)];
+      stage.claimed.store(false, std::memory_order_relaxed);
+      stage.ready.store(false, std::memory_order_relaxed);
+      stage.done.store(false, std::memory_order_relaxed);
+      for (const auto& operation : stage.small)
+        if (!operation->is_fixed()) resolve(*operation, position);
+      if (stage.kernel && !stage.kernel->is_fixed()) resolve(*stage.kernel, position);
+    }
+    first_ = first;
+    end_ = end;
+    failed_.store(false);
+    error_ = nullptr;
+  });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Program::run(int worker) noexcept {
+  for (int i = first_; i < end_; ++i) {
+    Stage& stage = *stages_[static_cast<std::size_t>(i)];
+    if (stage.done.load(std::memory_order_acquire)) continue;
+    if (!stage.claimed.exchange(true, std::memory_order_acq_rel)) {
+      run_small(stage, i > first_ ? stages_[static_cast<std::size_t>(i) - 1].get() : nullptr);
+      stage.ready.store(true, std::memory_order_release);
+    } else {
+      wait_until([&] { return stage.ready.load(std::memory_order_acquire); });
+    }
+    if (failed_.load(std::memory_order_acquire)) return;
+    if (stage.kernel) stage.kernel->run(worker);
+    stage.done.store(true, std::memory_order_release);
+  }
+}
+
+void Program::run_small(Stage& stage, Stage* before) {
+  try {
+    if (before != nullptr && before->kernel) before->kernel->finish();
+    for (const auto& operation : stage.small) operation->run(machine_.kernels);
+    if (stage.kernel) stage.kernel->prepare();
+  } catch (...) {
+    error_ = std::current_exception();
+    failed_.store(true, std::memory_order_release);
+  }
+}
+
+}  // namespace moegraft

@@ -1,0 +1,195 @@
+// A decode step of a whole model as one list of operations over memory that stays in place. program/ holds the list and its execution
+// (program.cpp), the kernels as steps of it (kernel_steps.cpp) and the small operations between them (small_ops.cpp). What is recorded, and
+// how it becomes this list, is Python's part (operators/step_program).
+//
+// A program is a list of stages: small operations, then at most one kernel. Program::run() runs some of them as one job of the pool: the
+// small operations of a stage, which take microseconds, on the first worker that arrives, its kernel on all workers. Workers wait for each
+// other by spinning, and yield when that takes long. A worker that comes late finds the finished stages done and joins the current one.
+//
+// The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound. All
+// sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is checked against its buffer by check(), for a range of
+// positions, before run() touches it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/memory.h"
+#include "core/runtime.h"
+#include "core/thread_pool.h"
+
+namespace moegraft {
+
+enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool };
+std::size_t bytes_of(ElementType type);
+ElementType parse_element(const std::string& name);  // throws std::invalid_argument
+
+struct Linear {
+  std::int64_t base = 0;
+  std::int64_t slope = 0;     // for each position
+  std::int64_t capacity = 0;  // for each token that a buffer of the cache has room for
+  std::int64_t at(std::int64_t position, std::int64_t room) const { return base + slope * position + capacity * room; }
+};
+
+constexpr int kMaxDims = 6;
+
+// A tensor in a buffer, in elements of its type; or, where `buffer` is -1, a number for all elements.
+struct Operand {
+  int buffer = -1;
+  ElementType type = ElementType::kFloat32;
+  Linear offset;
+  int dims = 0;
+  std::array<Linear, kMaxDims> sizes{};
+  std::array<Linear, kMaxDims> strides{};
+  double number = 0.0;
+  double number_slope = 0.0;  // for each position
+
+  bool is_fixed() const;
+};
+
+// An operand at one position.
+struct View {
+  std::byte* data = nullptr;  // null: `number`
+  ElementType type = ElementType::kFloat32;
+  int dims = 0;
+  std::array<std::int64_t, kMaxDims> sizes{};
+  std::array<std::int64_t, kMaxDims> strides{};
+  double number = 0.0;
+
+  std::int64_t elements() const;
+  bool contiguous() const;
+};
+
+class Program;
+
+// One operation. `views` are its operands at the current position.
+class Operation {
+ public:
+  explicit Operation(std::vector<Operand> operands);
+  virtual ~Operation() = default;
+  const std::vector<Operand>& operands() const { return operands_; }
+  bool is_fixed() const { return fixed_; }
+  std::vector<View>& views() { return views_; }
+  virtual void resolved() {}  // after `views` changed; throws std::invalid_argument
+
+ protected:
+  std::vector<Operand> operands_;
+  std::vector<View> views_;
+  bool fixed_;
+};
+
+class SmallOperation : public Operation {
+ public:
+  using Operation::Operation;
+  virtual void run(const Kernels& kernels) = 0;  // on one thread; throws std::invalid_argument
+};
+
+// `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum. The
+// first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
+std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers);
+std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form);  // out, x and, if there is one, weight
+
+// Scratch memory of all kernels of a program; one runs at a time.
+struct ProgramScratch {
+  AlignedMemory records;
+  AlignedMemory lanes;
+  AlignedMemory neurons;
+  std::vector<AlignedMemory> workers;
+  Routing routing;
+  VisibleKeys visible;
+  SelectionScratch selection;
+};
+
+struct ProgramMachine {
+  const Kernels& kernels;
+  const int workers;
+  ProgramScratch& scratch;
+};
+
+class KernelOperation : public Operation {
+ public:
+  using Operation::Operation;
+  virtual void prepare() = 0;  // on one thread, before run(); throws std::invalid_argument, std::bad_alloc
+  virtual void run(int worker) noexcept = 0;  // on every worker; returns when all units are finished
+  virtual void finish() {}  // on one thread, after run()
+};
+
+struct AttentionNumbers {
+  float scale;
+  float softcap;
+  bool causal;
+};
+
+// Operands: out, then the inputs in the order of the Runtime's methods. All throw std::invalid_argument.
+std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std::vector<const PackedLinear*> linears,
+                                              std::vector<Operand> operands);  // x, then one out for each
+std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, std::vector<Operand> operands);
+std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands);
+// out, query, key, value and, by the flags, mask and sinks
+std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers, bool has_mask,
+                                                bool has_sinks, std::vector<Operand> operands);
+// out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
+std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
+
+class Program final : public Job {
+ public:
+  explicit Program(Runtime& runtime);
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  const ProgramMachine& machine() const { return machine_; }
+  void add(std::unique_ptr<SmallOperation> operation);
+  void add(std::unique_ptr<KernelOperation> operation);
+  // Ends the stage, so that the caller can do something between two runs; returns the number of stages so far.
+  int end_stage();
+  int stages() const { return static_cast<int>(stages_.size()); }
+
+  // Offset 0 of the buffer is at `origin`; operands may reach from `first` to `end` bytes relative to it.
+  void bind(int buffer, std::byte* origin, std::int64_t first, std::int64_t end);
+  // Throws std::invalid_argument where an operand leaves its buffer at a position in [first, last]; `room`: tokens in a buffer of the cache.
+  void check(std::int64_t first, std::int64_t last, std::int64_t room);
+  // Stages [first, end) of the step at `position`, within the checked range. Throws what an operation throws.
+  void run(std::int64_t position, int first, int end);
+
+  void run(int worker) noexcept override;
+
+ private:
+  struct Stage {
+    std::vector<std::unique_ptr<SmallOperation>> small;
+    std::unique_ptr<KernelOperation> kernel;
+    std::atomic<bool> claimed{false};
+    std::atomic<bool> ready{false};
+    std::atomic<bool> done{false};
+  };
+  struct Buffer {
+    std::byte* origin = nullptr;
+    std::int64_t first = 0;
+    std::int64_t end = 0;
+  };
+
+  template <class Function>
+  void for_operations(const Function& function);
+  void resolve(Operation& operation, std::int64_t position) const;
+  void check_operand(const Operand& operand, std::int64_t position) const;
+  void run_small(Stage& stage, Stage* before);
+
+  Runtime& runtime_;
+  ProgramScratch scratch_;
+  const ProgramMachine machine_;
+  std::vector<std::unique_ptr<Stage>> stages_;
+  bool open_ = false;  // the last stage takes more operations
+  std::vector<Buffer> buffers_;
+  std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;
+  int first_ = 0, end_ = 0;
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
+};
+
+}  // namespace moegraft

@@ -1,0 +1,738 @@
+"""Turn a fitted step into a native program: ATen calls become the program's small operations, kernel calls its kernels.
+
+A call without a native form stays a call of PyTorch between two runs of the program, so that one unknown operation costs microseconds and
+not the whole program. The memory of temporaries is assigned here, by the operations between which each is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map, tree_unflatten
+
+from moegraft.cpu_backend import Program, Runtime
+from moegraft.operators.step_program.fitting import Affine, FittedCall, FittedStep, Place, StateName
+from moegraft.operators.step_program.recording import NotRecordableError
+
+ARENA = 0  # the buffer of all temporaries
+_ALIGNMENT = 64
+_TYPES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
+}
+_ZERO, _ONE = Affine(0), Affine(1)
+Number = float | int | Affine
+Operand = Place | Number
+
+
+@dataclass(slots=True)
+class Node:
+    """One operation of a program.
+
+    Attributes:
+        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention` and `matmul` on all, `call` in PyTorch.
+        writes, reads: what it touches, in the order of its native form: results first.
+        name: of a small operation.
+        payload: packed weights, specs or the call itself.
+    """
+
+    kind: str
+    writes: list[Place]
+    reads: list[Operand]
+    name: str = ""
+    numbers: list[float] = field(default_factory=list)
+    payload: Any = None
+
+    def storages(self) -> list[int]:
+        return [place.storage for place in (*self.writes, *self.reads) if isinstance(place, Place)]
+
+
+class _Unsupported(Exception):
+    """A call has no native form."""
+
+
+class Lowering:
+    """The nodes of a fitted step.
+
+    Args:
+        grown: tensors of the cache to which a step appends, by storage after the step: see `CacheTensor`.
+    """
+
+    def __init__(self, step: FittedStep, runtime: Runtime, grown: Sequence[CacheTensor]) -> None:
+        self._step = step
+        self._runtime = runtime
+        self._grown = {tensor.after: tensor for tensor in grown}
+        self._buffers = {tensor.before for tensor in grown}
+        self.storage_bytes = list(step.storage_bytes)
+        self.produced = set(step.produced)
+        self.nodes: list[Node] = []
+        for call in step.calls:
+            self._lower(call)
+        self._gather_linears()
+
+    def temporary(self, dtype: torch.dtype, sizes: Sequence[Affine]) -> Place:
+        """Return a new contiguous temporary; at most one size may depend on the position."""
+        strides, stride = [], _ONE
+        for size in reversed(sizes):
+            strides.append(stride)
+            stride = stride.times(size.base) if not (size.slope or size.capacity) else _times(size, stride)
+        self.storage_bytes.append(stride.times(dtype.itemsize))
+        self.produced.add(len(self.storage_bytes) - 1)
+        return Place(len(self.storage_bytes) - 1, dtype, _ZERO, tuple(sizes), tuple(reversed(strides)))
+
+    def small(self, name: str, out: Place, *reads: Operand, numbers: Sequence[float] = ()) -> None:
+        """Append an operation whose operands have the sizes that its native form expects."""
+        for place in (out, *reads):
+            if isinstance(place, Place) and (place.dtype not in _TYPES or place.dims > 6):
+                raise _Unsupported
+        self.nodes.append(Node("small", [out], list(reads), name, list(numbers)))
+
+    def elementwise(self, name: str, out: Place, *reads: Operand) -> None:
+        self.small(name, out, *(read.expanded(out.sizes) if isinstance(read, Place) else read for read in reads))
+
+    def contiguous(self, place: Place) -> Place:
+        """Return the place, or a copy of it with its last dimension contiguous."""
+        if place.dims == 0 or place.sizes[-1] == _ONE or place.strides[-1] == _ONE:
+            return place
+        copy = self.temporary(place.dtype, place.sizes)
+        self.elementwise("copy", copy, place)
+        return copy
+
+    def _lower(self, call: FittedCall) -> None:
+        before = len(self.nodes), len(self.storage_bytes)
+        kernel = _KERNELS.get(call.name)
+        appends = bool(call.outputs) and call.outputs[0].storage in self._grown and call.name == "cat.default"
+        if not appends and any(isinstance(leaf, Place) and leaf.storage in self._buffers for leaf in call.leaves):
+            raise NotRecordableError(f"{call.name} reads the cache before the new tokens are in it")
+        leaves = [self._in_cache(leaf) for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.form)
+        outputs = [self._in_cache(place) for place in call.outputs]
+        if kernel is not None:
+            kernel(self, args, kwargs)
+            return
+        if appends:
+            self._append(self._grown[call.outputs[0].storage], args[0])
+            return
+        lower = _LOWERINGS.get(call.name)
+        try:
+            if lower is None:
+                raise _Unsupported
+            lower(self, args, kwargs, outputs)
+        except (_Unsupported, NotRecordableError):
+            del self.nodes[before[0] :]
+            reads = [leaf for leaf in leaves if isinstance(leaf, Place)]
+            self.nodes.append(Node("call", outputs, list(reads), call.name, payload=(call.target, leaves, call.form)))
+
+    def _in_cache(self, leaf: Any) -> Any:
+        """Return where a tensor that the step would allocate for the grown cache is in the cache's buffer."""
+        grown = self._grown.get(leaf.storage) if isinstance(leaf, Place) else None
+        return leaf if grown is None else grown.translated(leaf)
+
+    def _append(self, grown: CacheTensor, pieces: Sequence[Place]) -> None:
+        if len(pieces) != 2 or pieces[0].storage != grown.before:
+            raise NotRecordableError("the cache grows in another way than by appending to it")
+        new = pieces[1]
+        self.elementwise("copy", grown.rows(pieces[0].sizes[grown.dim], new.sizes), new)
+
+    def _gather_linears(self) -> None:
+        """Move linear layers behind one with the same input: they are computed as one operation."""
+        position = 0
+        while position < len(self.nodes):
+            node = self.nodes[position]
+            position += 1
+            if node.kind != "linear":
+                continue
+            (x,) = node.reads
+            assert isinstance(x, Place)
+            packed = node.payload[0]
+            for later in range(position, len(self.nodes)):
+                other = self.nodes[later]
+                if any(place.storage == x.storage for place in other.writes):
+                    break
+                if other.kind != "linear" or other.reads != [x]:
+                    continue
+                if other.payload[0].weight_type != packed.weight_type:
+                    continue
+                targets = {place.storage for place in other.writes}
+                if any(targets & set(between.storages()) for between in self.nodes[position:later]):
+                    continue
+                node.payload = [*node.payload, *other.payload]
+                node.writes = [*node.writes, *other.writes]
+                self.nodes[later] = Node("none", [], [])
+            self.nodes = [each for each in self.nodes if each.kind != "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """A tensor of the cache to which each step appends, kept in a buffer with room for more tokens.
+
+    Attributes:
+        name: in the cache.
+        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer.
+        dim: along which it grows.
+        shape: of the tensor with the new tokens.
+        start_slope: by how many rows the tensor's start moves in a step: 1 for a window that is full, else 0.
+    """
+
+    name: StateName
+    before: int
+    after: int
+    dim: int
+    shape: tuple[Affine, ...]
+    start_slope: int
+    dtype: torch.dtype
+
+    def strides(self) -> tuple[Affine, ...]:
+        """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
+        strides, stride = [], _ONE
+        for dim in reversed(range(len(self.shape))):
+            strides.append(stride)
+            stride = Affine(0, 0, stride.base) if dim == self.dim else stride.times(self.shape[dim].base)
+            if dim != self.dim and self.shape[dim].slope:
+                raise NotRecordableError("a cache grows in two dimensions")
+        return tuple(reversed(strides))
+
+    def rows(self, start: Affine, sizes: Sequence[Affine]) -> Place:
+        """Return the place of new tokens, of `sizes`, behind `start` tokens."""
+        strides = self.strides()
+        moved = Affine(start.base, start.slope + self.start_slope)
+        return Place(self.before, self.dtype, _row_offset(strides[self.dim], moved), tuple(sizes), strides)
+
+    def translated(self, place: Place) -> Place:
+        """Return where a view of the tensor with its new tokens is in the buffer."""
+        stride, packed = _ONE, []
+        for size in reversed(self.shape):
+            packed.append(stride)
+            stride = _times(size, stride)
+        packed.reverse()
+        own = self.strides()
+        rest, offset = place.offset, Affine(0, self.start_slope).times(own[self.dim].base)
+        if own[self.dim].capacity or own[self.dim].slope:
+            raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
+        # The offset is that of a row, or of heads: the largest stride first.
+        for dim, one in enumerate(packed):
+            if rest == _ZERO:
+                break
+            if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
+                count = Affine(rest.base // one.base, rest.slope // one.base)
+                if dim != self.dim and (count.slope or not 0 <= count.base):
+                    continue
+                offset = offset.plus(_row_offset(own[dim], count))
+                rest = _ZERO
+        if rest != _ZERO:
+            raise NotRecordableError("a view of the cache begins in the middle of it")
+        strides = []
+        for size, stride in zip(place.sizes, place.strides, strict=True):
+            if size == _ONE or stride == _ZERO:
+                strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
+                continue
+            known = [own[dim] for dim, one in enumerate(packed) if one == stride and self.shape[dim] != _ONE]
+            if not known:
+                raise NotRecordableError("a view of the cache joins its dimensions")
+            strides.append(known[0])
+        return Place(self.before, place.dtype, offset, place.sizes, tuple(strides))
+
+
+def _row_offset(stride: Affine, rows: Affine) -> Affine:
+    if stride.capacity and (rows.slope or rows.capacity):
+        raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
+    if stride.capacity:
+        return Affine(0, 0, stride.capacity * rows.base)
+    return rows.times(stride.base)
+
+
+def _times(one: Affine, other: Affine) -> Affine:
+    if one.slope == one.capacity == 0:
+        return other.times(one.base)
+    if other.slope == other.capacity == 0:
+        return one.times(other.base)
+    raise NotRecordableError("a size is no linear function of the position")
+
+
+Lower = Callable[[Lowering, Sequence[Any], Mapping[str, Any], Sequence[Place]], None]
+_LOWERINGS: dict[str, Lower] = {}
+
+
+def _lowers(*names: str) -> Callable[[Lower], Lower]:
+    def register(lower: Lower) -> Lower:
+        _LOWERINGS.update(dict.fromkeys(names, lower))
+        return lower
+
+    return register
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | Affine)
+
+
+def _operand(value: Any) -> Operand:
+    if isinstance(value, Place) or _is_number(value):
+        return value  # type: ignore[no-any-return]
+    raise _Unsupported
+
+
+_UNARY = {
+    name: name for name in ("neg", "abs", "exp", "log", "log1p", "sin", "cos", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "relu", "tanh", "floor", "sign")
+} | {"logical_not": "not"}
+_BINARY = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "logical_and": "and", "logical_or": "or", "logical_xor": "xor",
+}  # fmt: skip
+_BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "__and__": "and", "__or__": "or", "__xor__": "xor"}
+
+
+def _unary(name: str) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        to.elementwise(name, outputs[0], args[0])
+
+    return lower
+
+
+def _binary(name: str) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        if kwargs.get("alpha", 1) != 1 or len(args) > 2 or kwargs.get("rounding_mode") is not None:
+            raise _Unsupported
+        to.elementwise(name, outputs[0], _operand(args[0]), _operand(args[1]))
+
+    return lower
+
+
+def _bitwise(name: str) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        if outputs[0].dtype != torch.bool:
+            raise _Unsupported
+        to.elementwise(name, outputs[0], _operand(args[0]), _operand(args[1]))
+
+    return lower
+
+
+for _aten, _own in _UNARY.items():
+    for _form in (f"{_aten}.default", f"{_aten}_.default"):
+        _LOWERINGS[_form] = _unary(_own)
+for _aten, _own in _BINARY.items():
+    for _form in ("Tensor", "Scalar", "default"):
+        _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _binary(_own)
+for _aten, _own in _BITWISE.items():
+    for _form in ("Tensor", "Scalar"):
+        _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _bitwise(_own)
+
+
+@_lowers("bitwise_not.default")
+def _bitwise_not(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    if outputs[0].dtype != torch.bool:
+        raise _Unsupported
+    to.elementwise("not", outputs[0], args[0])
+
+
+@_lowers("rsub.Scalar")
+def _rsub(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    if len(args) > 2 or kwargs:
+        raise _Unsupported
+    to.elementwise("sub", outputs[0], _operand(args[1]), args[0])
+
+
+@_lowers("floor_divide.default", "floor_divide.Scalar")
+def _floor_divide(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("floor_div", outputs[0], _operand(args[0]), _operand(args[1]))
+
+
+@_lowers("pow.Tensor_Scalar", "square.default")
+def _pow(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    exponent = args[1] if len(args) > 1 else 2
+    named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    if exponent == 2:
+        to.elementwise("mul", outputs[0], args[0], args[0])
+    elif exponent in named:
+        to.elementwise(named[exponent], outputs[0], args[0])
+    elif isinstance(exponent, int | float):
+        to.elementwise("pow", outputs[0], args[0], exponent)
+    else:
+        raise _Unsupported
+
+
+@_lowers("clamp.default", "clamp_min.default", "clamp_max.default")
+def _clamp(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    raise _Unsupported  # replaced below by the name-aware forms
+
+
+def _clamp_by(low: Any, high: Any) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        least, most = low(args, kwargs), high(args, kwargs)
+        source: Operand = args[0]
+        for name, bound in (("maximum", least), ("minimum", most)):
+            if bound is not None:
+                to.elementwise(name, outputs[0], source, _operand(bound))
+                source = outputs[0]
+
+    return lower
+
+
+def _argument(place: int, name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(name)
+
+
+_LOWERINGS["clamp.default"] = _clamp_by(_argument(1, "min"), _argument(2, "max"))
+_LOWERINGS["clamp_min.default"] = _clamp_by(_argument(1, "min"), lambda args, kwargs: None)
+_LOWERINGS["clamp_max.default"] = _clamp_by(lambda args, kwargs: None, _argument(1, "max"))
+
+
+@_lowers("gelu.default")
+def _gelu(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu", outputs[0], args[0])
+
+
+@_lowers("softplus.default")
+def _softplus(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    beta, threshold = (*args[1:], *(1, 20)[len(args) - 1 :])
+    to.elementwise("softplus", outputs[0], args[0], _operand(beta), _operand(threshold))
+
+
+@_lowers("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+def _where(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("where", outputs[0], args[0], _operand(args[1]), _operand(args[2]))
+
+
+@_lowers("masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor", "masked_fill_.Tensor")
+def _masked_fill(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("where", outputs[0], args[1], _operand(args[2]), args[0])
+
+
+@_lowers("_to_copy.default", "clone.default")
+def _copy(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("copy", outputs[0], args[0])
+
+
+@_lowers("copy_.default")
+def _copy_into(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.elementwise("copy", args[0], args[1])
+
+
+def _fill(number: Callable[[Sequence[Any], Mapping[str, Any]], Any]) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        to.elementwise("copy", outputs[0], _operand(number(args, kwargs)))
+
+    return lower
+
+
+for _name in ("zeros", "new_zeros", "zeros_like", "zero_"):
+    _LOWERINGS[f"{_name}.default"] = _fill(lambda args, kwargs: 0)
+for _name in ("ones", "new_ones", "ones_like"):
+    _LOWERINGS[f"{_name}.default"] = _fill(lambda args, kwargs: 1)
+_LOWERINGS["full.default"] = _LOWERINGS["full_like.default"] = _fill(_argument(1, "fill_value"))
+_LOWERINGS["new_full.default"] = _fill(_argument(2, "fill_value"))
+_LOWERINGS["fill_.Scalar"] = _fill(_argument(1, "value"))
+_LOWERINGS["scalar_tensor.default"] = _fill(_argument(0, "s"))
+
+
+@_lowers("cat.default", "concat.default", "stack.default")
+def _cat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    out = outputs[0]
+    pieces = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dims
+    stacked = bool(pieces) and pieces[0].dims < out.dims
+    start = _ZERO
+    for piece in pieces:
+        if stacked:
+            piece = Place(
+                piece.storage,
+                piece.dtype,
+                piece.offset,
+                (*piece.sizes[:dim], _ONE, *piece.sizes[dim:]),
+                (*piece.strides[:dim], _ZERO, *piece.strides[dim:]),
+            )
+        if piece.dims != out.dims:
+            raise _Unsupported
+        to.elementwise("copy", out.sliced(dim, start, piece.sizes[dim]), piece)
+        start = start.plus(piece.sizes[dim])
+
+
+@_lowers("arange.default", "arange.start", "arange.start_step")
+def _arange(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    start, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+    to.small("arange", outputs[0], _operand(start), _operand(step))
+
+
+@_lowers("embedding.default")
+def _embedding(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.small("embedding", outputs[0], args[0], args[1])
+
+
+@_lowers("_softmax.default")
+def _softmax(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.small("softmax", outputs[0].with_last(args[1]), args[0].with_last(args[1]))
+
+
+def _reduced(out: Place, x: Place, dim: int) -> tuple[Place, Place]:
+    """Return the result as (..., 1) and the operand with the reduced dimension last."""
+    x = x.with_last(dim)
+    if out.dims == x.dims:
+        return out.with_last(dim), x
+    return Place(out.storage, out.dtype, out.offset, (*out.sizes, _ONE), (*out.strides, _ONE)), x
+
+
+def _reduction(name: str) -> Lower:
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        dims = args[1] if len(args) > 1 else []
+        if not isinstance(dims, list | tuple) or len(dims) != 1:
+            raise _Unsupported
+        to.small(name, *_reduced(outputs[0], args[0], dims[0]))
+
+    return lower
+
+
+_LOWERINGS["sum.dim_IntList"] = _reduction("sum")
+_LOWERINGS["mean.dim"] = _reduction("mean")
+_LOWERINGS["amax.default"] = _reduction("amax")
+
+
+@_lowers("topk.default")
+def _topk(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+    values, ids = (place.with_last(dim) for place in outputs)
+    if not isinstance(args[1], int) or values.dtype not in _TYPES or values.dtype == torch.int64:
+        raise _Unsupported
+    to.nodes.append(Node("small", [values, ids], [args[0].with_last(dim)], "topk", [float(largest)]))
+
+
+def _narrowed(place: Place, like: Place) -> Place:
+    """Return the place with the sizes of `like` in all dimensions but the last."""
+    return Place(place.storage, place.dtype, place.offset, (*like.sizes[:-1], place.sizes[-1]), place.strides)
+
+
+@_lowers("gather.default")
+def _gather(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    index = args[2].with_last(args[1])
+    to.small("gather", outputs[0].with_last(args[1]), _narrowed(args[0].with_last(args[1]), index), index)
+
+
+@_lowers("scatter.value", "scatter.src", "scatter_.value", "scatter_.src")
+def _scatter(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    if len(args) > 4 or kwargs:
+        raise _Unsupported
+    x, dim, index, value = args
+    if outputs[0].storage != x.storage:
+        to.elementwise("copy", outputs[0], x)
+    index = index.with_last(dim)
+    out = _narrowed(outputs[0].with_last(dim), index)
+    if isinstance(value, Place):
+        to.small("scatter", out, index, _narrowed(value.with_last(dim), index))
+    else:
+        to.small("scatter", out, index, numbers=[float(value)])
+
+
+@_lowers("cumsum.default")
+def _cumsum(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    to.small("cumsum", outputs[0].with_last(args[1]), args[0].with_last(args[1]))
+
+
+@_lowers("mm.default", "bmm.default", "addmm.default")
+def _matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    out = outputs[0]
+    bias = args[0] if len(args) == 3 else None
+    a, b = args[-2:]
+    if kwargs or out.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not a.dtype == b.dtype == out.dtype:
+        raise _Unsupported
+    if bias is not None and (bias.dims > 1 or bias.dtype != out.dtype):
+        raise _Unsupported
+    a = to.contiguous(a)
+    if _ONE not in b.strides[-2:] and _ONE not in b.sizes[-2:]:
+        b = to.contiguous(b)
+    batched = [place if place.dims == 3 else Place(place.storage, place.dtype, place.offset, (_ONE, *place.sizes), (_ZERO, *place.strides)) for place in (out, a, b)]
+    to.nodes.append(Node("matmul", [batched[0]], [*batched[1:], *([] if bias is None else [bias])]))
+
+
+def _kernel_linear(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    packed, x, out = args
+    to.nodes.append(Node("linear", [out], [x], payload=[packed]))
+
+
+def _kernel_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    spec, x, weight, out = args
+    to.nodes.append(Node("norm", [out], [x] if weight is None else [x, weight], payload=spec))
+
+
+def _kernel_route(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    spec, x, weight, logits, weights, index = args
+    to.nodes.append(Node("router", [logits, weights, index], [x, weight], payload=spec))
+
+
+def _kernel_forward(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if kwargs:
+        raise NotRecordableError("neurons are left out of experts")
+    experts, x, index, weights, out = args
+    to.nodes.append(Node("experts", [out], [x, index, weights], payload=experts))
+
+
+def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    query, key, value, out = args
+    mask, sinks = kwargs["mask"], kwargs["sinks"]
+    reads = [query, key, value, *([] if mask is None else [mask]), *([] if sinks is None else [sinks])]
+    numbers = {"scale": kwargs["scale"], "softcap": kwargs["softcap"], "causal": kwargs["causal"], "mask": mask is not None, "sinks": sinks is not None}
+    to.nodes.append(Node("attention", [out], reads, payload=numbers))
+
+
+_KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
+    "linear": _kernel_linear,
+    "norm": _kernel_norm,
+    "route": _kernel_route,
+    "forward": _kernel_forward,
+    "attention": _kernel_attention,
+}
+
+
+@dataclass(slots=True)
+class PythonCall:
+    """A call of PyTorch between two runs of the native program, over the program's memory."""
+
+    target: Any
+    leaves: Sequence[Any]
+    form: Any
+    outputs: Sequence[Place]
+
+
+class NativeStep:
+    """The native program of a lowered step.
+
+    Attributes:
+        parts: what a step runs in order: a range of native stages, or a call of PyTorch.
+        arena_bytes: of the temporaries, by position.
+    """
+
+    def __init__(self, lowering: Lowering, runtime: Runtime, kept: Sequence[Place], last_position: int) -> None:
+        self.native = Program(runtime)
+        self.parts: list[tuple[int, int] | PythonCall] = []
+        self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
+        self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
+        self._first = 0
+        for node in lowering.nodes:
+            self._emit(node)
+        self._close()
+
+    def operand(self, value: Operand) -> tuple[Any, ...]:
+        """Return an operand in the form of `Program`."""
+        if isinstance(value, Affine):
+            return float(value.base), float(value.slope)
+        if not isinstance(value, Place):
+            return float(value), 0.0
+        buffer, start = self.where(value)
+        offset = value.offset.plus(Affine(start // value.dtype.itemsize))
+        sizes = tuple(size.as_tuple() for size in value.sizes)
+        return buffer, _TYPES[value.dtype], offset.as_tuple(), sizes, tuple(stride.as_tuple() for stride in value.strides)
+
+    def where(self, place: Place) -> tuple[int, int]:
+        """Return the buffer of a place and the first byte of its storage there."""
+        offset = self._offsets.get(place.storage)
+        if offset is not None:
+            return ARENA, offset
+        return self.buffers.setdefault(place.storage, len(self.buffers) + 1), 0
+
+    def _emit(self, node: Node) -> None:
+        if node.kind == "call":
+            self._close()
+            target, leaves, form = node.payload
+            for place in (*node.writes, *(leaf for leaf in leaves if isinstance(leaf, Place))):
+                self.where(place)
+            self.parts.append(PythonCall(target, leaves, form, node.writes))
+            return
+        operands = [self.operand(value) for value in (*node.writes, *node.reads)]
+        native = self.native
+        if node.kind == "small":
+            native.add_small(node.name, operands, node.numbers)
+        elif node.kind == "norm":
+            native.add_norm(node.payload, operands)
+        elif node.kind == "linear":
+            native.add_linears(node.payload, [operands[-1], *operands[:-1]])
+        elif node.kind == "experts":
+            native.add_experts(node.payload, operands)
+        elif node.kind == "router":
+            native.add_router(node.payload, operands)
+        elif node.kind == "attention":
+            native.add_attention(operands, **node.payload)
+        else:
+            native.add_matmul(operands)
+
+    def _close(self) -> None:
+        end = self.native.end_stage()
+        self.parts.append((self._first, end))
+        self._first = end
+
+    def view(self, place: Place, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> torch.Tensor:
+        """Return a tensor over the memory of a place; `tensors` has the bytes of each buffer."""
+        buffer, start = self.where(place)
+        values = tensors[buffer].view(place.dtype) if place.dtype != torch.bool else tensors[buffer].view(torch.bool)
+        sizes = [size.at(position, room) for size in place.sizes]
+        strides = [stride.at(position, room) for stride in place.strides]
+        return values.as_strided(sizes, strides, start // place.dtype.itemsize + place.offset.at(position, room))
+
+    def call(self, part: PythonCall, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> None:
+        """Run a call of PyTorch over the program's memory."""
+
+        def given(leaf: Any) -> Any:
+            if isinstance(leaf, Place):
+                return self.view(leaf, tensors, position, room)
+            return leaf.at(position, room) if isinstance(leaf, Affine) else leaf
+
+        args, kwargs = tree_unflatten([given(leaf) for leaf in part.leaves], part.form)
+        found = part.target(*args, **kwargs)
+        results: list[torch.Tensor] = []
+        tree_map(lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None, found)
+        for result, place in zip(results, part.outputs, strict=True):
+            target = self.view(place, tensors, position, room)
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result)
+
+
+def _assign(lowering: Lowering, kept: Sequence[Place], last_position: int) -> tuple[dict[int, int], int]:
+    """Return the first byte of each temporary in the arena, and the arena's size; temporaries that are alive together do not overlap."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, node in enumerate(lowering.nodes):
+        for storage in node.storages():
+            if storage in lowering.produced:
+                first.setdefault(storage, place)
+                last[storage] = place
+    for output in kept:
+        if output.storage in lowering.produced:
+            first.setdefault(output.storage, 0)
+            last[output.storage] = len(lowering.nodes)
+    free: list[tuple[int, int]] = []  # start, end
+    ending: dict[int, list[int]] = {}
+    offsets: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    top = 0
+    for storage in sorted(first, key=lambda each: first[each]):
+        for done in [place for place in ending if place < first[storage]]:
+            for other in ending.pop(done):
+                free.append((offsets[other], offsets[other] + sizes[other]))
+        free = _joined(free)
+        nbytes = lowering.storage_bytes[storage]
+        size = max(nbytes.at(0), nbytes.at(last_position), 1)
+        size = (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        place = next((index for index, (start, end) in enumerate(free) if end - start >= size), None)
+        if place is None:
+            offsets[storage], top = top, top + size
+        else:
+            start, end = free[place]
+            offsets[storage] = start
+            free[place : place + 1] = [(start + size, end)] if end - start > size else []
+        sizes[storage] = size
+        ending.setdefault(last[storage], []).append(storage)
+    return offsets, top
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined

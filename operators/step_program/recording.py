@@ -1,0 +1,181 @@
+"""Record one forward pass of a model: its ATen calls and kernel calls, with the memory that each reads and writes.
+
+A `TorchDispatchMode` sees every ATen call. The kernels of `cpu_backend` are no ATen calls: while a pass is recorded, the methods of the
+model's `Runtime` are replaced on that one object by methods that also record. Views are not calls: a tensor is described by its storage,
+offset, sizes and strides.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from moegraft.cpu_backend import Runtime
+
+KERNELS = ("linear", "forward", "norm", "route", "attention")
+_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+# A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.
+_HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
+_NUMPY_TYPES = {
+    np.dtype(np.uint16): torch.bfloat16,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float16): torch.float16,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+class NotRecordableError(Exception):
+    """A forward pass cannot be replayed as a list of calls; the message names the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A tensor of a recording; offset and strides count elements.
+
+    Attributes:
+        storage: its number in `Recording.storages`.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded call.
+
+    Attributes:
+        target: an ATen overload, or the name of a kernel.
+        leaves: the arguments, flattened: Memory for tensors, all else as it was given.
+        form: how `leaves` make up the arguments and keyword arguments.
+        outputs: Memory for each tensor that an ATen overload returned; a kernel writes to its arguments.
+    """
+
+    target: Any
+    leaves: Sequence[Any]
+    form: TreeSpec
+    outputs: Sequence[Memory]
+
+    @property
+    def name(self) -> str:
+        return self.target if isinstance(self.target, str) else str(self.target)
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that a recording touched.
+
+    Attributes:
+        produced: whether it was allocated while the pass ran.
+        tensor: a tensor in it, which keeps it alive, so that no two storages of a recording have the same address.
+    """
+
+    nbytes: int
+    produced: bool
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Recording:
+    """The calls of one forward pass, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    obstacle: str | None = None  # why it cannot be replayed
+
+
+class Recorder(TorchDispatchMode):
+    """Fills `recording` while it is entered.
+
+    Args:
+        runtime: the runtime of the model's operators.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._runtime = runtime
+        self._numbers: dict[int, int] = {}  # of storages, by the address of PyTorch's own object
+        self._starts: list[int] = []  # addresses of storages, sorted
+        self._by_start: dict[int, int] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Record what the body computes."""
+        attributes = vars(self._runtime)
+        for name in KERNELS:
+            attributes[name] = partial(self._kernel, name, getattr(self._runtime, name))
+        try:
+            with self:
+                yield self.recording
+        finally:
+            for name in KERNELS:
+                del attributes[name]
+
+    def memory(self, tensor: torch.Tensor, *, produced: bool = False) -> Memory:
+        """Return the description of a tensor, and give its storage a number if it has none yet."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.recording.storages)
+            self.recording.storages.append(Storage(storage.nbytes(), produced, tensor.detach()))
+            start = storage.data_ptr()
+            if storage.nbytes():
+                bisect.insort(self._starts, start)
+                self._by_start[start] = number
+        return Memory(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inference mode hands such operations over whole
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        leaves, form = tree_flatten((tuple(args), kwargs))
+        known = [self.memory(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        found = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
+        if name in _HOST_READS or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.recording.obstacle = self.recording.obstacle or f"it calls {name}, whose result Python reads or which is random"
+        read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}
+        outputs = [self.memory(tensor, produced=True) for tensor in tensors]
+        is_view = not func._schema.is_mutable and all(output.storage in read for output in outputs)
+        if name not in _ALLOCATIONS and not is_view and not (name == "lift_fresh"):
+            self.recording.calls.append(Call(func, known, form, outputs))
+        return found
+
+    def _kernel(self, name: str, compute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        compute(*args, **kwargs)
+        leaves, form = tree_flatten((args, kwargs))
+        self.recording.calls.append(Call(name, [self._kernel_leaf(leaf) for leaf in leaves], form, ()))
+
+    def _kernel_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.memory(leaf)
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        address = leaf.__array_interface__["data"][0]
+        place = bisect.bisect_right(self._starts, address) - 1
+        start = self._starts[place] if place >= 0 else -1
+        number = self._by_start.get(start)
+        if number is None or address >= start + self.recording.storages[number].nbytes:
+            self.recording.obstacle = self.recording.obstacle or "a kernel reads memory that no tensor of the step holds"
+            return None
+        strides = tuple(stride // leaf.itemsize for stride in leaf.strides)
+        return Memory(number, _NUMPY_TYPES[leaf.dtype], (address - start) // leaf.itemsize, leaf.shape, strides)

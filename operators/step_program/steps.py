@@ -1,0 +1,538 @@
+"""Replay the decode steps of a model on the CPU as native programs.
+
+The first two steps of a kind are recorded while they run as usual, and fitted to each other (fitting.py); the program made of them
+(lowering.py) is compared with the usual step before its results are used. A kind is a number of sequences and tokens, the form of the cache
+and the windows that are full. Whatever cannot be replayed runs as usual, and the reason is logged once.
+
+The cache stays transformers' own: a program writes new tokens to buffers with room for more, and the tensors of the cache become views of
+them. A cache that something else has changed is copied to buffers again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from moegraft.cpu_backend import Runtime
+from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.step_program.fitting import (
+    Affine,
+    FittedStep,
+    Place,
+    RecordedStep,
+    StateName,
+    cache_counts,
+    cache_tensors,
+    fit,
+    storage_bytes,
+)
+from moegraft.operators.step_program.lowering import ARENA, CacheTensor, Lowering, NativeStep, PythonCall
+from moegraft.operators.step_program.recording import Memory, NotRecordableError, Recorder
+
+logger = logging.getLogger(__name__)
+Forward = Callable[..., Any]
+CACHE = "past_key_values"
+MAX_TOKENS = 8  # of a step, for each of at most as many sequences; more is a prompt
+VERIFIED_STEPS = 2  # of each program, computed both ways
+RECORDINGS = 4  # of one kind before it is given up
+ROOM = 256  # tokens by which the buffers of a cache grow at least
+EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
+ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
+_PLAIN_ARGUMENTS = {"use_cache": (True, None), "return_dict": (True, None), "output_attentions": (False, None), "output_hidden_states": (False, None)}
+_NO_NAMES: frozenset[str] = frozenset()
+
+
+class StepPrograms:
+    """Runs the decode steps of one model on the CPU, which asks at every forward pass.
+
+    Args:
+        runtime: of the model's operators.
+        draft: drafts are computed as usual.
+    """
+
+    def __init__(self, runtime: Runtime, draft: DraftSwitch) -> None:
+        self._runtime = runtime
+        self._draft = draft
+        self._lock = threading.Lock()
+        self._kinds: dict[object, _Kind] = {}
+        self._caches: weakref.WeakKeyDictionary[Any, _CacheBuffers] = weakref.WeakKeyDictionary()
+        self._state: _ModelState | None = None
+        self._logged: set[str] = set()
+        self.replayed = 0  # steps
+
+    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
+        """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
+        kind = None if args else self._kind(model, arguments)
+        if kind is None or not self._lock.acquire(blocking=False):
+            return plain(*args, **arguments)
+        try:
+            return self._step(model, kind, plain, arguments)
+        finally:
+            self._lock.release()
+
+    def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of `generate`: any cache that grows will do."""
+        return arguments
+
+    def fixed_cache(self, model: PreTrainedModel, cache: Any, tokens: int) -> Any:
+        return cache
+
+    def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
+        return cache
+
+    def release(self) -> None:
+        """Free the programs; the model computes no more."""
+        self._kinds.clear()
+        self._caches.clear()
+
+    def statistics(self) -> dict[str, object]:
+        """Return the number of replayed steps and programs, and why other steps are computed as usual."""
+        ready = sum(kind.program is not None for kind in self._kinds.values())
+        return {"replayed_steps": self.replayed, "programs": ready, "reasons": sorted(self._logged)}
+
+    def _kind(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> object | None:
+        """Return what a step's program depends on; None for a step that is computed as usual."""
+        ids, cache = arguments.get("input_ids"), arguments.get(CACHE)
+        if (
+            type(ids) is not torch.Tensor
+            or ids.dim() != 2
+            or not 0 < ids.shape[1] <= MAX_TOKENS
+            or not 0 < ids.shape[0] <= MAX_TOKENS
+            or type(cache) is not DynamicCache
+            or not ids.is_cpu
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or self._draft.settings is not None
+            or torch._C._len_torch_dispatch_stack()  # something else is watching
+            or getattr(cache, "offloading", False)
+        ):
+            return None
+        layers = cache.layers
+        if not layers or cache.get_seq_length() == 0:
+            return None
+        settings: list[object] = []
+        for name, value in arguments.items():
+            if name in ("input_ids", CACHE) or value is None:
+                continue
+            if name in _PLAIN_ARGUMENTS:
+                if value not in _PLAIN_ARGUMENTS[name]:
+                    return None
+            elif name == "attention_mask":
+                if not _shows_all(value, ids.shape[0], cache.get_seq_length() + ids.shape[1]):
+                    return None
+            elif name == "position_ids":
+                if not _follows(value, ids, cache.get_seq_length()):
+                    return None
+                settings.append(name)
+            elif isinstance(value, bool | int | float | str):
+                settings.append((name, value))
+            else:
+                return None
+        config = model.config
+        full = tuple(
+            layer.cumulative_length >= layer.sliding_window - 1 for layer in layers if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")
+        )
+        if any(getattr(layer, "record_past", False) for layer in layers):
+            return None
+        return (
+            tuple(ids.shape),
+            tuple(settings),
+            full,
+            tuple(map(type, layers)),
+            torch.is_inference_mode_enabled(),
+            config.output_attentions,
+            config.output_hidden_states,
+            getattr(config, "output_router_logits", None),
+        )
+
+    def _step(self, model: PreTrainedModel, key: object, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+        state = self._state
+        if state is None or state.changed():
+            self._kinds.clear()
+            state = self._state = _ModelState(model)
+        if state.obstacle is not None:
+            self._log(state.obstacle)
+            return plain(**arguments)
+        kind = self._kinds.setdefault(key, _Kind())
+        if kind.given_up:
+            return plain(**arguments)
+        try:
+            if kind.program is None:
+                return self._record(kind, plain, arguments)
+            return self._replay(model, kind, plain, arguments)
+        except NotRecordableError as error:
+            kind.give_up()
+            self._log(str(error))
+            return plain(**arguments)
+
+    def _record(self, kind: _Kind, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+        """Compute a step as usual and record it; two recordings make the program."""
+        cache = arguments[CACHE]
+        position = cache.get_seq_length()
+        if kind.recorded is not None and kind.recorded.position == position:
+            kind.recorded = None
+        recorder = Recorder(self._runtime)
+        given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items() if name != "attention_mask"}
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        before = dict(cache_tensors(cache))
+        counts = cache_counts(cache)
+        inputs = {name: recorder.memory(value) for name, value in tensors.items()}
+        held = {name: recorder.memory(value) for name, value in before.items()}
+        with recorder.recorded() as recording:
+            outputs = plain(**given)
+        after = {name: recorder.memory(value, produced=True) for name, value in cache_tensors(cache)}
+        changed = {name: (counts[name], value) for name, value in cache_counts(cache).items() if name in counts}
+        step = RecordedStep(position, recording, inputs, held, after, changed, _described(outputs, cache, recorder))
+        kind.recordings += 1
+        first, kind.recorded = kind.recorded, step
+        if first is None:
+            return outputs
+        started = time.perf_counter()
+        try:
+            fitted = fit(first, step)
+            program = _StepProgram(fitted, self._runtime, type(outputs), position)
+        except NotRecordableError as error:
+            if kind.recordings >= RECORDINGS:
+                kind.give_up()
+                self._log(str(error))
+            return outputs
+        kind.program, kind.recorded = program, None
+        logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
+        return outputs
+
+    def _replay(self, model: PreTrainedModel, kind: _Kind, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+        program = kind.program
+        assert program is not None, "a program is there before it is replayed"
+        cache = arguments[CACHE]
+        buffers = self._caches.get(cache)
+        if buffers is None:
+            buffers = self._caches[cache] = _CacheBuffers()
+        if kind.verified < VERIFIED_STEPS:
+            return self._verify(model, kind, program, buffers, plain, arguments)
+        outputs = program.run(cache, buffers, arguments, advance=True)
+        self.replayed += 1
+        return outputs
+
+    def _verify(
+        self, model: PreTrainedModel, kind: _Kind, program: _StepProgram, buffers: _CacheBuffers, plain: Forward, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Compute a step both ways, and give the program up where they differ."""
+        cache = arguments[CACHE]
+        states = program.states(cache)
+        kept = [tensor.clone() for tensor in states]
+        failure = None
+        try:
+            found = program.run(cache, buffers, arguments, advance=False)
+        except (ValueError, RuntimeError) as error:
+            failure = f"a program cannot run: {error}"
+        for tensor, old in zip(states, kept, strict=True):
+            tensor.copy_(old)
+        expected = plain(**arguments)
+        if failure is None:
+            one, other = found["logits"].float(), expected["logits"].float()
+            error = float((one - other).norm() / other.norm())
+            bound = EXACT_TOLERANCE if program.exact and other.dtype == expected["logits"].dtype else ROUNDED_TOLERANCE
+            logger.debug("a program's logits differ by %.1e", error)
+            if not error <= bound:
+                failure = f"a program's logits differ by {error:.1e} from the model's"
+        if failure is not None:
+            kind.give_up()
+            self._log(failure)
+        else:
+            kind.verified += 1
+        return expected
+
+    def _log(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.info("decode steps run layer by layer: %s", reason)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The steps of one kind."""
+
+    recorded: RecordedStep | None = None
+    recordings: int = 0
+    program: _StepProgram | None = None
+    verified: int = 0
+    given_up: bool = False
+
+    def give_up(self) -> None:
+        self.recorded = self.program = None
+        self.given_up = True
+
+
+class _StepProgram:
+    """The program of one kind of step, bound to one cache at a time."""
+
+    def __init__(self, fitted: FittedStep, runtime: Runtime, output_type: type, position: int) -> None:
+        self._fitted = fitted
+        self._runtime = runtime
+        self._output_type = output_type
+        self._grown = _grown_tensors(fitted)
+        self._states = [name for name, place in fitted.before.items() if fitted.after[name].storage == place.storage and not self._is_grown(name)]
+        for name, place in fitted.after.items():
+            if not self._is_grown(name) and place.storage != fitted.before[name].storage:
+                raise NotRecordableError(f"a tensor of the cache ({name[1]}) is replaced in each step")
+        self._lowering = Lowering(fitted, runtime, self._grown)
+        self.exact = all(
+            weights in ("float32", "float64")
+            for node in self._lowering.nodes
+            if node.kind in ("linear", "experts")
+            for weights in [(node.payload[0] if node.kind == "linear" else node.payload).weight_type]
+        )
+        self._logits = self._fitted.outputs["logits"]
+        self._inputs = {name: torch.empty([size.at(position) for size in place.sizes], dtype=place.dtype) for name, place in fitted.inputs.items()}
+        self._bound: object = None
+        self._checked = (0, -1)
+        self._last_position = -1
+        self._build(max(1024, 2 * position))
+
+    def describe(self) -> str:
+        kinds = [node.kind for node in self._lowering.nodes]
+        calls = sorted({node.name for node in self._lowering.nodes if node.kind == "call"})
+        others = f", {kinds.count('call')} calls of PyTorch ({', '.join(calls)})" if calls else ""
+        return f"{len(kinds)} operations{others}, {self._native.arena_bytes / 1e6:.1f} MB"
+
+    def states(self, cache: Any) -> list[torch.Tensor]:
+        """Return the tensors of a cache that a step changes in place."""
+        tensors = dict(cache_tensors(cache))
+        return [tensors[name] for name in self._states]
+
+    def run(self, cache: Any, buffers: _CacheBuffers, arguments: Mapping[str, Any], *, advance: bool) -> Any:
+        """Run the step; `advance`: the cache then holds the new tokens."""
+        position = cache.get_seq_length()
+        if position > self._last_position:
+            self._build(2 * position)
+        tokens = self._inputs["input_ids"].shape[1]
+        if not buffers.hold(cache, self._grown, tokens) or self._bound != (id(buffers), buffers.version):
+            self._bind(cache, buffers, position, tokens)
+        if not self._checked[0] <= position <= self._checked[1]:
+            self._bind(cache, buffers, position, tokens)
+        for name, tensor in self._inputs.items():
+            tensor.copy_(arguments[name])
+        native = self._native
+        for part in native.parts:
+            if isinstance(part, PythonCall):
+                native.call(part, self._tensors, position, buffers.room)
+            else:
+                native.native.run(position, *part)
+        if advance:
+            buffers.advance(cache, tokens, self._fitted.counts)
+        logits = native.view(self._logits, self._tensors, position, buffers.room).clone()
+        return self._output_type(**{name: cache if name == CACHE else logits if name == "logits" else None for name in self._fitted.outputs})
+
+    def _is_grown(self, name: StateName) -> bool:
+        return any(tensor.name == name for tensor in self._grown)
+
+    def _build(self, last_position: int) -> None:
+        self._native = NativeStep(self._lowering, self._runtime, [self._logits], last_position)
+        self._last_position = last_position
+        self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
+        self._bound = None
+
+    def _bind(self, cache: Any, buffers: _CacheBuffers, position: int, tokens: int) -> None:
+        native, fitted = self._native, self._fitted
+        tensors: dict[int, torch.Tensor] = {}
+        origins: dict[int, int] = {}
+        held = dict(cache_tensors(cache))
+        by_storage = {tensor.before: tensor for tensor in self._grown}
+        states = {fitted.before[name].storage: held[name] for name in self._states}
+        inputs = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()}
+        for storage, buffer in native.buffers.items():
+            grown = by_storage.get(storage)
+            if grown is not None:
+                rows = buffers.tensors[grown.name]
+                row_bytes = rows.buffer.stride(grown.dim) * rows.buffer.element_size()
+                origins[buffer] = (rows.start - grown.start_slope * position) * row_bytes
+                tensors[buffer] = storage_bytes(rows.buffer)
+            else:
+                tensors[buffer] = storage_bytes(states.get(storage, inputs.get(storage, fitted.constants.get(storage))))
+        tensors[ARENA] = self._arena
+        for buffer, tensor in tensors.items():
+            native.native.bind(buffer, tensor, origins.get(buffer, 0))
+        last = min(position + buffers.steps_left(tokens), self._last_position)
+        native.native.check(position, max(last, position), buffers.room)
+        self._tensors = tensors
+        self._checked = position, last
+        self._bound = id(buffers), buffers.version
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A tensor of a cache in a buffer with room; `view` is what the cache holds."""
+
+    buffer: torch.Tensor
+    dim: int
+    start: int
+    length: int
+    start_slope: int
+    view: torch.Tensor
+
+
+@dataclass(slots=True)
+class _CacheBuffers:
+    """The buffers of one cache.
+
+    Attributes:
+        version: changes with every buffer that is new or has moved its contents.
+        room: tokens that each buffer has room for.
+    """
+
+    tensors: dict[StateName, _Rows] = field(default_factory=dict)
+    version: int = 0
+    room: int = 0
+
+    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int) -> bool:
+        """Make sure that the grown tensors are in buffers with room for `tokens` more; return whether they were."""
+        layers = cache.layers
+        for each in grown:
+            rows = self.tensors.get(each.name)
+            if (
+                rows is None
+                or vars(layers[each.name[0]])[each.name[1]] is not rows.view
+                or rows.start + rows.length + tokens > self.room
+                or rows.start_slope != each.start_slope
+            ):
+                break
+        else:
+            return True
+        held = {each.name: vars(layers[each.name[0]])[each.name[1]] for each in grown}
+        needed = max(held[each.name].shape[each.dim] for each in grown) + tokens
+        if needed + 1 > self.room:
+            self.room = -(-max(needed + needed // 4, needed + ROOM) // ROOM) * ROOM
+        for each in grown:
+            content = held[each.name]
+            length = content.shape[each.dim]
+            sizes = list(content.shape)
+            sizes[each.dim] = self.room
+            buffer = content.new_empty(sizes)
+            view = buffer.narrow(each.dim, 0, length)
+            view.copy_(content)
+            self.tensors[each.name] = _Rows(buffer, each.dim, 0, length, each.start_slope, view)
+            setattr(layers[each.name[0]], each.name[1], view)
+        self.version += 1
+        return False
+
+    def steps_left(self, tokens: int) -> int:
+        """Return the positions by which a step may still move on before a buffer is full."""
+        return min(self.room - rows.start - rows.length - tokens for rows in self.tensors.values())
+
+    def advance(self, cache: Any, tokens: int, counts: Mapping[StateName, int]) -> None:
+        """Let the cache show the tokens that a step has written."""
+        layers = cache.layers
+        for name, rows in self.tensors.items():
+            if rows.start_slope:
+                rows.start += tokens
+            else:
+                rows.length += tokens
+            rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
+            setattr(layers[name[0]], name[1], rows.view)
+        for name, step in counts.items():
+            if step:
+                layer = layers[name[0]]
+                if len(name) == 2:
+                    setattr(layer, name[1], getattr(layer, name[1]) + step)
+                else:
+                    getattr(layer, name[1])[name[2]] += step
+
+
+def _grown_tensors(fitted: FittedStep) -> list[CacheTensor]:
+    """Return the tensors of the cache that a step appends to.
+
+    Raises:
+        NotRecordableError: one changes in another way.
+    """
+    appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
+    found = []
+    for name, after in fitted.after.items():
+        before = fitted.before[name]
+        call = appended.get(after.storage)
+        if after.storage == before.storage or call is None:
+            continue
+        pieces = call.leaves[:-1] if isinstance(call.leaves[-1], int) else call.leaves
+        dim = call.leaves[-1] if isinstance(call.leaves[-1], int) else 0
+        out = call.outputs[0]
+        dim %= out.dims
+        if len(pieces) != 2 or pieces[0].storage != before.storage or len(name) != 2:
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) is not appended to")
+        row = out.strides[dim]
+        if row.slope or (after.offset.slope and not row.base):
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) grows in another way than by tokens")
+        dropped = after.offset
+        if dropped.slope or dropped.base % row.base:
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) drops another number of tokens in each step")
+        tokens, gone = pieces[1].sizes[dim].base, dropped.base // row.base
+        if gone not in (0, tokens):
+            raise NotRecordableError("a window is about to be full")
+        found.append(CacheTensor(name, before.storage, after.storage, dim, out.sizes, int(gone > 0), before.dtype))
+    return found
+
+
+class _ModelState:
+    """What the recordings of a model rely on: its modules, their parameters and the absence of hooks."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        modules = list(model.modules())
+        self._tables: list[dict[str, Any]] = [table for module in modules for table in (module._modules, module._parameters, module._buffers) if table]
+        self._copies = [dict(table) for table in self._tables]
+        self._hooks = [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self.obstacle = "its modules have hooks" if self._hooked() else None
+
+    def _hooked(self) -> bool:
+        return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
+
+    def changed(self) -> bool:
+        """Whether a module or a parameter was replaced, or a hook added or removed."""
+        try:
+            same = self._tables == self._copies
+        except RuntimeError:  # two tensors were compared, of which one replaced the other
+            same = False
+        return (
+            not same
+            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
+            or self._hooked() != (self.obstacle is not None)
+        )
+
+
+def _described(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
+    """Return the outputs of a model with Memory for the logits.
+
+    Raises:
+        NotRecordableError: they have other tensors.
+    """
+    if not isinstance(outputs, ModelOutput) or not isinstance(outputs.get("logits"), torch.Tensor):
+        raise NotRecordableError(f"the model returns {type(outputs).__name__}, not logits and a cache")
+    found: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if name == "logits":
+            found[name] = recorder.memory(value, produced=True)
+        elif value is cache:
+            found[name] = None
+        else:
+            raise NotRecordableError(f"the model returns {name} as well")
+    return found
+
+
+def _shows_all(mask: Any, rows: int, tokens: int) -> bool:
+    return type(mask) is torch.Tensor and mask.dim() == 2 and mask.shape == (rows, tokens) and bool(mask.all())
+
+
+def _follows(positions: Any, ids: torch.Tensor, start: int) -> bool:
+    """Whether `position_ids` count on from the tokens in the cache."""
+    if type(positions) is not torch.Tensor or positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+        return False
+    return bool((positions == torch.arange(start, start + ids.shape[1])).all())
