@@ -279,7 +279,25 @@ def _operand(value: Any) -> Operand:
 
 
 _UNARY = {
-    name: name for name in ("neg", "abs", "exp", "log", "log1p", "sin", "cos", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "relu", "tanh", "floor", "sign")
+    name: name
+    for name in (
+        "neg",
+        "abs",
+        "exp",
+        "log",
+        "log1p",
+        "sin",
+        "cos",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "sigmoid",
+        "silu",
+        "relu",
+        "tanh",
+        "floor",
+        "sign",
+    )
 } | {"logical_not": "not"}
 _BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum",
@@ -299,6 +317,8 @@ def _binary(name: str) -> Lower:
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
         if kwargs.get("alpha", 1) != 1 or len(args) > 2 or kwargs.get("rounding_mode") is not None:
             raise _Unsupported
+        if name == "mul" and all(isinstance(place, Place) and place.dtype == torch.complex64 for place in args):
+            return _complex_product(to, args[0], args[1], outputs[0])
         to.elementwise(name, outputs[0], _operand(args[0]), _operand(args[1]))
 
     return lower
@@ -355,11 +375,6 @@ def _pow(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: 
         to.elementwise("pow", outputs[0], args[0], exponent)
     else:
         raise _Unsupported
-
-
-@_lowers("clamp.default", "clamp_min.default", "clamp_max.default")
-def _clamp(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    raise _Unsupported  # replaced below by the name-aware forms
 
 
 def _clamp_by(low: Any, high: Any) -> Lower:
@@ -497,9 +512,10 @@ def _topk(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
     values, ids = (place.with_last(dim) for place in outputs)
-    if not isinstance(args[1], int) or values.dtype not in _TYPES or values.dtype == torch.int64:
+    ordered = args[4] if len(args) > 4 else kwargs.get("sorted", True)
+    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise _Unsupported
-    to.nodes.append(Node("small", [values, ids], [args[0].with_last(dim)], "topk", [float(largest)]))
+    to.nodes.append(Node("small", [values, ids], [args[0].with_last(dim)], "topk", [float(largest), float(ordered)]))
 
 
 def _narrowed(place: Place, like: Place) -> Place:
@@ -545,8 +561,79 @@ def _matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], output
     a = to.contiguous(a)
     if _ONE not in b.strides[-2:] and _ONE not in b.sizes[-2:]:
         b = to.contiguous(b)
-    batched = [place if place.dims == 3 else Place(place.storage, place.dtype, place.offset, (_ONE, *place.sizes), (_ZERO, *place.strides)) for place in (out, a, b)]
+    batched = [
+        place if place.dims == 3 else Place(place.storage, place.dtype, place.offset, (_ONE, *place.sizes), (_ZERO, *place.strides))
+        for place in (out, a, b)
+    ]
     to.nodes.append(Node("matmul", [batched[0]], [*batched[1:], *([] if bias is None else [bias])]))
+
+
+@_lowers("native_layer_norm.default")
+def _layer_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    x, shape, weight, bias, epsilon = args
+    if len(shape) != 1 or kwargs:
+        raise _Unsupported
+    row = (*x.sizes[:-1], _ONE)
+    mean, scale, centred = (to.temporary(torch.float32, sizes) for sizes in (row, row, x.sizes))
+    to.small("mean", mean, x)
+    to.elementwise("sub", centred, x, mean)
+    squares = to.temporary(torch.float32, x.sizes)
+    to.elementwise("mul", squares, centred, centred)
+    to.small("mean", scale, squares)
+    to.elementwise("add", scale, scale, epsilon)
+    to.elementwise("rsqrt", scale, scale)
+    results = [("mul", scale), *([] if weight is None else [("mul", weight)]), *([] if bias is None else [("add", bias)])]
+    for place, (name, other) in enumerate(results, 1):
+        to.elementwise(name, outputs[0] if place == len(results) else centred, centred, other)
+
+
+@_lowers("convolution.default")
+def _convolution(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    """A depthwise convolution over few tokens, as recurrent layers have: one product and sum for each of them."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    out = outputs[0]
+    plain = (list(stride), list(padding), list(dilation), transposed) == ([1], [0], [1], False)
+    if not plain or x.dims != 3 or weight.sizes[1] != _ONE or groups != weight.sizes[0].base or x.sizes[1] != weight.sizes[0]:
+        raise _Unsupported
+    if any(size.slope for size in (*out.sizes, *weight.sizes)):
+        raise _Unsupported
+    width, columns = weight.sizes[2], out.sizes[:2]
+    kernel = Place(weight.storage, weight.dtype, weight.offset, (weight.sizes[0], width), (weight.strides[0], weight.strides[2]))
+    products, sums = to.temporary(torch.float32, (*columns, width)), to.temporary(torch.float32, (*columns, _ONE))
+    for token in range(out.sizes[2].base):
+        target = out.sliced(2, Affine(token), _ONE)
+        to.elementwise("mul", products, x.sliced(2, Affine(token), width), kernel)
+        to.small("sum", target if bias is None else sums, products)
+        if bias is not None:
+            shift = Place(bias.storage, bias.dtype, bias.offset, (bias.sizes[0], _ONE), (bias.strides[0], _ZERO))
+            to.elementwise("add", target, sums, shift)
+
+
+@_lowers("polar.default")
+def _polar(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    real, imaginary = _parts(outputs[0])
+    for part, name in ((real, "cos"), (imaginary, "sin")):
+        to.elementwise(name, part, args[1])
+        to.elementwise("mul", part, part, args[0])
+
+
+def _parts(place: Place) -> tuple[Place, Place]:
+    """Return the real and the imaginary part of a complex place."""
+    if place.dtype != torch.complex64:
+        raise _Unsupported
+    strides = tuple(stride.times(2) for stride in place.strides)
+    offset = place.offset.times(2)
+    real = Place(place.storage, torch.float32, offset, place.sizes, strides)
+    return real, Place(place.storage, torch.float32, offset.plus(_ONE), place.sizes, strides)
+
+
+def _complex_product(to: Lowering, one: Place, other: Place, out: Place) -> None:
+    (a, b), (c, d), (real, imaginary) = map(_parts, (one, other, out))
+    for target, (x, y), name, (z, w) in ((real, (a, c), "sub", (b, d)), (imaginary, (a, d), "add", (b, c))):
+        left, right = to.temporary(torch.float32, out.sizes), to.temporary(torch.float32, out.sizes)
+        to.elementwise("mul", left, x, y)
+        to.elementwise("mul", right, z, w)
+        to.elementwise(name, target, left, right)
 
 
 def _kernel_linear(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -575,7 +662,13 @@ def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
     query, key, value, out = args
     mask, sinks = kwargs["mask"], kwargs["sinks"]
     reads = [query, key, value, *([] if mask is None else [mask]), *([] if sinks is None else [sinks])]
-    numbers = {"scale": kwargs["scale"], "softcap": kwargs["softcap"], "causal": kwargs["causal"], "mask": mask is not None, "sinks": sinks is not None}
+    numbers = {
+        "scale": kwargs["scale"],
+        "softcap": kwargs["softcap"],
+        "causal": kwargs["causal"],
+        "mask": mask is not None,
+        "sinks": sinks is not None,
+    }
     to.nodes.append(Node("attention", [out], reads, payload=numbers))
 
 

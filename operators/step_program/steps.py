@@ -48,8 +48,13 @@ RECORDINGS = 4  # of one kind before it is given up
 ROOM = 256  # tokens by which the buffers of a cache grow at least
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
 ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
-_PLAIN_ARGUMENTS = {"use_cache": (True, None), "return_dict": (True, None), "output_attentions": (False, None), "output_hidden_states": (False, None)}
-_NO_NAMES: frozenset[str] = frozenset()
+_PLAIN_ARGUMENTS = {
+    "use_cache": (True, None),
+    "return_dict": (True, None),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+}
+_MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
 class StepPrograms:
@@ -130,17 +135,17 @@ class StepPrograms:
             elif name == "attention_mask":
                 if not _shows_all(value, ids.shape[0], cache.get_seq_length() + ids.shape[1]):
                     return None
-            elif name == "position_ids":
-                if not _follows(value, ids, cache.get_seq_length()):
-                    return None
-                settings.append(name)
             elif isinstance(value, bool | int | float | str):
                 settings.append((name, value))
+            elif type(value) is torch.Tensor and value.is_cpu and value.numel() <= _MOST_INPUT_NUMBERS:  # positions, types of tokens
+                settings.append((name, value.shape, value.dtype))
             else:
                 return None
         config = model.config
         full = tuple(
-            layer.cumulative_length >= layer.sliding_window - 1 for layer in layers if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")
+            layer.cumulative_length >= layer.sliding_window - 1
+            for layer in layers
+            if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")
         )
         if any(getattr(layer, "record_past", False) for layer in layers):
             return None
@@ -182,7 +187,11 @@ class StepPrograms:
         if kind.recorded is not None and kind.recorded.position == position:
             kind.recorded = None
         recorder = Recorder(self._runtime)
-        given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items() if name != "attention_mask"}
+        given = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+            if name != "attention_mask"
+        }
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         before = dict(cache_tensors(cache))
         counts = cache_counts(cache)
@@ -224,7 +233,13 @@ class StepPrograms:
         return outputs
 
     def _verify(
-        self, model: PreTrainedModel, kind: _Kind, program: _StepProgram, buffers: _CacheBuffers, plain: Forward, arguments: Mapping[str, Any]
+        self,
+        model: PreTrainedModel,
+        kind: _Kind,
+        program: _StepProgram,
+        buffers: _CacheBuffers,
+        plain: Forward,
+        arguments: Mapping[str, Any],
     ) -> Any:
         """Compute a step both ways, and give the program up where they differ."""
         cache = arguments[CACHE]
@@ -281,7 +296,9 @@ class _StepProgram:
         self._runtime = runtime
         self._output_type = output_type
         self._grown = _grown_tensors(fitted)
-        self._states = [name for name, place in fitted.before.items() if fitted.after[name].storage == place.storage and not self._is_grown(name)]
+        self._states = [
+            name for name, place in fitted.before.items() if fitted.after[name].storage == place.storage and not self._is_grown(name)
+        ]
         for name, place in fitted.after.items():
             if not self._is_grown(name) and place.storage != fitted.before[name].storage:
                 raise NotRecordableError(f"a tensor of the cache ({name[1]}) is replaced in each step")
@@ -293,7 +310,9 @@ class _StepProgram:
             for weights in [(node.payload[0] if node.kind == "linear" else node.payload).weight_type]
         )
         self._logits = self._fitted.outputs["logits"]
-        self._inputs = {name: torch.empty([size.at(position) for size in place.sizes], dtype=place.dtype) for name, place in fitted.inputs.items()}
+        self._inputs = {
+            name: torch.empty([size.at(position) for size in place.sizes], dtype=place.dtype) for name, place in fitted.inputs.items()
+        }
         self._bound: object = None
         self._checked = (0, -1)
         self._last_position = -1
@@ -331,7 +350,9 @@ class _StepProgram:
         if advance:
             buffers.advance(cache, tokens, self._fitted.counts)
         logits = native.view(self._logits, self._tensors, position, buffers.room).clone()
-        return self._output_type(**{name: cache if name == CACHE else logits if name == "logits" else None for name in self._fitted.outputs})
+        return self._output_type(
+            **{name: cache if name == CACHE else logits if name == "logits" else None for name in self._fitted.outputs}
+        )
 
     def _is_grown(self, name: StateName) -> bool:
         return any(tensor.name == name for tensor in self._grown)
@@ -485,7 +506,9 @@ class _ModelState:
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
-        self._tables: list[dict[str, Any]] = [table for module in modules for table in (module._modules, module._parameters, module._buffers) if table]
+        self._tables: list[dict[str, Any]] = [
+            table for module in modules for table in (module._modules, module._parameters, module._buffers) if table
+        ]
         self._copies = [dict(table) for table in self._tables]
         self._hooks = [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
         self._tensors = [*model.parameters(), *model.buffers()]
@@ -502,9 +525,7 @@ class _ModelState:
         except RuntimeError:  # two tensors were compared, of which one replaced the other
             same = False
         return (
-            not same
-            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
-            or self._hooked() != (self.obstacle is not None)
+            not same or [tensor.data_ptr() for tensor in self._tensors] != self._addresses or self._hooked() != (self.obstacle is not None)
         )
 
 
@@ -529,10 +550,3 @@ def _described(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
 
 def _shows_all(mask: Any, rows: int, tokens: int) -> bool:
     return type(mask) is torch.Tensor and mask.dim() == 2 and mask.shape == (rows, tokens) and bool(mask.all())
-
-
-def _follows(positions: Any, ids: torch.Tensor, start: int) -> bool:
-    """Whether `position_ids` count on from the tokens in the cache."""
-    if type(positions) is not torch.Tensor or positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
-        return False
-    return bool((positions == torch.arange(start, start + ids.shape[1])).all())

@@ -92,8 +92,7 @@ void LinearJob::compute_rows_of(const PackedLinear& linear, std::byte* out, int 
           for (int r = 0; r < kBlockRows; ++r) biased[r] = result[r] + bias[r];
           result = biased;
         }
-        const std::size_t element =
-            static_cast<std::size_t>(tile.first + i) * linear.rows() + static_cast<std::size_t>(block) * kBlockRows;
+        const std::size_t element = static_cast<std::size_t>(tile.first + i) * linear.rows() + static_cast<std::size_t>(block) * kBlockRows;
         kernels_.narrow(activations_, result, out + element_bytes(activations_) * element, present);
       }
     }

@@ -124,7 +124,11 @@ class ExpertsOperation final : public KernelOperation {
 class RouterOperation final : public KernelOperation {
  public:
   RouterOperation(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands)
-      : KernelOperation(std::move(operands)), machine_(machine), args_(form), phase_(machine.workers), job_(machine.kernels, args_, machine.workers, phase_) {
+      : KernelOperation(std::move(operands)),
+        machine_(machine),
+        args_(form),
+        phase_(machine.workers),
+        job_(machine.kernels, args_, machine.workers, phase_) {
     if (operands_.size() != 5) refuse("a router has logits, weights, ids, hidden states and a weight");
   }
   void resolved() override {
@@ -134,13 +138,15 @@ class RouterOperation final : public KernelOperation {
     for (int i = 0; i < 5; ++i) {
       const View& view = views_[static_cast<std::size_t>(i)];
       require_contiguous(view, kNames[i]);
-      if (i == 2 ? view.type != ElementType::kInt64 : activation_of(view.type) != types[i]) refuse(std::string(kNames[i]) + " has another type");
+      if (i == 2 ? view.type != ElementType::kInt64 : activation_of(view.type) != types[i])
+        refuse(std::string(kNames[i]) + " has another type");
     }
     args_.tokens = rows_of(views_[3], args_.hidden, kNames[3]);
     const Selection& selection = args_.selection;
     if (args_.tokens > kAttentionRows) refuse("a router of more tokens than the kernel takes at once");
-    if (rows_of(views_[0], selection.experts, kNames[0]) != args_.tokens || rows_of(views_[1], selection.top_k, kNames[1]) != args_.tokens ||
-        rows_of(views_[2], selection.top_k, kNames[2]) != args_.tokens || rows_of(views_[4], args_.hidden, kNames[4]) != selection.experts)
+    if (rows_of(views_[0], selection.experts, kNames[0]) != args_.tokens ||
+        rows_of(views_[1], selection.top_k, kNames[1]) != args_.tokens || rows_of(views_[2], selection.top_k, kNames[2]) != args_.tokens ||
+        rows_of(views_[4], args_.hidden, kNames[4]) != selection.experts)
       refuse("the operands of a router do not fit together");
     args_.logits = views_[0].data;
     args_.weights = views_[1].data;
@@ -163,7 +169,12 @@ class AttentionOperation final : public KernelOperation {
  public:
   AttentionOperation(const ProgramMachine& machine, const AttentionNumbers& numbers, bool has_mask, bool has_sinks,
                      std::vector<Operand> operands)
-      : KernelOperation(std::move(operands)), machine_(machine), has_mask_(has_mask), has_sinks_(has_sinks), first_(machine.workers), second_(machine.workers) {
+      : KernelOperation(std::move(operands)),
+        machine_(machine),
+        has_mask_(has_mask),
+        has_sinks_(has_sinks),
+        first_(machine.workers),
+        second_(machine.workers) {
     if (operands_.size() != 4u + has_mask + has_sinks) refuse("attention has another number of operands");
     args_.type = activation_of(operands_[1].type);
     args_.scale = numbers.scale;
@@ -198,8 +209,12 @@ class AttentionOperation final : public KernelOperation {
           mask.sizes[2] != query.sizes[2] || mask.sizes[3] != key.sizes[2] || (mask.sizes[0] != 1 && mask.sizes[0] != query.sizes[0]) ||
           (mask.sizes[1] != 1 && mask.sizes[1] != query.sizes[1]))
         refuse("the mask of attention has another form than the kernel");
-      args_.mask = {shown ? MaskKind::kBool : MaskKind::kAdded, mask.data, mask.sizes[0] == 1 ? 0 : mask.strides[0], mask.strides[1],
-                    mask.strides[2], static_cast<int>(mask.sizes[1])};
+      args_.mask = {shown ? MaskKind::kBool : MaskKind::kAdded,
+                    mask.data,
+                    mask.sizes[0] == 1 ? 0 : mask.strides[0],
+                    mask.strides[1],
+                    mask.strides[2],
+                    static_cast<int>(mask.sizes[1])};
     }
     args_.sinks = nullptr;
     if (has_sinks_) {
@@ -295,7 +310,8 @@ class MatmulOperation final : public KernelOperation {
     const View &out = views_[0], &a = views_[1], &b = views_[2];
     const std::int64_t batch = unit / units_per_batch_, first = unit % units_per_batch_ * unit_cols_;
     const int cols = static_cast<int>(std::min(unit_cols_, cols_ - first)), stride = round_up(cols, 32);
-    const auto* widened = reinterpret_cast<const float*>(machine_.scratch.records.data()) + padded_ * static_cast<std::size_t>(batch * rows_);
+    const auto* widened =
+        reinterpret_cast<const float*>(machine_.scratch.records.data()) + padded_ * static_cast<std::size_t>(batch * rows_);
     const std::byte* columns = b.data + bytes() * (batch * b.strides[0] + first * b.strides[2]);
     for (std::int64_t row = 0; row < rows_; row += kAttentionRows) {
       const int rows = static_cast<int>(std::min<std::int64_t>(kAttentionRows, rows_ - row));
@@ -309,8 +325,8 @@ class MatmulOperation final : public KernelOperation {
                static_cast<int>(padded_), 1, columns, bytes() * b.strides[2], cols, static_cast<int>(inner_), sums + r * stride, stride});
       } else {
         std::fill_n(sums, static_cast<std::ptrdiff_t>(rows) * stride, 0.0f);
-        machine_.kernels.attention.mix[static_cast<int>(type_)]({query, static_cast<int>(padded_), rows, columns, bytes() * b.strides[1],
-                                                                 static_cast<int>(inner_), cols, sums, stride});
+        machine_.kernels.attention.mix[static_cast<int>(type_)](
+            {query, static_cast<int>(padded_), rows, columns, bytes() * b.strides[1], static_cast<int>(inner_), cols, sums, stride});
       }
       for (int r = 0; r < rows; ++r) {
         float* sum = sums + static_cast<std::ptrdiff_t>(r) * stride;

@@ -33,7 +33,7 @@ ElementType parse_element(const std::string& name);  // throws std::invalid_argu
 
 struct Linear {
   std::int64_t base = 0;
-  std::int64_t slope = 0;     // for each position
+  std::int64_t slope = 0;  // for each position
   std::int64_t capacity = 0;  // for each token that a buffer of the cache has room for
   std::int64_t at(std::int64_t position, std::int64_t room) const { return base + slope * position + capacity * room; }
 };

@@ -22,7 +22,7 @@ constexpr std::size_t kMostOperands = 4;
 bool is_integer(ElementType type) { return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool; }
 
 ActivationType float_type(ElementType type) {
-  return type == ElementType::kFloat32 ? ActivationType::kFloat32
+  return type == ElementType::kFloat32   ? ActivationType::kFloat32
          : type == ElementType::kFloat16 ? ActivationType::kFloat16
                                          : ActivationType::kBFloat16;
 }
@@ -104,29 +104,71 @@ struct Function {
 const std::map<std::string, Function>& functions() {
   using E = Elementwise;
   static const std::map<std::string, Function> known = {
-      {"copy", {E::kCopy, 1}},         {"neg", {E::kNeg, 1}},         {"abs", {E::kAbs, 1}},
-      {"exp", {E::kExp, 1}},           {"log", {E::kLog, 1}},         {"log1p", {E::kLog1p, 1}},
-      {"sin", {E::kSin, 1}},           {"cos", {E::kCos, 1}},         {"sqrt", {E::kSqrt, 1}},
-      {"rsqrt", {E::kRsqrt, 1}},       {"reciprocal", {E::kReciprocal, 1}}, {"sigmoid", {E::kSigmoid, 1}},
-      {"silu", {E::kSilu, 1}},         {"gelu", {E::kGelu, 1}},       {"gelu_tanh", {E::kGeluTanh, 1}},
-      {"relu", {E::kRelu, 1}},         {"tanh", {E::kTanh, 1}},       {"floor", {E::kFloor, 1}},
-      {"sign", {E::kSign, 1}},         {"not", {E::kNot, 1}},         {"add", {E::kAdd, 2}},
-      {"sub", {E::kSub, 2}},           {"mul", {E::kMul, 2}},         {"div", {E::kDiv, 2}},
-      {"maximum", {E::kMaximum, 2}},   {"minimum", {E::kMinimum, 2}}, {"pow", {E::kPow, 2}},
-      {"floor_div", {E::kFloorDiv, 2}}, {"eq", {E::kEq, 2}},          {"ne", {E::kNe, 2}},
-      {"lt", {E::kLt, 2}},             {"le", {E::kLe, 2}},           {"gt", {E::kGt, 2}},
-      {"ge", {E::kGe, 2}},             {"and", {E::kAnd, 2}},         {"or", {E::kOr, 2}},
-      {"xor", {E::kXor, 2}},           {"where", {E::kWhere, 3}},     {"softplus", {E::kSoftplus, 3}},
+      {"copy", {E::kCopy, 1}},
+      {"neg", {E::kNeg, 1}},
+      {"abs", {E::kAbs, 1}},
+      {"exp", {E::kExp, 1}},
+      {"log", {E::kLog, 1}},
+      {"log1p", {E::kLog1p, 1}},
+      {"sin", {E::kSin, 1}},
+      {"cos", {E::kCos, 1}},
+      {"sqrt", {E::kSqrt, 1}},
+      {"rsqrt", {E::kRsqrt, 1}},
+      {"reciprocal", {E::kReciprocal, 1}},
+      {"sigmoid", {E::kSigmoid, 1}},
+      {"silu", {E::kSilu, 1}},
+      {"gelu", {E::kGelu, 1}},
+      {"gelu_tanh", {E::kGeluTanh, 1}},
+      {"relu", {E::kRelu, 1}},
+      {"tanh", {E::kTanh, 1}},
+      {"floor", {E::kFloor, 1}},
+      {"sign", {E::kSign, 1}},
+      {"not", {E::kNot, 1}},
+      {"add", {E::kAdd, 2}},
+      {"sub", {E::kSub, 2}},
+      {"mul", {E::kMul, 2}},
+      {"div", {E::kDiv, 2}},
+      {"maximum", {E::kMaximum, 2}},
+      {"minimum", {E::kMinimum, 2}},
+      {"pow", {E::kPow, 2}},
+      {"floor_div", {E::kFloorDiv, 2}},
+      {"eq", {E::kEq, 2}},
+      {"ne", {E::kNe, 2}},
+      {"lt", {E::kLt, 2}},
+      {"le", {E::kLe, 2}},
+      {"gt", {E::kGt, 2}},
+      {"ge", {E::kGe, 2}},
+      {"and", {E::kAnd, 2}},
+      {"or", {E::kOr, 2}},
+      {"xor", {E::kXor, 2}},
+      {"where", {E::kWhere, 3}},
+      {"softplus", {E::kSoftplus, 3}},
   };
   return known;
 }
 
 bool has_integer_form(Elementwise code) {
   switch (code) {
-    case Elementwise::kCopy: case Elementwise::kNeg: case Elementwise::kAbs: case Elementwise::kNot: case Elementwise::kAdd:
-    case Elementwise::kSub: case Elementwise::kMul: case Elementwise::kMaximum: case Elementwise::kMinimum: case Elementwise::kFloorDiv:
-    case Elementwise::kEq: case Elementwise::kNe: case Elementwise::kLt: case Elementwise::kLe: case Elementwise::kGt:
-    case Elementwise::kGe: case Elementwise::kAnd: case Elementwise::kOr: case Elementwise::kXor: case Elementwise::kWhere: return true;
+    case Elementwise::kCopy:
+    case Elementwise::kNeg:
+    case Elementwise::kAbs:
+    case Elementwise::kNot:
+    case Elementwise::kAdd:
+    case Elementwise::kSub:
+    case Elementwise::kMul:
+    case Elementwise::kMaximum:
+    case Elementwise::kMinimum:
+    case Elementwise::kFloorDiv:
+    case Elementwise::kEq:
+    case Elementwise::kNe:
+    case Elementwise::kLt:
+    case Elementwise::kLe:
+    case Elementwise::kGt:
+    case Elementwise::kGe:
+    case Elementwise::kAnd:
+    case Elementwise::kOr:
+    case Elementwise::kXor:
+    case Elementwise::kWhere: return true;
     default: return false;
   }
 }
@@ -167,7 +209,8 @@ class ElementwiseOperation final : public SmallOperation {
  public:
   ElementwiseOperation(Function function, std::vector<Operand> operands)
       : SmallOperation(std::move(operands)), function_(function), integers_(has_integer_form(function.code)) {
-    if (operands_.size() != static_cast<std::size_t>(function.arguments) + 1) refuse("an elementwise function has another number of operands");
+    if (operands_.size() != static_cast<std::size_t>(function.arguments) + 1)
+      refuse("an elementwise function has another number of operands");
     if (operands_[0].buffer < 0) refuse("the result of an elementwise function is a number");
     for (const Operand& operand : operands_) {
       if (operand.buffer >= 0 && operand.dims != operands_[0].dims) refuse("the operands of an elementwise function differ in dimensions");
@@ -184,7 +227,8 @@ class ElementwiseOperation final : public SmallOperation {
     for (int dim = 0; dim < views_[0].dims; ++dim) {
       const std::int64_t size = views_[0].sizes[static_cast<std::size_t>(dim)];
       for (const View& view : views_)
-        if (view.data != nullptr && view.sizes[static_cast<std::size_t>(dim)] != size) refuse("the operands of an elementwise function differ in size");
+        if (view.data != nullptr && view.sizes[static_cast<std::size_t>(dim)] != size)
+          refuse("the operands of an elementwise function differ in size");
       if (size == 1) continue;
       bool joined = dims_ > 0;
       for (std::size_t i = 0; i < views_.size() && joined; ++i)
@@ -209,7 +253,8 @@ class ElementwiseOperation final : public SmallOperation {
       for (std::int64_t first = 0; first < sizes_[last]; first += kStrip)
         strip(kernels, at, first, static_cast<int>(std::min<std::int64_t>(kStrip, sizes_[last] - first)));
       int dim = dims_ - 2;
-      while (dim >= 0 && ++at[static_cast<std::size_t>(dim)] == sizes_[static_cast<std::size_t>(dim)]) at[static_cast<std::size_t>(dim--)] = 0;
+      while (dim >= 0 && ++at[static_cast<std::size_t>(dim)] == sizes_[static_cast<std::size_t>(dim)])
+        at[static_cast<std::size_t>(dim--)] = 0;
       if (dim < 0) return;
     }
   }
@@ -242,7 +287,8 @@ class ElementwiseOperation final : public SmallOperation {
         if (view.data == nullptr) std::fill_n(values[i], count, static_cast<std::int64_t>(view.number));
         else load_integers(view.type, address(i + 1, at, first), strides_[i + 1][last], count, values[i]);
       }
-      for (int i = 0; i < count; ++i) values[0][i] = compute_integer(function_.code, values[0][i], arguments > 1 ? values[1][i] : 0, arguments > 2 ? values[2][i] : 0);
+      for (int i = 0; i < count; ++i)
+        values[0][i] = compute_integer(function_.code, values[0][i], arguments > 1 ? values[1][i] : 0, arguments > 2 ? values[2][i] : 0);
       store_integers(values[0], views_[0].type, out, out_stride, count);
       return;
     }
@@ -278,7 +324,8 @@ class RowOperation : public SmallOperation {
     for (const View& view : views_) {
       if (view.data == nullptr || view.dims != views_[0].dims || view.dims < 1) refuse("an operation along rows has another form");
       for (int dim = 0; dim + 1 < view.dims; ++dim)
-        if (view.sizes[static_cast<std::size_t>(dim)] != views_[0].sizes[static_cast<std::size_t>(dim)]) refuse("an operation along rows has operands of different sizes");
+        if (view.sizes[static_cast<std::size_t>(dim)] != views_[0].sizes[static_cast<std::size_t>(dim)])
+          refuse("an operation along rows has operands of different sizes");
     }
     check();
   }
@@ -291,12 +338,14 @@ class RowOperation : public SmallOperation {
     while (true) {
       for (std::size_t i = 0; i < views_.size(); ++i) {
         std::int64_t element = 0;
-        for (int dim = 0; dim < outer; ++dim) element += at[static_cast<std::size_t>(dim)] * views_[i].strides[static_cast<std::size_t>(dim)];
+        for (int dim = 0; dim < outer; ++dim)
+          element += at[static_cast<std::size_t>(dim)] * views_[i].strides[static_cast<std::size_t>(dim)];
         rows[i] = views_[i].data + element * static_cast<std::int64_t>(bytes_of(views_[i].type));
       }
       compute(kernels, rows);
       int dim = outer - 1;
-      while (dim >= 0 && ++at[static_cast<std::size_t>(dim)] == views_[0].sizes[static_cast<std::size_t>(dim)]) at[static_cast<std::size_t>(dim--)] = 0;
+      while (dim >= 0 && ++at[static_cast<std::size_t>(dim)] == views_[0].sizes[static_cast<std::size_t>(dim)])
+        at[static_cast<std::size_t>(dim--)] = 0;
       if (dim < 0) return;
     }
   }
@@ -370,42 +419,57 @@ class ReduceOperation final : public RowOperation {  // out (..., 1), x
       sum += value;
       if (!(value <= largest)) largest = value;  // a NaN is kept until a number is larger, and none is
     }
-    const float found = kind_ == Reduction::kMax ? largest
-                        : static_cast<float>(kind_ == Reduction::kMean ? sum / static_cast<double>(values_.size()) : sum);
+    const float found = kind_ == Reduction::kMax
+                            ? largest
+                            : static_cast<float>(kind_ == Reduction::kMean ? sum / static_cast<double>(values_.size()) : sum);
     store(kernels, &found, rows[0], 0);
   }
   const Reduction kind_;
 };
 
-class TopkOperation final : public RowOperation {  // values, ids, x; the largest first, or the smallest; NaN is the largest
+// values, ids, x. NaN is the largest. Equal values are chosen as PyTorch's kernel chooses them, which partially sorts pairs of values and
+// ids where few are wanted, and partitions them otherwise: neither is stable.
+class TopkOperation final : public RowOperation {
  public:
-  TopkOperation(bool largest, std::vector<Operand> operands) : RowOperation(std::move(operands)), largest_(largest) {}
+  TopkOperation(std::vector<Operand> operands, const std::vector<double>& numbers)
+      : RowOperation(std::move(operands)), largest_(numbers.at(0) != 0.0), sorted_(numbers.at(1) != 0.0) {}
 
  private:
   void check() const override {
-    if (views_.size() != 3 || size(0) != size(1) || size(0) > size(2) || views_[1].type != ElementType::kInt64) refuse("topk has another form");
+    if (views_.size() != 3 || size(0) != size(1) || size(0) > size(2) || views_[1].type != ElementType::kInt64)
+      refuse("topk has another form");
   }
   void compute(const Kernels& kernels, const std::vector<std::byte*>& rows) override {
+    if (size(0) == 0) return;
     floats(kernels, rows, 2);
-    order_.resize(values_.size());
-    for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
-    const auto before = [&](int a, int b) {
-      const float x = values_[static_cast<std::size_t>(a)], y = values_[static_cast<std::size_t>(b)];
-      if (x != x || y != y) return largest_ ? (x != x && y == y) : (x == x && y != y);
-      return x == y ? a < b : largest_ ? x > y : x < y;
-    };
-    std::partial_sort(order_.begin(), order_.begin() + size(0), order_.end(), before);
-    chosen_.resize(static_cast<std::size_t>(size(0)));
+    pairs_.resize(values_.size());
+    for (std::size_t i = 0; i < pairs_.size(); ++i) pairs_[i] = {values_[i], static_cast<std::int64_t>(i)};
+    const auto larger = [](const Pair& a, const Pair& b) { return (a.first != a.first && b.first == b.first) || a.first > b.first; };
+    const auto smaller = [](const Pair& a, const Pair& b) { return (a.first == a.first && b.first != b.first) || a.first < b.first; };
+    if (largest_) choose(larger);
+    else choose(smaller);
+    values_.resize(static_cast<std::size_t>(size(0)));
     for (std::int64_t i = 0; i < size(0); ++i) {
-      const int place = order_[static_cast<std::size_t>(i)];
-      chosen_[static_cast<std::size_t>(i)] = values_[static_cast<std::size_t>(place)];
-      set_index(rows[1], 1, i, place);
+      values_[static_cast<std::size_t>(i)] = pairs_[static_cast<std::size_t>(i)].first;
+      set_index(rows[1], 1, i, pairs_[static_cast<std::size_t>(i)].second);
     }
-    store(kernels, chosen_.data(), rows[0], 0);
+    store(kernels, values_.data(), rows[0], 0);
   }
-  const bool largest_;
-  std::vector<int> order_;
-  std::vector<float> chosen_;
+
+  using Pair = std::pair<float, std::int64_t>;
+  template <class Before>
+  void choose(const Before& before) {
+    const auto wanted = static_cast<std::ptrdiff_t>(size(0));
+    if (wanted * 64 <= static_cast<std::ptrdiff_t>(pairs_.size())) {
+      std::partial_sort(pairs_.begin(), pairs_.begin() + wanted, pairs_.end(), before);
+      return;
+    }
+    std::nth_element(pairs_.begin(), pairs_.begin() + wanted - 1, pairs_.end(), before);
+    if (sorted_) std::sort(pairs_.begin(), pairs_.begin() + wanted - 1, before);
+  }
+
+  const bool largest_, sorted_;
+  std::vector<Pair> pairs_;
 };
 
 class GatherOperation final : public RowOperation {  // out, x, index
@@ -430,11 +494,14 @@ class GatherOperation final : public RowOperation {  // out, x, index
 class ScatterOperation final : public RowOperation {  // out, index, and values if there is no number; out has its other elements already
  public:
   ScatterOperation(std::vector<Operand> operands, const std::vector<double>& numbers)
-      : RowOperation(std::move(operands)), number_(numbers.empty() ? 0.0f : static_cast<float>(numbers[0])), has_number_(!numbers.empty()) {}
+      : RowOperation(std::move(operands)),
+        number_(numbers.empty() ? 0.0f : static_cast<float>(numbers[0])),
+        has_number_(!numbers.empty()) {}
 
  private:
   void check() const override {
-    if (views_.size() != (has_number_ ? 2u : 3u) || views_[1].type != ElementType::kInt64 || (!has_number_ && (size(2) < size(1) || views_[2].type != views_[0].type)))
+    if (views_.size() != (has_number_ ? 2u : 3u) || views_[1].type != ElementType::kInt64 ||
+        (!has_number_ && (size(2) < size(1) || views_[2].type != views_[0].type)))
       refuse("scatter has another form");
   }
   void compute(const Kernels& kernels, const std::vector<std::byte*>& rows) override {
@@ -477,7 +544,8 @@ class ArangeOperation final : public SmallOperation {  // out (N); start and ste
  public:
   using SmallOperation::SmallOperation;
   void resolved() override {
-    if (views_.size() != 3 || views_[0].dims != 1 || views_[1].data != nullptr || views_[2].data != nullptr) refuse("arange has another form");
+    if (views_.size() != 3 || views_[0].dims != 1 || views_[1].data != nullptr || views_[2].data != nullptr)
+      refuse("arange has another form");
   }
   void run(const Kernels& kernels) override {
     const View& out = views_[0];
@@ -525,9 +593,11 @@ class NormOperation final : public SmallOperation {
     if (views_.size() != 2 && views_.size() != 3) refuse("a norm has an output, an input and perhaps a weight");
     const View &out = views_[0], &x = views_[1];
     for (const View& view : views_)
-      if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1) refuse("a norm has another form");
+      if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1)
+        refuse("a norm has another form");
     cols_ = x.sizes[static_cast<std::size_t>(x.dims - 1)];
-    if (out.elements() != x.elements() || cols_ < 1 || (views_.size() == 3 && views_[2].elements() != cols_)) refuse("the operands of a norm do not fit together");
+    if (out.elements() != x.elements() || cols_ < 1 || (views_.size() == 3 && views_[2].elements() != cols_))
+      refuse("the operands of a norm do not fit together");
   }
   void run(const Kernels& kernels) override {
     const std::int64_t row_bytes = cols_ * static_cast<std::int64_t>(bytes_of(views_[1].type));
@@ -551,7 +621,7 @@ std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, st
   if (name == "sum") return std::make_unique<ReduceOperation>(Reduction::kSum, std::move(operands));
   if (name == "mean") return std::make_unique<ReduceOperation>(Reduction::kMean, std::move(operands));
   if (name == "amax") return std::make_unique<ReduceOperation>(Reduction::kMax, std::move(operands));
-  if (name == "topk") return std::make_unique<TopkOperation>(numbers.empty() || numbers[0] != 0.0, std::move(operands));
+  if (name == "topk") return std::make_unique<TopkOperation>(std::move(operands), numbers);
   if (name == "gather") return std::make_unique<GatherOperation>(std::move(operands));
   if (name == "scatter") return std::make_unique<ScatterOperation>(std::move(operands), numbers);
   if (name == "cumsum") return std::make_unique<CumsumOperation>(std::move(operands));

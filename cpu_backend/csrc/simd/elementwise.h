@@ -35,9 +35,8 @@ inline void elementwise(const ElementwiseArgs& args) {
     case Elementwise::kSilu: return map_floats(args, [=](int i) { return a[i] / (1.0f + ::expf(-a[i])); });
     case Elementwise::kGelu: return map_floats(args, [=](int i) { return a[i] * 0.5f * (1.0f + ::erff(a[i] * 0.70710678118654752f)); });
     case Elementwise::kGeluTanh:
-      return map_floats(args, [=](int i) {
-        return 0.5f * a[i] * (1.0f + ::tanhf(0.79788456080286536f * (a[i] + 0.044715f * a[i] * a[i] * a[i])));
-      });
+      return map_floats(
+          args, [=](int i) { return 0.5f * a[i] * (1.0f + ::tanhf(0.79788456080286536f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))); });
     case Elementwise::kRelu: return map_floats(args, [=](int i) { return a[i] < 0.0f ? 0.0f : a[i]; });  // a NaN stays
     case Elementwise::kTanh: return map_floats(args, [=](int i) { return ::tanhf(a[i]); });
     case Elementwise::kFloor: return map_floats(args, [=](int i) { return __builtin_floorf(a[i]); });

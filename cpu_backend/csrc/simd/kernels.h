@@ -262,8 +262,45 @@ const AttentionKernels& scalar_attention();
 
 // Of the small operations of a step program. Comparisons and logic give 0 or 1; a number other than 0 is true.
 enum class Elementwise : int {
-  kCopy, kNeg, kAbs, kExp, kLog, kLog1p, kSin, kCos, kSqrt, kRsqrt, kReciprocal, kSigmoid, kSilu, kGelu, kGeluTanh, kRelu, kTanh, kFloor,
-  kSign, kNot, kAdd, kSub, kMul, kDiv, kMaximum, kMinimum, kPow, kFloorDiv, kEq, kNe, kLt, kLe, kGt, kGe, kAnd, kOr, kXor, kWhere, kSoftplus
+  kCopy,
+  kNeg,
+  kAbs,
+  kExp,
+  kLog,
+  kLog1p,
+  kSin,
+  kCos,
+  kSqrt,
+  kRsqrt,
+  kReciprocal,
+  kSigmoid,
+  kSilu,
+  kGelu,
+  kGeluTanh,
+  kRelu,
+  kTanh,
+  kFloor,
+  kSign,
+  kNot,
+  kAdd,
+  kSub,
+  kMul,
+  kDiv,
+  kMaximum,
+  kMinimum,
+  kPow,
+  kFloorDiv,
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kAnd,
+  kOr,
+  kXor,
+  kWhere,
+  kSoftplus
 };
 
 struct ElementwiseArgs {
