@@ -1,5 +1,6 @@
 """Types of the C++ extension. T tokens, K experts per token, E experts, H hidden size, I intermediate size."""
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -411,6 +412,45 @@ def check_problem(problem: LayerProblem) -> None:
         TypeError: an array of another type, or not C-contiguous.
         ValueError: arrays of different lengths; a value that is negative or not a number.
     """
+
+Linear = tuple[int, int, int]  # base, for each position, for each token that a buffer of the cache has room for
+ProgramOperand = (
+    tuple[int, str, Linear, tuple[Linear, ...], tuple[Linear, ...]]  # buffer, dtype, offset, sizes and strides, in elements
+    | tuple[float, float]  # a number: base, for each position
+)
+
+class Program:
+    """A decode step of a whole model: operations in order, over buffers that are bound to memory of the caller.
+
+    The methods that begin with `add_` append an operation; its operands are the results, then what it reads. Small operations run on one
+    thread, the others on all threads of the runtime. A program keeps alive what its operations use, but no bound memory.
+
+    Raises:
+        ValueError: operands that do not fit an operation, from the `add_` methods, `check` or `run`.
+    """
+
+    def __init__(self, runtime: Runtime) -> None: ...
+    def add_small(self, name: str, operands: Sequence[Any], numbers: Sequence[float] = ...) -> None: ...
+    def add_norm(self, norm: NormSpec, operands: Sequence[Any]) -> None:
+        """out, x and, if there is one, weight."""
+    def add_linears(self, linears: Sequence[PackedLinear], operands: Sequence[Any]) -> None:
+        """x, then the result of each layer; the layers have one weight type."""
+    def add_experts(self, experts: PackedExperts, operands: Sequence[Any]) -> None:
+        """out (T, H), hidden states (T, H), ids (T, K) int64, weights (T, K) float32."""
+    def add_router(self, router: RouterSpec, operands: Sequence[Any]) -> None:
+        """logits (T, E), weights (T, K), ids (T, K) int64, hidden states (T, H), weight (E, H); at most 8 tokens."""
+    def add_attention(self, operands: Sequence[Any], scale: float, softcap: float, causal: bool, mask: bool, sinks: bool) -> None:
+        """out (B, T, heads, D), query (B, heads, T, D), key, value and, by the flags, mask and sinks, as in `Runtime.attention`."""
+    def add_matmul(self, operands: Sequence[Any]) -> None:
+        """out (B, M, N), a (B, M, K), b (B, K, N) and perhaps bias (N), of one floating-point dtype."""
+    def end_stage(self) -> int:
+        """End a part that `run` may end with; return the number of stages so far."""
+    def bind(self, buffer: int, bytes: object, origin: int = ...) -> None:
+        """Let a buffer be the memory of `bytes`, a contiguous one-dimensional tensor of bytes; offset 0 is `origin` bytes into it."""
+    def check(self, first: int, last: int, room: int) -> None:
+        """Check that every operand is within its buffer at the positions from `first` to `last`; to be called after `bind`."""
+    def run(self, position: int, first: int, end: int) -> None:
+        """Run the stages from `first` to `end` for a checked position."""
 
 class Planner:
     """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._runtime = runtime
         self._numbers: dict[int, int] = {}  # of storages, by the address of PyTorch's own object
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             if storage.nbytes():
                 bisect.insort(self._starts, start)
                 self._by_start[start] = number
-        return Memory(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return Memory(number, tensor.dtype, int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
     def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}
         outputs = [self.memory(tensor, produced=True) for tensor in tensors]
         is_view = not func._schema.is_mutable and all(output.storage in read for output in outputs)
-        if name not in _ALLOCATIONS and not is_view and not (name == "lift_fresh"):
+        if name not in _ALLOCATIONS and not is_view and name != "lift_fresh":
             self.recording.calls.append(Call(func, known, form, outputs))
         return found
 
