@@ -122,13 +122,13 @@ def test_generate_makes_one_for_each_call(load, caplog: pytest.LogCaptureFixture
 
 
 @HQQ
-def test_calls_that_need_another_cache_get_it_and_a_warning_once(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_calls_that_cannot_use_a_quantised_cache_get_another_and_one_warning(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     model, expected = load(), answer(stock()).sequences
     calls: list[tuple[Callable[[], dict[str, Any]], str]] = [
-        (lambda: {"past_key_values": DynamicCache(config=model.config)}, "one of its own (DynamicCache)"),
-        (lambda: {"cache_implementation": "static", "disable_compile": True}, "a cache of kind static"),
-        (lambda: {"use_cache": False}, "asks for none"),
-        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be taken out of it again"),
+        (lambda: {"past_key_values": DynamicCache(config=model.config)}, "a cache of its own (DynamicCache)"),
+        (lambda: {"cache_implementation": "static", "disable_compile": True}, "sets cache_implementation to static"),
+        (lambda: {"use_cache": False}, "sets use_cache to False"),
+        (lambda: {"prompt_lookup_num_tokens": 2}, "cannot be removed from a quantised cache"),
     ]
     for arguments, reason in calls:
         caplog.clear()
@@ -137,11 +137,11 @@ def test_calls_that_need_another_cache_get_it_and_a_warning_once(load, caplog: p
         assert sum(reason in record.message for record in caplog.records) == 1
     caplog.clear()
     assert torch.equal(answer(model, num_beams=2).sequences, answer(stock(), num_beams=2).sequences)
-    assert "beams" in caplog.text
+    assert "beam search" in caplog.text
 
 
 @HQQ
-def test_a_conversation_goes_on_in_it_and_long_prompts_are_read_into_it(load) -> None:  # type: ignore[no-untyped-def]
+def test_conversations_and_long_prompts_reuse_a_quantised_cache(load) -> None:  # type: ignore[no-untyped-def]
     model, kept = load(options="residual: 16"), PromptCache()
     ids = prompt(PROMPT, batch=1, seed=3)
     cache = read_ahead(model, ids[0].tolist(), None, 64)

@@ -25,8 +25,8 @@ def test_without_shared_experts_both_ways_of_counting_agree() -> None:
 
 
 @pytest.mark.parametrize("target", [8 / 9, 0.95])
-def test_what_shared_experts_make_unreachable(target: float) -> None:
-    with pytest.raises(ValueError, match=r"cannot be reached: the shared expert stays whole, so that 0.889 would leave no routed neuron"):
+def test_a_target_that_shared_neurons_make_unreachable_is_refused(target: float) -> None:
+    with pytest.raises(ValueError, match=r"cannot be reached: shared neurons are always computed, so the target must be below 0.889"):
         routed_target(SparsityOptions(target, "total"), **QWEN35)
 
 

@@ -60,7 +60,7 @@ void LinearJob::encode_token(int token, float* widened) {
 }
 
 void LinearJob::compute_rows(int unit) {
-  alignas(64) float rows[kMostTileTokens * kBlockRows];
+  alignas(64) float rows[kMaxTileTokens * kBlockRows];
   alignas(64) float biased[kBlockRows];
   const Tiling tiling(batch_.tokens, max_tokens_);
   const int end = std::min((unit + 1) * unit_blocks_, linear_.blocks());

@@ -1,4 +1,4 @@
-// One pass of a packed linear layer: tokens are encoded tile by tile, then blocks of output rows are computed for all of them.
+// One pass of a packed linear layer: encode the tokens tile by tile, then compute blocks of output rows for all of them.
 #pragma once
 
 #include "core/memory.h"
@@ -21,7 +21,7 @@ class LinearJob final : public Job {
   };
   struct Scratch {
     AlignedMemory* records;
-    AlignedMemory* workers;  // one for each worker
+    AlignedMemory* workers;  // one per worker
   };
 
   LinearJob(const Kernels& kernels, const PackedLinear& linear, ActivationType activations, int workers, const Phases& phases);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moegraft.operators.thresholds import MISSED, MOST_A_CALL, SketchSamples, sample
+from moegraft.operators.thresholds import MAX_SAMPLES, MISSED, SketchSamples, sample
 
 
 def noisy(count: int = 200_000, noise: float = 0.05) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,5 +43,5 @@ def test_samples_are_of_the_same_places_and_bounded() -> None:
     ids = torch.tensor([[0, -1], [2, 1]])
     acted = torch.arange(2 * 2 * 100_000, dtype=torch.float32).view(2, 2, 100_000)
     first, second = sample(ids, acted), sample(ids, -2 * acted)
-    assert torch.equal(2 * first, second) and len(first) <= 2 * MOST_A_CALL
+    assert torch.equal(2 * first, second) and len(first) <= 2 * MAX_SAMPLES
     assert not ((first >= 100_000) & (first < 200_000)).any(), "padded slots hold anything"

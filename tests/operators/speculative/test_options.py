@@ -29,8 +29,8 @@ IDS = prompt(10)
         ({"confidence": 1.0}, "confidence is a probability"),
         ({"tolerance": -0.1}, "tolerance is a share"),
         ({"mode": "adaptive", "unverified": 1.0}, "unverified is a probability"),
-        ({"tolerance": 0.3}, "tolerance changes the text that is generated; it needs 'mode: adaptive'"),
-        ({"unverified": 0.9}, "unverified changes the text that is generated"),
+        ({"tolerance": 0.3}, "tolerance changes the generated text; it needs 'mode: adaptive'"),
+        ({"unverified": 0.9}, "unverified changes the generated text"),
         ({"mode": "adaptive"}, "needs a tolerance above 0"),
         ({"draft": "ngram", "confidence": 0.5}, "draft ngram has no probabilities"),
     ],
@@ -77,7 +77,7 @@ def test_a_draft_of_one_thread_is_none_of_another() -> None:
 
 
 def test_a_draft_runs_as_many_experts_as_its_options_give(drafting: Any, stock: Any) -> None:
-    """Against the stock model with fewer experts a token in its config: renormalised there, so here as well."""
+    """Compared with the stock model with fewer experts per token in its config, which renormalises the weights."""
     model, fewer = drafting("mixtral", renormalise="true"), stock("mixtral")
     for layer in fewer.model.layers:
         layer.mlp.gate.top_k = 1

@@ -81,9 +81,9 @@ def test_windows_bound_how_far_a_cache_can_be_rewound(stock: Any) -> None:
         ("lfm2_moe", "layers 0, 2 are of kind conv: each keeps the state of a convolution"),
         (
             "deepseek_v32",
-            "sparse_attention: each picks other tokens to attend to"
+            "sparse_attention: each selects other tokens to attend to"
             if OLDEST
-            else "layers 0, 1, 2 are of kind indexed_attention: each picks",
+            else "layers 0, 1, 2 are of kind indexed_attention: each selects",
         ),
         ("deepseek_v4", "compressed_sparse_attention"),
     ],
