@@ -62,7 +62,10 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
     """
     with torch.no_grad(), torch.device("cpu"):
         if not getattr(module, "has_gate", True):
-            return _recognise_ungated(module)
+            values = _grid(-8.0, 8.0, 257)
+            act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
+            ungated = _match_activation(module, values, act(values))
+            return None if ungated is None else GateSpec(activation=ungated[0], alpha=ungated[1])
         if not _splits_as_stored(module):
             return None
         near = _grid(-0.9, 0.9, 37)
@@ -81,13 +84,6 @@ def _splits_as_stored(module: nn.Module) -> bool:
     first, second = _values(0.3, -0.7), _values(0.5, 0.9)  # (gate, up) of two neurons
     joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if module.is_concatenated else torch.cat([first, second])
     return torch.allclose(apply(joined), torch.cat([apply(first), apply(second)]), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _recognise_ungated(module: nn.Module) -> GateSpec | None:
-    values = _grid(-8.0, 8.0, 257)
-    act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
-    found = _match_activation(module, values, act(values))
-    return None if found is None else GateSpec(activation=found[0], alpha=found[1])
 
 
 def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> GateSpec | None:

@@ -223,7 +223,9 @@ def read_thresholds(path: Path) -> Thresholds:
 
 def _parsed(body: dict[str, Any]) -> Thresholds:
     layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
-    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(_held_out(row) for row in body["held_out"])}
+    # Older files have the scope under the key `counts`.
+    held_out = [HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()}) for row in body["held_out"]]
+    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(held_out)}
     found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
     _check_numbers("grid", found.grid, len(found.grid), least=0.0)
     _check_numbers("all_layers", found.all_layers, len(found.grid))
@@ -236,11 +238,6 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     if not (isinstance(found.top_k, int) and found.top_k > 0):
         raise ValueError(f"top_k is {found.top_k!r}")
     return found
-
-
-def _held_out(row: Mapping[str, Any]) -> HeldOut:
-    """Read one row; older files have the scope under the key `counts`."""
-    return HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()})
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:

@@ -1,4 +1,4 @@
-"""The operators' forward pass on every form of input that a caller may hand over, and what they do where autograd looks on."""
+"""The operators' forward pass on every form of input, and with autograd."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_a_gradient_of_a_linear_is_refused(linear: Operator) -> None:
 
 
 def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear: Operator) -> None:
-    """A loaded model's parameters want gradients, and not every caller turns them off before compiling."""
+    """A loaded model's parameters require gradients, and a caller may compile without torch.no_grad."""
     hidden, index, weights = inputs()
     hidden.requires_grad_()
     compiled = torch.compile(lambda *given: linear(experts(*given)), fullgraph=True, backend="aot_eager")
@@ -118,7 +118,7 @@ def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear
         out.sum().backward()
 
 
-def test_the_callers_default_device_is_no_matter(experts: Operator, linear: Operator) -> None:
+def test_the_default_device_has_no_effect(experts: Operator, linear: Operator) -> None:
     hidden, index, weights = inputs()
     expected = linear(experts(hidden, index, weights))
     with torch.device("meta"):
