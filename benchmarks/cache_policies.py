@@ -227,8 +227,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("policies", "sweep"))
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files that the bundled model reads as well")
-    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="recorded traces that are played as well")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="further recorded traces")
     arguments = parser.parse_args()
     added = [record(demo_path(), path.read_text(encoding="utf-8"), arguments.tokens, source=path.name) for path in arguments.text]
     added += [Trace.load(path) for path in arguments.trace]

@@ -227,7 +227,7 @@ def updated(rows: list[Row], *, everything: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="compile everything again")
-    parser.add_argument("--case", action="append", help="part of a case's name; prints, writes nothing")
+    parser.add_argument("--case", action="append", help="part of a case's name; print these cases and write no file")
     arguments = parser.parse_args()
     if arguments.case:
         for capability in CAPABILITIES:

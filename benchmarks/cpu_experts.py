@@ -255,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=Runtime().threads)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
-    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -191,7 +191,7 @@ def openers(layers: int) -> dict[str, Opener]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--providers", nargs="+", help="by default all that are installed")
+    parser.add_argument("--providers", nargs="+", help="default: all installed providers")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=48)

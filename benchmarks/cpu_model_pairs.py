@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
     if find_spec("llama_cpp") is None:
-        raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py has how to build it")
+        raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py explains how to build it")
     rows: list[dict[str, object]] = []
     for weights in arguments.weights:
         names = {f"ours-{weights}": ours_or_stock, f"llama.cpp-{weights}": llama_cpp}

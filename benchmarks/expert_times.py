@@ -85,10 +85,10 @@ def taken_ms(devices: Mapping[str, Prepare], rounds: int) -> dict[tuple[str, str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048, help="by default the expert is DeepSeek-V2-Lite's")
+    parser.add_argument("--hidden", type=int, default=2048, help="default: the sizes of DeepSeek-V2-Lite")
     parser.add_argument("--intermediate", type=int, default=1408)
-    parser.add_argument("--weights", default="int4", help="on the CPU; on the GPU they are bfloat16")
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each physical core")
+    parser.add_argument("--weights", default="int4", help="weight type on the CPU; the GPU uses bfloat16")
+    parser.add_argument("--threads", type=int, default=0, help="0 for one per physical core")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     size = (arguments.hidden, arguments.intermediate)

@@ -83,7 +83,7 @@ def model_rows(layers: int, turns: int, threads: int) -> list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=Runtime().threads)
-    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--only", choices=["layer", "model"])

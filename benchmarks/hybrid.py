@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="shared experts wait for the routed ones")
+    parser.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
     parser.add_argument("--trace", type=Path, help="only write a timeline of the first model and ratio under the last system")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()

@@ -142,7 +142,7 @@ def arguments_of() -> argparse.Namespace:
     reason = why_no_cuda() if arguments.gpu.startswith("cuda") else None
     if reason is not None:
         systems = ", ".join(arguments.systems)
-        parser.exit(2, f"{reason}: with a GPU this would measure {systems}; --gpu emulated --scale 16 tries the code\n")
+        parser.exit(2, f"{reason}: with a GPU this measures {systems}; --gpu emulated --scale 16 tests the code\n")
     return arguments
 
 

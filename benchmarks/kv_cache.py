@@ -60,7 +60,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
     for options in kinds:
         reason = None if options is None else options.why_not_here()
         if reason is not None:
-            print(f"left out: {reason}")
+            print(f"not measured: {reason}")
             continue
         found, held = [], 0
         for window in windows:
@@ -87,7 +87,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_path()))
-    parser.add_argument("--text", type=Path, help="by default the part of the bundled model's text that it was not trained on")
+    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--windows", type=int, default=4)
     options = parser.parse_args()

@@ -99,7 +99,7 @@ def main() -> None:
     ):
         path = RESULTS / f"{name}.csv"
         if not path.is_file():
-            print(f"{path.name} is not there: run sparse_layer.py on a machine with a CUDA GPU")
+            print(f"{path.name} does not exist: run sparse_layer.py on a machine with a CUDA GPU")
             continue
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))

@@ -59,7 +59,7 @@ def _report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/run.py report", description="Make one HTML page of benchmarks/results; it opens offline."
     )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="a file that exists is replaced")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="file to write; an existing one is replaced")
     out: Path = parser.parse_args(arguments).out
     try:
         benchmarks = gather(FOLDER)

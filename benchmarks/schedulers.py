@@ -222,8 +222,8 @@ def speed(problems: int, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("makespan", "speed"))
-    parser.add_argument("--problems", type=int, default=400, help="a cell")
-    parser.add_argument("--repeats", type=int, default=25, help="passes that are timed")
+    parser.add_argument("--problems", type=int, default=400, help="problems per cell")
+    parser.add_argument("--repeats", type=int, default=25, help="timed passes")
     arguments = parser.parse_args()
     if "makespan" in arguments.parts:
         makespan(arguments.problems)

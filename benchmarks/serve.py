@@ -80,14 +80,14 @@ def server(rules: str, max_batch: int, threads: int) -> Iterator[Served]:
     running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None, "stderr is a pipe"
-        said = []
+        output = []
         for line in running.stderr:
-            said.append(line)
+            output.append(line)
             if found := re.search(r" at http://[^/]*:(\d+)/v1 ", line):
                 yield Served(running.pid, int(found.group(1)))
                 break
         else:
-            raise SystemExit(f"the server did not start; it says:\n{''.join(said)}")
+            raise SystemExit(f"the server did not start; its output:\n{''.join(output)}")
     finally:
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=60)
@@ -175,10 +175,12 @@ def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer, at most")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens per answer")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rules", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of a server; 1 on a machine that others use: threads wait for each other")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of a server; use 1 on a shared machine, where threads wait for each other"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
     pulse = Pulse()

@@ -253,7 +253,9 @@ def main() -> None:
             shape = SHAPES[name]
             held = 6 * shape.num_experts * shape.intermediate * shape.hidden / 2**30
             shares = ", ".join(f"{total:.0%} ({shape.routed(total):.1%} of the routed)" for total in TOTAL)
-            print(f"With a GPU: {name}, {held:.1f} GiB a layer, every path at T = {', '.join(map(str, tokens))}, total sparsity {shares}.")
+            print(
+                f"With a GPU: {name}, {held:.1f} GiB per layer, every path at T = {', '.join(map(str, tokens))}, total sparsity {shares}."
+            )
         return
     device = torch.device("cpu" if arguments.tiny else "cuda:0")
     shares = TOTAL[:2] if arguments.tiny else TOTAL
@@ -261,7 +263,7 @@ def main() -> None:
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
     if arguments.tiny:
-        print("Interpreted on the CPU: all paths agree with the reference, and the times say nothing.")
+        print("Interpreted on the CPU: all paths agree with the reference, and the times have no meaning.")
         return
     print(write_rows("sparse_layer", rows, packages=("torch", "triton", "vllm")))
     kernels = [row for name in shapes for row in kernel_rows(name, 64, device)]

@@ -144,7 +144,7 @@ def measured(name: str, layers: int, cases: Sequence[tuple[int, tuple[int, int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS))
-    parser.add_argument("--layers", type=int, help="by default as many as fit, at most 40")
+    parser.add_argument("--layers", type=int, help="default: as many as fit, at most 40")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a tiny model in Triton's interpreter; writes nothing")
     arguments = parser.parse_args()
@@ -156,7 +156,7 @@ def main() -> None:
         shares = ", ".join(f"{share:.0%}" for share in SHARES[1:])
         print(f"Nothing was measured: {reason}.")
         print(f"With a GPU: {name}, up to {LAYERS} layers, {', '.join(map(str, arguments.requests))} requests of {lengths} tokens,")
-        print(f"every neuron beside {shares} of all neurons left out; seconds, tokens a second and speed-up over every neuron.")
+        print(f"every neuron beside {shares} of all neurons left out; seconds, tokens per second and speed-up over every neuron.")
         return
     if arguments.tiny:
         rows = list(measured(name, 1, [(2, (3, 2))], 1, torch.device("cpu")))
@@ -165,7 +165,7 @@ def main() -> None:
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
     if arguments.tiny:
-        print("Interpreted on the CPU: the times say nothing.")
+        print("Interpreted on the CPU: the times have no meaning.")
         return
     print(write_rows("sparse_model", rows, packages=("torch", "triton", "transformers")))
 

@@ -277,9 +277,11 @@ def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id or folder; default: the bundled model")
-    parser.add_argument("--name", help="what results call it, and their files")
-    parser.add_argument("--text", type=Path, help="default: the text that the bundled model was not trained on")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each half: one makes thresholds, the other judges")
+    parser.add_argument("--name", help="name of the model in results and their files")
+    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="tokens of each half of the text: one for thresholds, the other for scores"
+    )
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()

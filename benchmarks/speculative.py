@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "long", "lossy", "shapes"))
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for a machine that is shared")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for part in arguments.parts:

@@ -234,12 +234,12 @@ def record(model: Any, result: Evaluation, progress: Progress, train_loss: float
 
 def parse_options() -> TrainOptions:
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder that gets the trained model")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
-    parser.add_argument("--minutes", type=float, default=60.0, help="the schedule ends by then, whatever the speed")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of the schedule")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1623)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --work")
     return TrainOptions(**vars(parser.parse_args()))
 
 
@@ -255,7 +255,7 @@ def main() -> None:
     model.load_state_dict(progress.best_weights)
     export(model, tokenizer, options.out)
     shipped = evaluate(model, tokenizer, validation)
-    print(f"exported: {shipped.loss:.4f} nats a token, {shipped.bits_per_byte:.4f} bits a byte")
+    print(f"exported: {shipped.loss:.4f} nats per token, {shipped.bits_per_byte:.4f} bits per byte")
     packages = ("torch", "transformers", "tokenizers")
     origin = {"seed": options.seed, "threads": torch.get_num_threads()}
     write_rows("demo_training", [{**point, **origin} for point in progress.curve], packages)

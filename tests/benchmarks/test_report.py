@@ -210,11 +210,11 @@ def test_long_tables_are_folded_and_all_commits_are_shown(checkout: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [("a,b\n1\n", ":2: 1 cells under 2 columns"), ("a,a\n1,2\n", "'a' occurs twice"), ("", "not a table"), (b"\xff\xfe", "not a table")],
 )
-def test_a_file_that_is_not_a_table_is_named(checkout: Callable[..., Path], content: str | bytes, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_file_that_is_not_a_table_is_named(checkout: Callable[..., Path], content: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_result(checkout(made_dot_csv=content) / "results" / "made.csv")
 
 

@@ -54,10 +54,12 @@ def test_an_installed_package_adds_its_operator(tmp_path: Path, monkeypatch: pyt
     assert "hybrid_experts" in registry
 
 
-@pytest.mark.parametrize(("target", "says"), [("Taken", "two operators are named 'hybrid_experts'"), ("NoOperator", "is not an operator")])
-def test_mistakes_of_packages_are_named(target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "message"), [("Taken", "two operators are named 'hybrid_experts'"), ("NoOperator", "is not an operator")]
+)
+def test_mistakes_of_packages_are_named(target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, target, monkeypatch)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         load_registry()
     assert "outside_package" in str(caught.value)
 

@@ -57,7 +57,9 @@ class Tab:
         """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} never was; the page says {self.value('document.body.innerText')!r}"
+            assert time.monotonic() < deadline, (
+                f"{expression} did not become true; the page shows {self.value('document.body.innerText')!r}"
+            )
             time.sleep(0.02)
         return found
 

@@ -74,7 +74,7 @@ def test_no_tokens_and_no_choices(experts: Operator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda hidden, index, weights: (hidden.view(2, 3, HIDDEN), index, weights), "2 dimensions"),
         (lambda hidden, index, weights: (hidden[:, :32], index, weights), "64"),
@@ -84,8 +84,8 @@ def test_no_tokens_and_no_choices(experts: Operator) -> None:
     ],
     ids=["three-dimensional", "narrow", "fewer rows", "beyond the experts", "negative"],
 )
-def test_wrong_inputs_are_named(experts: Operator, change: object, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_wrong_inputs_are_named(experts: Operator, change: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         experts(*change(*inputs()))  # type: ignore[operator]
 
 

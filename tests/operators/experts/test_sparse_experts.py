@@ -126,7 +126,7 @@ def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"margin": 0.0}, "margin"),
         ({"margin": 1.5}, "margin"),
@@ -134,8 +134,8 @@ def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         ({"gpu": "cuda:x"}, "cuda:0"),
     ],
 )
-def test_options_that_contradict_each_other(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_options_that_contradict_each_other(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SparseExpertsOptions(**{"sparsity": SPARSITY, **wrong})  # type: ignore[arg-type]
 
 
