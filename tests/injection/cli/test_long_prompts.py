@@ -113,7 +113,7 @@ def test_a_recurrent_model_computes_its_prompt_whole_with_one_warning(recurrent:
     for question in ["x" * 61, "again"]:
         anew = plain.turn(question)
         assert chat.turn(question).text == anew.text
-    assert sum("cannot read them in chunks" in record.message for record in caplog.records) == 1
+    assert sum("does not support chunks" in record.message for record in caplog.records) == 1
     assert sum("computes the whole conversation again" in record.message for record in caplog.records) == 2, "each chat logs it once"
     assert chat.last is not None and chat.last.kept_tokens == 0
 
