@@ -1,20 +1,20 @@
-"""Rule files to plans, plans to grafted models, checkpoints into them: `optimize_and_load` does all of it.
+"""Inject fast mixture-of-experts operators into a stock Hugging Face model, by a rule file.
 
-Its steps are public, too: `from moegraft.injection.api import build_meta_model, graft, load, plan`.
+`optimize_and_load` does it in one call, and its steps are public: `build_meta_model`, `plan`, `graft` and `load`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moegraft.injection.api import optimize_and_load
+    from moegraft.injection.api import build_meta_model, graft, load, optimize_and_load, plan, read_rules
 
-__all__ = ["optimize_and_load"]
+__all__ = ["build_meta_model", "graft", "load", "optimize_and_load", "plan", "read_rules"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: programs that only print help or check a file should not wait for torch.
-    if name == "optimize_and_load":
-        from moegraft.injection.api import optimize_and_load
+    # Imported on first use: programs that only print help or check a file should not wait for torch.
+    if name in __all__:
+        from moegraft.injection import api
 
-        return optimize_and_load
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The public Python interface: `optimize_and_load`, and the steps that it consists of.
+"""The public Python interface, which `moegraft.injection` exports: `optimize_and_load`, and the steps that it consists of.
 
 model = build_meta_model("path/or/hub-id", weights=True)  # or a model in memory
 the_plan = plan(model, "cpu")                              # which operator replaces which module: data
@@ -16,27 +16,15 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.graft import GraftedModel, Injection, graft
-from moegraft.injection.load import load
+from moegraft.injection.grafting import graft
+from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.plan import Plan, plan
-from moegraft.injection.rules import RuleFile, default_rules, read_rules
+from moegraft.injection.planning import Plan, plan
+from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry, load_registry
 
-__all__ = [
-    "GraftedModel",
-    "Injection",
-    "MetaModel",
-    "Plan",
-    "build_meta_model",
-    "graft",
-    "load",
-    "load_registry",
-    "optimize_and_load",
-    "plan",
-    "read_rules",
-]
+__all__ = ["build_meta_model", "graft", "load", "optimize_and_load", "plan", "read_rules"]
 
 logger = logging.getLogger(__name__)
 Rules = str | os.PathLike[str] | RuleFile
@@ -66,19 +54,18 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
     Args:
         model: a hub id or folder; a model on meta, whose weights are at `checkpoint` or its `name_or_path`; or a loaded model,
-            which is changed in place: each replaced module is freed as its operator takes over.
-        rules: a rule file, the name of a shipped one, or what `read_rules` made of one; by default the one for the model's type, else
-            `cpu`.
-        dtype: of what is not replaced, and of activations; by default the config's, else the checkpoint's.
-        vars: values for the rule file's `${...}`, over its own.
-        progress: a bar in bytes on stderr.
+            which is changed in place: each replaced module is freed as soon as its operator has the weights.
+        rules: the path of a rule file, the name of a shipped one (by default `cpu`), or a `RuleFile` from `read_rules`.
+        dtype: the dtype of activations and of what is not replaced; by default the config's, else the checkpoint's.
+        vars: values for the rule file's `${...}`; they override its own.
+        progress: whether to show a bar in bytes on stderr.
         dry_run: read no weights, change nothing, and return the `Plan`.
         threads: CPU threads of the operators; 0: one for each physical core this process may use.
         device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
         checkpoint: the folder with the weights of a model on meta.
-        gguf: the weights instead: a GGUF file, any part of a split one, or a folder with those of one model. Experts in Q8_0 and Q4_0
-            are kept as they are by `weights: stored`, experts and linear layers in Q4_K and Q6_K by `stored` and `int8`; config and
-            tokenizer are those of `model`.
+        gguf: GGUF weights to load instead of the checkpoint: a file, any part of a split one, or a folder with the parts of one model.
+            Config and tokenizer come from `model`. `weights: stored` keeps experts in Q8_0 and Q4_0 without another rounding; `stored`
+            and `int8` keep experts and linear layers in Q4_K and Q6_K.
         registry: the operators that rules may name; by default all that are installed.
 
     Returns:
@@ -86,25 +73,24 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
     Raises:
         RuleFileError: every mistake of the rules, with line and column.
-        CheckpointError, UnsupportedModelError, ThresholdsError, NotEnoughMemoryError: before any weight is read where that can be
-            known, and never with a half-built model left behind.
+        CheckpointError, UnsupportedModelError, ThresholdsError, NotEnoughMemoryError: before any weight is read where possible; no
+            half-built model is left.
     """
     registry = registry or load_registry()
     target: MetaModel | PreTrainedModel
     if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
         _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
-        target, model_type = model, str(model.config.model_type)
+        target = model
     elif isinstance(model, str | os.PathLike | PreTrainedModel):
         target = build_meta_model(
             model, weights=not dry_run, checkpoint=checkpoint, gguf=gguf, dtype=dtype, trust_remote_code=trust_remote_code
         )
-        model_type = target.model_type
     else:
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
         )
 
-    the_plan = plan(target, _read_rules(rules, model_type, vars, registry), registry=registry)
+    the_plan = plan(target, _read_rules(rules, vars, registry), registry=registry)
     for notice in the_plan.notices:
         logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
     if dry_run:
@@ -121,7 +107,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
 
 def _is_on_meta(model: PreTrainedModel, checkpoint: object) -> bool:
-    """Whether the weights of a model are to be loaded; one that is partly on meta needs to be given its checkpoint."""
+    """Whether the weights of a model still have to be loaded; a model that is partly on meta needs a checkpoint."""
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     return any(on_meta) and (bool(checkpoint) or all(on_meta))
 
@@ -134,7 +120,7 @@ def _refuse_load_options(
     checkpoint: object,
     gguf: object,
 ) -> None:
-    """Refuse options that would be ignored: a loaded model keeps what it was loaded with."""
+    """Refuse options that would have no effect: a loaded model keeps its dtype, devices and attention."""
     changes = {
         "dtype": parse_dtype(dtype) not in (None, model.dtype),
         "device_map": device_map is not None,
@@ -149,10 +135,11 @@ def _refuse_load_options(
         )
 
 
-def _read_rules(rules: Rules | None, model_type: str, vars: Mapping[str, object] | None, registry: OperatorRegistry) -> RuleFile:
+def _read_rules(rules: Rules | None, vars: Mapping[str, object] | None, registry: OperatorRegistry) -> RuleFile:
     if rules is None:
-        rules = default_rules(model_type)
-        logger.info("no rules given: the shipped file '%s' is used for model type '%s'", rules, model_type)
-    if isinstance(rules, RuleFile) and vars:
-        raise UnsupportedModelError("vars: these rules have been read with theirs; give them to read_rules")
-    return rules if isinstance(rules, RuleFile) else read_rules(rules, vars=vars, registry=registry)
+        logger.info("no rules given: the shipped file '%s' is used", DEFAULT_RULES)
+    if isinstance(rules, RuleFile):
+        if vars:
+            raise UnsupportedModelError("vars: this rule file is read already, with its variables; pass vars to read_rules instead")
+        return rules
+    return read_rules(rules or DEFAULT_RULES, vars=vars, registry=registry)

@@ -1,4 +1,4 @@
-"""What `moegraft calibrate` measures: thresholds from a text, what leaving neurons out by them costs on other text, and routing."""
+"""Calibration: sparsity thresholds from a text, their cost on held-out text, and a record of the routing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.loader import CheckpointLoader, open_weights
-from moegraft.injection.graft import injection_of
+from moegraft.injection.injected import injection_of
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.injection.rules import RuleFile
 from moegraft.injection.verify import compare_logits, logits_of
@@ -42,13 +42,13 @@ def _silent(tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """How a calibration is run.
+    """Options of a calibration.
 
     Attributes:
-        targets: tried on the held-out text.
-        scope, mode: of those targets, as rules have them.
+        targets: sparsity to evaluate on the held-out text.
+        scope, mode: of these targets, as in rules.
         window: tokens of one forward pass.
-        held_out: share of the text, at its end, on which targets are only tried.
+        held_out: share of the text, at its end, that is used for evaluation only.
     """
 
     targets: tuple[float, ...] = (0.5, 0.7, 0.85)
@@ -61,21 +61,21 @@ class CalibrationOptions:
         for target in self.targets:
             SparsityOptions(target, self.scope)
             if not target:
-                raise ValueError("target 0 leaves nothing out: there is nothing to measure")
+                raise ValueError("target 0 leaves no neuron out; give a target above 0")
         if self.window < 2:
             raise ValueError(f"window must be 2 or more, not {self.window}")
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out is a share between 0 and 1, not {self.held_out}")
+            raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}")
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSource:
-    """What thresholds are made from, for their file.
+    """The model and the text behind thresholds, as recorded in their file.
 
     Attributes:
         model: as the user names it.
-        layers: of the stock model, in its order.
-        weights: their `weights_hash`, by path.
+        layers: the sparse layers of the stock model, in its order.
+        weights: the `weights_hash` of each layer, by path.
         text_sha256: of the text's bytes.
     """
 
@@ -87,10 +87,10 @@ class CalibrationSource:
 
 
 def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: SparsityOptions = WHOLE) -> RuleFile:
-    """Return the rules with `sparsity` wherever an operator can leave neurons out; by default every neuron, in the layout that can.
+    """Return the rules with `sparsity` for every operator that supports it; by default no neuron is left out, in the sparse layout.
 
     Raises:
-        UnsupportedModelError: no rule names such an operator.
+        UnsupportedModelError: no operator of the rules supports it.
     """
     found = []
     changed = False
@@ -100,7 +100,7 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
         found.append(rule if options is None else replace(rule, options=options))
     if not changed:
         raise UnsupportedModelError(
-            f"{rules.files[0]}: none of its rules names an operator that can leave neurons out; give the experts to hybrid_experts"
+            f"{rules.files[0]}: no operator of these rules can leave neurons out; use hybrid_experts for the experts"
         )
     return replace(rules, rules=tuple(found))
 
@@ -125,15 +125,15 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
 def calibrate(
     model: PreTrainedModel, about: CalibrationSource, ids: torch.Tensor, options: CalibrationOptions, advance: Advance = _silent
 ) -> tuple[Thresholds, Calibration]:
-    """Find the thresholds of every layer in `about`, and measure what the targets cost.
+    """Find the thresholds of every layer in `about`, and evaluate the targets.
 
     Args:
-        model: as `optimize_and_load` returns it for `sparse_rules`.
-        ids: (T,) int64, the text.
-        advance: called with tokens; in all `work_tokens` of them.
+        model: from `optimize_and_load` with `sparse_rules`.
+        ids: the text, (T,) int64.
+        advance: called with a number of tokens; the sum is `work_tokens`.
 
     Raises:
-        UnsupportedModelError: the text is too short, a target cannot be reached, or the model computes what is not finite.
+        UnsupportedModelError: the text is too short, a target cannot be reached, or activations are not finite.
     """
     calibrating_windows, judging_windows = cut(model, ids, options)
     targets = {target: _routed_targets(about.layers, target, options) for target in options.targets}
@@ -142,7 +142,7 @@ def calibrate(
     for layer in about.layers:
         bins = calibration.layers[layer.path].bins
         if not bins.any():
-            raise UnsupportedModelError(f"no token reached {layer.path}: its thresholds cannot be found from text alone")
+            raise UnsupportedModelError(f"no token of the text reaches {layer.path}: its thresholds cannot be calibrated")
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate)
         layers[layer.path] = LayerThresholds(*sizes, about.weights[layer.path], quantiles(bins, GRID))
     found = Thresholds(
@@ -173,19 +173,19 @@ def calibrate(
 
 
 def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> int:
-    """Return what a calibration will report to `advance` in all."""
+    """Return the sum of tokens that a calibration reports to `advance`."""
     calibrating_windows, judging_windows = cut(model, ids, options)
     return sum(map(len, calibrating_windows)) + sum(map(len, judging_windows)) * (1 + len(options.targets))
 
 
 def cut(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the windows that thresholds are made from and those on which targets are tried.
+    """Return the windows for calibration and those for evaluation.
 
     Raises:
         UnsupportedModelError: the text has fewer than `LEAST_TOKENS` tokens.
     """
     if len(ids) < LEAST_TOKENS:
-        raise UnsupportedModelError(f"the text has {len(ids)} tokens; {LEAST_TOKENS} are needed, and some ten thousand give better ones")
+        raise UnsupportedModelError(f"the text has {len(ids)} tokens; at least {LEAST_TOKENS} are needed, and some ten thousand are better")
     window = min(window_of(model, options.window), len(ids) // 4)  # at least four, so that both sides have one
     windows = [part for part in ids.split(window) if len(part) > 1]
     wanted = options.held_out * sum(map(len, windows))
@@ -196,7 +196,7 @@ def cut(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) 
 
 
 def window_of(model: PreTrainedModel, wanted: int) -> int:
-    """Return `wanted` tokens, or as many as the model was made for."""
+    """Return `wanted` tokens, or the length of the model's context if that is less."""
     bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(wanted, bound) if isinstance(bound, int) and bound > 0 else wanted
 
@@ -211,26 +211,26 @@ def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
 def collect(
     model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = _silent
 ) -> Calibration:
-    """Observe one pass over `windows`, each (T,) int64, with every neuron computed; `advance(tokens)` is called after each."""
+    """Collect the activations of one pass over `windows`, each (T,) int64, with every neuron; `advance(tokens)` is called after each."""
     found = sparse_layers(model)
     sizes = {layer.path: (layer.num_experts, layer.intermediate) for layer in layers}
     with calibrating({path: found[path] for path in sizes}, sizes) as made:
         for window in windows:
-            with torch.inference_mode():  # without the head, whose logits nobody needs
+            with torch.inference_mode():  # without the head, as no logits are needed
                 model.base_model(input_ids=window[None].to(model.device), use_cache=False)
             advance(len(window))
     return made
 
 
 def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, source: str, advance: Advance = _silent) -> Trace:
-    """Record what the routers of a model choose on a text (T,) int64, window by window.
+    """Record the routing of a text, (T,) int64, window by window.
 
     Args:
-        source: what is run on which text, for people.
-        advance: called with tokens; in all T of them.
+        source: a description of model and text.
+        advance: called with a number of tokens; the sum is T.
 
     Raises:
-        UnsupportedModelError: there is no text, or no layer routed.
+        UnsupportedModelError: the text is empty, or no layer has a router.
         TraceError: layers differ in experts or in experts per token.
     """
     if not len(ids):
@@ -251,16 +251,18 @@ def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: Cali
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
     if max(targets.values()) > GRID[-1]:
-        raise UnsupportedModelError(f"target {target:g} means {max(targets.values()):.4g} of the routed neurons; {GRID[-1]:g} is the most")
+        raise UnsupportedModelError(
+            f"target {target:g} means {max(targets.values()):.4g} of the routed neurons; at most {GRID[-1]:g} is possible"
+        )
     return targets
 
 
 @dataclass(slots=True)
 class _Trial:
-    """One target on held-out text, compared with the model with every neuron: sums over the windows.
+    """The evaluation of one target against the model with every neuron: sums over the held-out windows.
 
     Attributes:
-        layers: the threshold of each and the share of routed neurons that it is to leave out, by path.
+        layers: each layer's threshold and target share of routed neurons, by path.
     """
 
     target: float

@@ -1,17 +1,10 @@
-"""Checks of an assignment: what rules ask of a model and do not get.
-
-One module's way through the rules: which were tried, which won, and why the others did not.
-
-Checks of `sparsity` in a plan: targets that can be reached, thresholds files that are there and for this model.
-
-What a rule's `sparsity` means for one layer of a model, and whether a thresholds file is for that model.
-"""
+"""Checks of rules against a model, and the trials of every rule on one module."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -19,18 +12,18 @@ from torch import nn
 from moegraft.injection.rules import Match, Position, Rule, RuleFile
 from moegraft.injection.rules.diagnostics import Findings
 from moegraft.injection.rules.document import MappingNode, Node
-from moegraft.injection.rules.matching import Assignment, ModelModules, explain_miss
+from moegraft.injection.rules.matching import Assignment, ModelModules, count_text, explain_miss
 from moegraft.injection.rules.rule import grouped, runs
 from moegraft.operators.base import Operator, PlannedUse
 from moegraft.operators.registry import OperatorRegistry
 
-# A number in a pattern, alone or in a group of them, that is followed by any character or by nothing.
+# A number in a pattern, alone or in a group of alternatives, that is followed by any character or by the end.
 _OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")
 MAX_LISTED = 3
 
 
 def check_requires(rules: RuleFile, model_type: str | None, findings: Findings) -> None:
-    """Reports each requirement that the model's type does not meet."""
+    """Report each requirement that the model's type does not meet."""
     for requirement in rules.requires:
         if model_type not in requirement.values:
             wanted = " or ".join(f"'{value}'" for value in requirement.values)
@@ -39,10 +32,10 @@ def check_requires(rules: RuleFile, model_type: str | None, findings: Findings) 
 
 
 def check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
-    """Reports rules that take nothing, too few or too many modules, or more layers than was meant, and swaps inside swaps."""
+    """Report rules that take no module, a wrong number of modules or unexpected layers, and swaps inside swaps."""
     for rule, taken, lost in zip(rules, assignment.taken, assignment.lost, strict=True):
         if not taken and rule.expect == "any":
-            findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, which it allows")
+            findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, as 'expect: any' allows")
             continue
         if not taken:
             _report_nothing_taken(rule, lost, rules, modules, findings)
@@ -73,8 +66,8 @@ def _report_nothing_taken(rule: Rule, lost: dict[int, list[str]], rules: Sequenc
         findings.notice(rule.place("match"), f"{message}, and so overrides it")
     else:
         of_model = any("" in paths for paths in lost.values())
-        mend = "a model takes one operator of its own: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
-        findings.error(rule.place("match"), f"{message}; {mend}")
+        fix = "a model can have one operator of kind model: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
+        findings.error(rule.place("match"), f"{message}; {fix}")
 
 
 def _where(owner: Rule, rule: Rule) -> str:
@@ -82,18 +75,14 @@ def _where(owner: Rule, rule: Rule) -> str:
     return f"line {owner.position.line}" if same_file else f"{owner.position.file}:{owner.position.line}"
 
 
-def _count(number: int) -> str:
-    return f"{number} module{'s' if number != 1 else ''}"
-
-
 def _listed(paths: Sequence[str]) -> str:
     forms = grouped(paths) if paths != [""] else ["the model"]
     more = f" and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
-    return f"{', '.join(forms[:MAX_LISTED])}{more} ({_count(len(paths))})"
+    return f"{', '.join(forms[:MAX_LISTED])}{more} ({count_text(paths)})"
 
 
 def _warn_of_open_numbers(rule: Rule, taken: Sequence[str], modules: ModelModules, findings: Findings) -> None:
-    """`layers.1.` as a pattern takes layers 10 to 19 too: its last dot is any character."""
+    """Warn of patterns such as `layers.1.`, which takes layers 10 to 19 as well: its last dot matches any character."""
     layers = {layer for path in taken if (layer := modules.layer(path)) is not None}
     for found in _OPEN_NUMBER.finditer(rule.match.name or ""):
         number = found["number"]
@@ -101,34 +90,29 @@ def _warn_of_open_numbers(rule: Rule, taken: Sequence[str], modules: ModelModule
         if not more:
             continue
         word = found["before"].rstrip("\\.(|")
-        mend = f"'{word}\\.{number}\\.'" if word else f"'\\.' after {number}"
+        fix = f"'{word}\\.{number}\\.'" if word else f"'\\.' after {number}"
         findings.warning(
             rule.place("name"),
-            f"name '{rule.match.name}' also takes layer{'s' if len(more) > 1 else ''} {runs(more)}: a dot stands for any character, "
-            f"a dot after a backslash for itself; for layer {number} alone write {mend}",
+            f"name '{rule.match.name}' also takes layer{'s' if len(more) > 1 else ''} {runs(more)}: a dot matches any character, "
+            f"and a dot after a backslash only a dot; for layer {number} alone write {fix}",
         )
 
 
 def _warn_of_absent_layers(rule: Rule, modules: ModelModules, findings: Findings) -> None:
     if rule.match.layers is None:
         return
-    match = rule.match
-    all_layers = {layer for path in modules.matching(_anywhere(match)) if (layer := modules.layer(path)) is not None}
+    all_layers = {layer for path in modules.matching(replace(rule.match, layers=None)) if (layer := modules.layer(path)) is not None}
     for first, last in rule.match.layers.ranges:
         absent = [layer for layer in (first, last) if layer not in all_layers]
         if absent:
             part = str(first) if first == last else f"{first}-{last}"
-            findings.warning(rule.place("layers"), f"layers '{part}': what the rule matches is in layers {runs(all_layers)} alone")
-
-
-def _anywhere(match: Match) -> Match:
-    return Match(match.name, match.class_name, match.kind, None)
+            findings.warning(rule.place("layers"), f"layers '{part}': the modules that the rule matches are in layers {runs(all_layers)}")
 
 
 def check_operators(
     rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, registry: OperatorRegistry, findings: Findings
 ) -> None:
-    """Reports operators that cannot replace what their rule takes: one error for all modules that are refused for one reason."""
+    """Report modules that an operator cannot replace, in one error for each rule and reason."""
     for rule, taken in zip(rules, assignment.taken, strict=True):
         if rule.operator is None:
             continue
@@ -146,8 +130,8 @@ def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModu
     kinds = modules.kinds(path)
     if operator.kind not in kinds:
         found = f" but of kind {', '.join(sorted(kinds))}" if kinds else ""
-        mend = f"; add 'kind: {operator.kind}' to its match"
-        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{found}{mend if rule.match.kind is None else ''}"
+        fix = f"; add 'kind: {operator.kind}' to the rule's match" if rule.match.kind is None else ""
+        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{found}{fix}"
     return operator.unsupported_reason(modules[path], rule.options)
 
 
@@ -156,7 +140,7 @@ Outcome = Literal["won", "lost", "not tried"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rule on one module, and a sentence that says why it ended so."""
+    """The outcome of one rule on one module, with its reason as a sentence."""
 
     rule: Rule
     outcome: Outcome
@@ -164,19 +148,19 @@ class Trial:
 
 
 def trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: ModelModules) -> list[Trial]:
-    """Every rule on the module at `path`, in the order of the rules."""
+    """Try every rule on the module at `path`, in the order of the rules."""
     outer = _outer(path, assignment)
     closed = next((index for index, taken in outer.items() if not rules[index].recursive), None)
     if closed is not None:
-        why = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
-        return [Trial(rule, "not tried", why) for rule in rules]
+        reason = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
+        return [Trial(rule, "not tried", reason) for rule in rules]
     found: list[Trial] = []
     first: Rule | None = None
     for index, rule in enumerate(rules):
         misses = why_not(rule.match, path, modules)
         if first is not None:
-            would = "would match too" if not misses else "would not match either"
-            found.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this one {would}"))
+            also = "does not match" if misses else "matches as well"
+            found.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
         elif misses:
             found.append(Trial(rule, "lost", "; ".join(misses)))
         else:
@@ -186,7 +170,7 @@ def trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: Mo
 
 
 def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
-    """The first rule that matches; it wins unless it replaces what the module is a part of."""
+    """Return the trial of the first rule that matches; it loses only inside a module that the rule replaces as a whole."""
     if not taken:
         return Trial(rule, "lost", f"matches, but the module is inside {outer}, which this rule replaces as a whole")
     kept = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
@@ -194,14 +178,14 @@ def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
 
 
 def _outer(path: str, assignment: Assignment) -> dict[int, str]:
-    """What each rule takes that `path` is inside of, by the rule's index; the innermost where there are several."""
+    """Return the innermost module around `path` that each rule takes, by the rule's index."""
     parts = path.split(".")
     around = {".".join(parts[:length]) for length in range(len(parts))} if path else set()
     return {index: max(inside, key=len) for index, taken in enumerate(assignment.taken) if (inside := around.intersection(taken))}
 
 
 def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
-    """What of `match` the module at `path` does not meet; empty where it matches."""
+    """Return the conditions of `match` that the module at `path` does not meet, as sentences; empty if it matches."""
     misses = []
     if match.name is not None and path not in modules.matching(Match(name=match.name)):
         misses.append(f"name '{match.name}' is not found in its path")
@@ -219,7 +203,7 @@ def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
 
 
 def check_plan(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
-    """Report what operators ask of the model, or of each other, and cannot have."""
+    """Report the requirements of operators that the model, or the other operators, do not meet."""
     used = [
         (rule, PlannedUse(registry[rule.operator], rule.options, taken))
         for rule, taken in zip(rules, assignment.taken, strict=True)
@@ -232,7 +216,7 @@ def check_plan(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, 
 
 
 def _place_of(rule: Rule, option: str) -> Position:
-    """Return where an option, such as `sparsity.target`, is written, else where the rule's operator is."""
+    """Return the position of an option such as `sparsity.target`; that of the operator if the rule does not set it."""
     node: Node | None = rule.kwargs
     for name in option.split("."):
         node = node.get(name) if isinstance(node, MappingNode) else None

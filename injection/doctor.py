@@ -1,4 +1,4 @@
-"""The state of the machine and of the installation, read without changing anything, and the problems found in it, each with a fix."""
+"""The facts of `moegraft doctor` on a machine and an installation, and the problems found in them, each with a fix."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "notice")
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An installed or missing package; `wanted` is what moegraft asks for, empty where anything goes."""
+    """An installed or missing package; `wanted` is the version range that moegraft requires, empty for any version."""
 
     name: str
     version: str | None
@@ -49,17 +49,17 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that `moegraft doctor` looks at.
+    """The state of the machine and of the installation.
 
     Attributes:
-        cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty where they cannot be read.
+        cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty if they cannot be read.
         isa: the instruction set in use; `avx512_bf16+amx` where weight types differ.
         tile_isas: the instruction set in use by weight type.
-        default_isa: what `isa` is unless an instruction set is forced.
-        forced_isa: the value of MOEGRAFT_ISA, or None where it is not set.
-        quota_cores: what a container's CPU quota allows, or None.
-        memory_limit_bytes: a container's, or None.
-        pinned_limit_bytes: how much memory a process may lock, or None for no limit.
+        default_isa: the instruction set that is used unless MOEGRAFT_ISA forces another.
+        forced_isa: the value of MOEGRAFT_ISA; None if it is not set.
+        quota_cores: the cores that a container's CPU quota allows; None without a quota.
+        memory_limit_bytes: a container's limit; None without a limit.
+        pinned_limit_bytes: the memory that a process may lock; None without a limit.
         gpu_device: whether the system has an NVIDIA device, whether or not PyTorch can use it.
     """
 
@@ -91,7 +91,11 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Collect all facts; runs the kernel's self-test, which takes well below a second."""
+    """Collect all facts and run the kernel's self-test, which takes well below a second.
+
+    Raises:
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+    """
     machine, kernel = probe_machine(), kernel_in_use()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memory_limit = _text("/sys/fs/cgroup/memory.max").strip()
@@ -132,7 +136,7 @@ def _text(path: str) -> str:
 
 
 def _quota(text: str) -> float | None:
-    """Return the cores of `quota period`, as cgroup v2 writes it."""
+    """Return the cores of the text `QUOTA PERIOD` of cgroup v2; None for no quota."""
     parts = text.split()
     return int(parts[0]) / int(parts[1]) if len(parts) == 2 and parts[0].isdigit() else None
 
@@ -165,7 +169,7 @@ def package(name: str, wanted: str, *, optional: bool = False) -> Package:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error gives wrong results or none, a warning slow ones; a notice only reports what is missing."""
+    """A problem and its fix. Errors mean wrong results or none, warnings slow ones; a notice has no such effect."""
 
     severity: Severity
     what: str
@@ -196,7 +200,7 @@ def _kernel(facts: Facts) -> Iterator[Problem]:
         if isa.wrong:
             yield Problem(
                 "error",
-                f"the kernel's {isa.name} version computes wrong results here in {', '.join(isa.wrong)}",
+                f"the kernel's {isa.name} version computes wrong results with {', '.join(isa.wrong)} weights",
                 "set MOEGRAFT_ISA=scalar and report this with the output of moegraft doctor --json",
             )
     compiled = {isa.name for isa in facts.instruction_sets}
@@ -213,18 +217,18 @@ def _kernel(facts: Facts) -> Iterator[Problem]:
     if amx is not None and not amx.usable and has <= facts.cpu_flags:
         yield Problem(
             "warning",
-            "this CPU has AMX and the system does not let this process use it: prompts take longer with bfloat16 weights",
-            "use Linux 5.16 or newer; in a container, a seccomp profile that allows arch_prctl",
+            "this CPU has AMX, and the system does not allow this process to use it: prompts are slower with bfloat16 weights",
+            "use Linux 5.16 or newer, and in a container a seccomp profile that allows arch_prctl",
         )
     if facts.forced_isa and facts.isa != facts.default_isa:
         yield Problem(
-            "warning", f"the kernel runs as {facts.isa}, which MOEGRAFT_ISA forces, instead of {facts.default_isa}", "unset MOEGRAFT_ISA"
+            "warning", f"MOEGRAFT_ISA forces the kernel to run as {facts.isa} instead of {facts.default_isa}", "unset MOEGRAFT_ISA"
         )
 
 
 def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
     if facts.torch_threads < facts.kernel_threads:
-        why = f"OMP_NUM_THREADS is {facts.omp_num_threads}" if facts.omp_num_threads else "PyTorch's own choice"
+        why = f"OMP_NUM_THREADS is {facts.omp_num_threads}" if facts.omp_num_threads else "PyTorch's default"
         yield Problem(
             "warning",
             f"PyTorch uses {facts.torch_threads} of {facts.kernel_threads} cores for what is not replaced ({why})",
@@ -233,13 +237,13 @@ def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
     if facts.quota_cores is not None and facts.quota_cores < facts.cores:
         yield Problem(
             "notice",
-            f"the container may use {facts.quota_cores:g} of the {facts.cores} cores it sees",
+            f"the container's quota is {facts.quota_cores:g} of {facts.cores} cores",
             f"the kernel uses {facts.kernel_threads} threads by default; give the container more CPUs for more speed",
         )
     if facts.numa_nodes > 1:
         yield Problem(
             "warning",
-            f"there are {facts.numa_nodes} NUMA nodes and weights are placed where they are first touched",
+            f"there are {facts.numa_nodes} NUMA nodes, and all weights are placed on the node that writes them first",
             "start programs with: numactl --interleave=all",
         )
     if facts.available_bytes < LITTLE_MEMORY_BYTES:
@@ -251,20 +255,20 @@ def _gpu(facts: Facts) -> Iterator[Problem]:
         built = f"is built for CUDA {facts.cuda}" if facts.cuda else "is a CPU build"
         yield Problem(
             "warning",
-            f"there is an NVIDIA GPU and PyTorch cannot use it (this PyTorch {built})",
+            f"there is an NVIDIA GPU, and PyTorch cannot use it (this PyTorch {built})",
             "install the CUDA build (https://pytorch.org/get-started) and check the driver with nvidia-smi",
         )
     if facts.gpus:
         yield Problem(
             "notice",
-            "experts on a GPU are new: no GPU has run them yet",
-            "the shipped file 'hybrid' does; moegraft verify --rules hybrid checks it here",
+            "the GPU kernels have not been run on a GPU yet",
+            "check the shipped file 'hybrid' on this GPU with: moegraft verify --rules hybrid",
         )
         if facts.pinned_limit_bytes is not None and facts.pinned_limit_bytes < GIB:
             yield Problem(
                 "warning",
                 f"a process may lock {facts.pinned_limit_bytes >> 20} MiB of memory, too little for fast transfers to the GPU",
-                "raise it with 'ulimit -l unlimited', or --ulimit memlock=-1 for a container",
+                "raise the limit with 'ulimit -l unlimited', or --ulimit memlock=-1 for a container",
             )
     else:
         yield Problem("notice", "no GPU is visible to PyTorch", "everything runs on the CPU")

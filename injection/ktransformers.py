@@ -1,4 +1,4 @@
-"""Conversion of KTransformers' rule files into ours: what each rule becomes, and why one is left out."""
+"""Conversion of KTransformers' rule files: the replacement of each rule, or the reason why it is left out."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs
 RULE_KEYS = ("match", "replace", "recursive")
 MATCH_KEYS = ("name", "class")
 REPLACE_KEYS = ("class", "kwargs")
-Plain = str | Mapping[str, "Plain"]  # a value as text, or values by name
+Plain = str | Mapping[str, "Plain"]  # a value as text, or a mapping of values
 
 
 @dataclass(frozen=True, slots=True)
 class TheirRule:
-    """One rule as KTransformers has it.
+    """One rule of a KTransformers file.
 
     Attributes:
-        name: a regular expression on module paths, or None.
-        match_class: a dotted class, or None.
-        operator: `replace.class`; empty where there is none.
-        doubts: what is wrong with it, so that nobody knows what it means; KTransformers says nothing of these.
-        remark: something that means less than it looks.
-        name_position: where `name` is written, or the rule where it has none.
-        patterns: of all rules of a file, whose searches share a limit of time.
+        name: a regular expression on module paths; None without one.
+        match_class: a dotted class; None without one.
+        operator: `replace.class`; empty without one.
+        doubts: mistakes that make the rule's meaning unclear, which KTransformers ignores.
+        remark: a note on a value that has another effect than it seems to.
+        name_position: the position of `name`; that of the rule without one.
+        patterns: shared by all rules of a file, as their searches have a common time limit.
     """
 
     position: Position
@@ -52,12 +52,12 @@ class TheirRule:
         return self.operator.rpartition(".")[2]
 
     def text(self, key: str) -> str | None:
-        """A keyword argument that is one value."""
+        """Return a keyword argument that is a single value, else None."""
         value = self.kwargs.get(key)
         return value if isinstance(value, str) else None
 
     def matches(self, path: str) -> bool:
-        """Whether the name fits, as `re.search` sees it; a rule without a name fits any path.
+        """Whether `re.search` finds the rule's name in `path`; a rule without a name matches every path.
 
         Raises:
             RuleErrors: matching the name takes too long.
@@ -73,12 +73,12 @@ class TheirRule:
 def read_their_rules(path: Path) -> tuple[TheirRule, ...]:
     """
     Raises:
-        RuleErrors: the file cannot be read, is no YAML, too large or too deep, has tags or anchors, or is no list of rules.
+        RuleErrors: the file cannot be read, is not valid YAML, is too large or too deep, has tags or anchors, or is no list of rules.
     """
     findings = Findings()
     document = read_document(path, findings, plain_keys=True)
     if isinstance(document, MappingNode) and document.get("rules") is not None:
-        findings.stop(document.position, "this is a rule file of moegraft already, a mapping with 'rules'; see moegraft check")
+        findings.stop(document.position, "this is a rule file of moegraft, a mapping with 'rules'; check it with moegraft check")
     if not isinstance(document, ListNode) or not document.items:
         findings.stop(document.position, f"a rule file of KTransformers is a list of rules with 'match' and 'replace', not {document}")
     patterns = Patterns()
@@ -109,7 +109,7 @@ def _read_rule(node: Node, patterns: Patterns, findings: Findings) -> TheirRule 
         kwargs={entry.key: _plain(entry.value) for entry in kwargs},
         recursive=not closed,
         doubts=tuple(doubts),
-        remark=f"recursive is {recursive}, in quotes, which KTransformers takes for true" if is_text else "",
+        remark=f"recursive is {recursive}, in quotes, which KTransformers reads as true" if is_text else "",
         name_position=node.position if name is None else name.position,
         patterns=patterns,
     )
@@ -126,7 +126,7 @@ def _unknown(node: MappingNode, known: tuple[str, ...], where: str) -> list[str]
 
 
 def _mapping(node: MappingNode, key: str, known: tuple[str, ...] | None, doubts: list[str]) -> MappingNode:
-    """A part of a rule, with doubts for keys that it should not have; an empty one where it is missing."""
+    """Return a part of a rule, or an empty mapping; a missing part and unknown keys are added to `doubts`."""
     found = node.get(key)
     if isinstance(found, MappingNode):
         doubts += _unknown(found, known, key) if known is not None else []
@@ -164,21 +164,21 @@ def _plain(node: Node) -> Plain:
 
 DEVICES = ("generate_device", "prefill_device", "out_device", "device")
 OPERATIONS = ("generate_op", "prefill_op", "backend")
-# Experts as their CPU backends hold them; the others take the type that the GGUF file has.
+# Weight types of the CPU backends; all others use the type of the GGUF file.
 BACKENDS = {"AMXInt4": "int4", "AMXInt8": "int8", "AMXBF16": "bfloat16"}
 CUDA = re.compile(r"cuda(:\d+)?")
 
 
 def devices_of(rule: TheirRule) -> tuple[str, ...]:
-    """A note on where and by what the rule computed; empty where it does not say."""
-    said = [f"{key} {value}" for key in (*OPERATIONS, *DEVICES) if (value := rule.text(key)) is not None]
-    return (", ".join(said),) if said else ()
+    """Return a note with the devices and operations of a rule; empty if it has none."""
+    given = [f"{key} {value}" for key in (*OPERATIONS, *DEVICES) if (value := rule.text(key)) is not None]
+    return (", ".join(given),) if given else ()
 
 
 def gpu_of(rules: Iterable[TheirRule]) -> str:
-    """Our `gpu` for experts that these rules compute: the GPUs that any of them names, `auto` for one without a number, else `none`.
+    """Return the option `gpu` for the experts of these rules: all GPUs that they name, `auto` for `cuda` without a number, else `none`.
 
-    One value for all of them: layers of one value share a GPU's slots, and which experts have one is the cache's choice.
+    All rules get the same value, because layers with one value share a GPU's slots, and the cache chooses the resident experts.
     """
     named = {value for rule in rules for key in DEVICES if (value := rule.text(key)) is not None and CUDA.fullmatch(value)}
     numbered = sorted(named - {"cuda"})
@@ -186,7 +186,7 @@ def gpu_of(rules: Iterable[TheirRule]) -> str:
 
 
 def linear_gpu(rule: TheirRule) -> str:
-    """Our `gpu` for a linear layer: where it decodes."""
+    """Return the option `gpu` for a linear layer: the device on which it decodes."""
     device = rule.text("generate_device") or rule.text("device") or rule.text("prefill_device") or "cuda"
     if not CUDA.fullmatch(device) or rule.text("generate_op") == "KLinearCPUInfer":
         return "none"
@@ -194,29 +194,29 @@ def linear_gpu(rule: TheirRule) -> str:
 
 
 def is_sixteen_bit(rule: TheirRule) -> bool:
-    """Whether a linear layer decodes with the weights as they are."""
+    """Whether a linear layer decodes with 16-bit weights."""
     return rule.text("generate_op") == "KLinearTorch"
 
 
 def expert_weights(rule: TheirRule) -> tuple[str, Sequence[str]]:
-    """Our `weights`, the file's variable where the rule does not say it; and a note where experts decode on the GPU."""
+    """Return the option `weights`, by default the file's variable, and a note if experts decode on the GPU."""
     on_gpu = CUDA.fullmatch(rule.text("generate_device") or "")
-    note = "which experts decode on the GPU is decided by its slots here: all of them where there is room"
+    note = "moegraft decodes experts with a slot on the GPU: all of them if they fit"
     return BACKENDS.get(rule.text("backend") or "", "${weights}"), (note,) if on_gpu else ()
 
 
 def unknown_arguments(rule: TheirRule) -> tuple[str, ...]:
-    """Arguments that KTransformers does not have, as far as is known; it says nothing of them and does not use them."""
+    """Return notes on arguments that no known version of KTransformers uses; KTransformers ignores them."""
     found = []
     for key in rule.kwargs:
         if kwarg_advice(key) is None:
             near = nearest(key, KWARGS)
-            meant = f"; did you mean '{near}'?" if near else "; nothing here stands for it"
+            meant = f"; did you mean '{near}'?" if near else "; it has no equivalent"
             found.append(f"argument {shown(key)} is not known{meant}")
     return tuple(found)
 
 
-OLD_BLOCK = "block_sparse_moe"  # what Mixtral's mlp was called before transformers 5
+OLD_BLOCK = "block_sparse_moe"  # the name of Mixtral's `mlp` before transformers 5
 MOST_LAYERS = 200
 TYPICAL_LINEARS = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
@@ -229,7 +229,7 @@ TYPICAL_LINEARS = (
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """The modules that rules are tried on: a model's own, or such as most families have where no model is `known`."""
+    """The modules to match rules against: of a model or, if `known` is False, the usual ones of most families."""
 
     experts: tuple[str, ...]
     linears: tuple[str, ...]
@@ -244,13 +244,13 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one of their rules.
+    """The outcome for one rule.
 
     Attributes:
-        operator: an operator of ours, `default`, or None where the rule is left out.
-        lines: the rule as YAML.
-        notes: what was mapped to what, or why it is left out.
-        doubtful: whether something in it could not be mapped; False where leaving it out is what is right.
+        operator: an operator of moegraft, or `default`; None if the rule is left out.
+        lines: the converted rule as YAML.
+        notes: remarks on the conversion, or the reason why the rule is left out.
+        doubtful: whether the rule has no known equivalent; False if it needs none.
     """
 
     rule: TheirRule
@@ -261,12 +261,12 @@ class Outcome:
 
 
 def convert(rules: Sequence[TheirRule], paths: Paths) -> tuple[Outcome, ...]:
-    """What each of their rules becomes, in order; pure."""
+    """Convert each rule, in order. Pure."""
     return tuple(_Converter(rules, paths).outcomes())
 
 
 def is_block(rule: TheirRule) -> bool:
-    """Whether a rule replaces the whole block around the experts: its experts are what an operator of ours computes."""
+    """Whether a rule replaces the whole block around the experts; moegraft replaces only its experts."""
     known = _class_of(rule)
     return known is not None and known.becomes == "experts" and "expert" not in rule.operator_name.lower()
 
@@ -291,11 +291,9 @@ class _Converter:
                 continue
             known = their_class(rule.operator)
             if rule.operator == LEAVE_ALONE:
-                yield self._left(rule, "modules that stay are placed by device_map, not by rules", later, keeps=True)
+                yield self._left(rule, "device_map places modules that stay, not rules", later, keeps=True)
             elif known is None:
-                yield Outcome(
-                    rule, None, (), (f"unknown class {shown(rule.operator)}: nothing here is known to stand for it",), doubtful=True
-                )
+                yield Outcome(rule, None, (), (f"unknown class {shown(rule.operator)}: no equivalent is known",), doubtful=True)
             elif known.becomes == "experts":
                 yield self._experts(rule)
             elif known.becomes == "linear":
@@ -310,7 +308,7 @@ class _Converter:
             fitting, all_fitting = [path for path in fitting if not any(_takes_experts(other, path) for other in others)], fitting
             if all_fitting and not fitting:
                 lines = ", ".join(str(other.position.line) for other in others)
-                return Outcome(rule, None, (), (f"a block's experts are all that is replaced: the rule in line {lines} does it",))
+                return Outcome(rule, None, (), (f"moegraft replaces only the experts of a block, and the rule in line {lines} does it",))
         taken = [path for path in fitting if path not in self._taken]
         if not taken:
             return Outcome(rule, None, (), (self._why_no_experts(rule, fitting),), doubtful=True)
@@ -330,39 +328,38 @@ class _Converter:
 
     def _why_no_experts(self, rule: TheirRule, fitting: Sequence[str]) -> str:
         if fitting:
-            return "earlier rules take all that it matches; KTransformers says nothing of that"
-        where = "of this model" if self._paths.known else "under the name that transformers 5 gives them, model.layers.N.mlp.experts"
-        return f"name {shown(rule.name or '')} fits no experts {where}"
+            return "earlier rules take all modules that it matches, which KTransformers does not report"
+        where = "of this model" if self._paths.known else "by their name in transformers 5, model.layers.N.mlp.experts"
+        return f"name {shown(rule.name or '')} matches no experts {where}"
 
     def _linear(self, rule: TheirRule, later: Sequence[TheirRule]) -> Outcome:
         if rule.match_class is not None and rule.match_class.rpartition(".")[2] != "Linear":
-            return Outcome(rule, None, (), (f"class {shown(rule.match_class)} is no plain torch.nn.Linear",), doubtful=True)
+            return Outcome(rule, None, (), (f"class {shown(rule.match_class)} is not torch.nn.Linear",), doubtful=True)
         if is_sixteen_bit(rule):
             return self._left(rule, "KLinearTorch computes in 16 bits, as the stock layers do", later, keeps=True)
         fitting = [path for path in self._paths.linears if _takes_linear(rule, path)]
         taken = [path for path in fitting if path not in self._taken]
         if not taken and (fitting or self._paths.known):
-            why = (
-                "earlier rules take all that it matches" if fitting else f"name {shown(rule.name or '')} fits no linear layer of this model"
-            )
+            no_match = f"name {shown(rule.name or '')} matches no linear layer of this model"
+            why = "earlier rules take all modules that it matches" if fitting else no_match
             return Outcome(rule, None, (), (why,), doubtful=True)
         self._taken.update(taken)
         gpu = linear_gpu(rule)
         options = 'weights: "${linear}"' + ("" if gpu == "none" else f', gpu: "{gpu}"')
-        apart = "device_map says where its layer is: on another GPU, every token would go back and forth"
+        apart = "device_map places the layer around it: on another GPU, every token would be copied there and back"
         notes = (*devices_of(rule), *((apart,) if gpu.startswith("cuda:") else ()), *_remarks(rule))
         lines = self._lines(rule, "linear", _match("linear", rule), "quantized_linear", options, taken)
         return Outcome(rule, "quantized_linear", lines, notes)
 
     def _left(self, rule: TheirRule, why: str, later: Sequence[TheirRule], *, keeps: bool) -> Outcome:
-        """A rule that changes nothing; where a later one would take its modules otherwise, it stays as `default`."""
+        """Leave out a rule that changes nothing, or convert it to `default` if a later rule would take its modules."""
         kept = list(self._kept_from(rule, later)) if keeps and rule.name is not None else []
         if not kept:
             return Outcome(rule, None, (), (why, *_remarks(rule)))
         self._taken.update(kept)
         lines = self._lines(rule, "stay", _match(None, rule), LEAVE_ALONE, "", kept)
         lines = lines if rule.recursive else (*lines, "  recursive: false")
-        return Outcome(rule, LEAVE_ALONE, lines, (f"{why}; the rule keeps later ones from them", *_remarks(rule)))
+        return Outcome(rule, LEAVE_ALONE, lines, (f"{why}; the rule prevents later ones from taking them", *_remarks(rule)))
 
     def _kept_from(self, rule: TheirRule, later: Sequence[TheirRule]) -> Iterator[str]:
         for paths, takes in ((self._paths.experts, _takes_experts), (self._paths.linears, _takes_linear)):
@@ -377,7 +374,7 @@ class _Converter:
         lines += (
             ["  replace:", f"    class: {operator}", f"    kwargs: {{{options}}}"] if options else [f"  replace: {{class: {operator}}}"]
         )
-        # A rule that keeps modules matches others, too: only what an operator takes can be counted.
+        # A `default` rule matches further modules as well, so its number is not known.
         return (*lines, f"  expect: {len(taken)}") if self._paths.known and options else tuple(lines)
 
 
@@ -395,7 +392,7 @@ def _renamed_back(path: str) -> str:
 
 
 def _takes_experts(rule: TheirRule, path: str) -> bool:
-    """Whether the rule fits an experts module, or the block around it, by its name of today or of old."""
+    """Whether a rule matches an experts module, or the block around it, by its current or former name."""
     own = path.rpartition(".")[0] if is_block(rule) else path
     return rule.matches(own) or rule.matches(_renamed_back(own))
 
@@ -405,13 +402,13 @@ def _takes_linear(rule: TheirRule, path: str) -> bool:
 
 
 def _outer(path: str, *, whole: bool) -> Iterable[str]:
-    """The path, and without `whole` what it lies in as well."""
+    """Return the path and, without `whole`, those of all modules around it."""
     parts = path.split(".")
     return [path] if whole else [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _match(kind: str | None, rule: TheirRule) -> str:
-    """Ours for a match by name: in single quotes, in which a backslash is itself, where it is one line of plain characters."""
+    """Return a `match` by name, in single quotes (which keep backslashes) if the name is one line of ASCII."""
     name = (rule.name or "").replace(OLD_BLOCK, "mlp")
     plain = name.isascii() and name.isprintable()
     quoted = "'" + name.replace("'", "''") + "'" if plain else json.dumps(name)
@@ -421,20 +418,20 @@ def _match(kind: str | None, rule: TheirRule) -> str:
 
 WIDTH = 120
 VARIABLES = {
-    "weights": "int4   # of the routed experts: stored | bfloat16 | int8 | int4; with --gguf, stored keeps Q8_0 and Q4_0 as they are",
-    "linear": "int8    # of the linear layers below: bfloat16 | float16 | int8 | int4, which is what KLinearMarlin has",
+    "weights": "int4   # of the routed experts: stored | bfloat16 | int8 | int4; with --gguf, stored keeps Q8_0 and Q4_0 unchanged",
+    "linear": "int8    # of the linear layers below: bfloat16 | float16 | int8 | int4 (as in KLinearMarlin)",
 }
 
 
-def written(outcomes: Sequence[Outcome], source: Path, model: str | None) -> str:
-    """The file; `model` is what it was matched to, where it was."""
+def file_text(outcomes: Sequence[Outcome], source: Path, model: str | None) -> str:
+    """Return the text of the converted file; `model` is the one that it was matched to, if any."""
     mapped = sum(outcome.operator is not None for outcome in outcomes)
     doubtful = sum(outcome.doubtful for outcome in outcomes)
     head = [
-        f"Written by 'moegraft init --from-ktransformers {source.name}' from {len(outcomes)} rules: {mapped} below, "
-        f"{len(outcomes) - mapped} left out, of which {doubtful} could not be mapped. The line of each rule there is before it here.",
-        f"Matched to {model}." if model else "Not matched to a model yet: moegraft check FILE --model M does that.",
-        "Devices of what stays are for device_map= of optimize_and_load; with a GPU in a rule, the rest of the model goes there.",
+        f"Written by 'moegraft init --from-ktransformers {source.name}' from {len(outcomes)} rules: {mapped} are below, "
+        f"{len(outcomes) - mapped} left out, {doubtful} of them without a known equivalent. Comments have the line of each rule.",
+        f"Matched to {model}." if model else "Not matched to a model yet: run moegraft check FILE --model M.",
+        "device_map= of optimize_and_load places the modules that stay; with a GPU in a rule, they are on that GPU.",
     ]
     lines = [line for sentence in head for line in comment(sentence)]
     lines += ["version: 1", *_variables(outcomes), "rules:"]
@@ -444,14 +441,14 @@ def written(outcomes: Sequence[Outcome], source: Path, model: str | None) -> str
 
 
 def comment(text: str) -> list[str]:
-    """Comment lines; what a file of others held must not end its comment."""
+    """Return text as comment lines; line breaks from another file must not end the comment."""
     plain = re.sub(r"[^ -~]", "?", text)
     return [f"# {line}" for line in textwrap.wrap(plain, WIDTH, subsequent_indent="  ", break_long_words=True)]
 
 
 def _about(outcome: Outcome, source: Path) -> Iterator[str]:
     rule = outcome.rule
-    became = f"-> {outcome.operator}" if outcome.operator else "could not be mapped" if outcome.doubtful else "left out"
+    became = f"-> {outcome.operator}" if outcome.operator else "no known equivalent" if outcome.doubtful else "left out"
     yield from comment(f"{source.name}:{rule.position.line} {rule.operator_name or '(no class)'} {became}")
     for note in outcome.notes:
         yield from comment(f"  {note}")
@@ -462,14 +459,14 @@ def _variables(outcomes: Sequence[Outcome]) -> Iterator[str]:
     used = {name: value for name, value in VARIABLES.items() if f"${{{name}}}" in text}
     if "${gpu}" in text:
         gpu = gpu_of(outcome.rule for outcome in outcomes if outcome.operator == "hybrid_experts")
-        used["gpu"] = f'"{gpu}"     # none | auto | cuda:0 | "cuda:0,cuda:1": beside the CPU; slots take the memory that the rest leaves'
+        used["gpu"] = f'"{gpu}"     # none | auto | cuda:0 | "cuda:0,cuda:1": beside the CPU; slots take the free memory'
     if used:
         yield "vars:"
         yield from (f"  {name}: {value}" for name, value in used.items())
 
 
 def diagnostics(outcomes: Sequence[Outcome]) -> tuple[Diagnostic, ...]:
-    """What was left out, at its place: a warning where it could not be mapped, a notice where that is as it should be."""
+    """Return a finding for each rule that is left out: a warning if it has no known equivalent, a notice if it needs none."""
     found = []
     for outcome in outcomes:
         if outcome.operator is None:

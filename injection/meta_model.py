@@ -1,17 +1,16 @@
-"""A model on meta with its checkpoint: every question that needs no weights is answered from it."""
+"""A model on meta with its checkpoint: the input of `plan` and `graft`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.checkpoint import StoredWeights
 from moegraft.injection.checkpoint.loader import open_weights, stored_dtype
+from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.injection.model_source import (
     ModelSource,
     dequantising,
@@ -22,11 +21,6 @@ from moegraft.injection.model_source import (
     with_gguf,
 )
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.registry import OperatorRegistry
-
-if TYPE_CHECKING:
-    from moegraft.injection.plan import Plan
-    from moegraft.injection.rules import RuleFile
 
 
 @dataclass(frozen=True)
@@ -36,8 +30,8 @@ class MetaModel:
     Attributes:
         skeleton: the stock model with every parameter on meta.
         stored: the dtype of the stored weights.
-        dtype: that of what is not replaced.
-        has_weights: whether the weights are here; planning needs none.
+        dtype: the dtype of activations and of what is not replaced.
+        has_weights: whether the weights are on this machine; planning needs none.
     """
 
     source: ModelSource
@@ -54,15 +48,9 @@ class MetaModel:
     def model_class(self) -> str:
         return type(self.skeleton).__name__
 
-    def plan(self, rules: RuleFile, registry: OperatorRegistry) -> Plan:
-        """Return `moegraft.injection.plan.plan` of this model."""
-        from moegraft.injection.plan import plan
-
-        return plan(self, rules, registry=registry)
-
     @property
     def unloadable(self) -> str | None:
-        """Why this checkpoint cannot be loaded although it can be planned, or None."""
+        """The reason why this checkpoint can be planned but not loaded; None if it can be loaded."""
         if self.source.gguf is not None:
             return None
         try:
@@ -73,7 +61,7 @@ class MetaModel:
 
     @cached_property
     def weights(self) -> StoredWeights | None:
-        """The stored weights, opened by their headers on first use; None where they are not here.
+        """The stored weights; None without `has_weights`. Their headers are read on first use.
 
         Raises:
             CheckpointError: a file is damaged, or does not fit the model.
@@ -90,17 +78,17 @@ def build_meta_model(
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
 ) -> MetaModel:
-    """Build the meta model that `plan` and `graft` work on; the weights themselves are not read.
+    """Build the meta model that `plan` and `graft` work on. No weights are read.
 
     Args:
-        model: a hub id or folder, of which planning needs only the config.json; or a model on meta.
-        weights: whether the weights are to be loaded, and so have to be here; those of a hub model are downloaded.
-        checkpoint: the folder with the weights of a model on meta, by default its `name_or_path`.
-        gguf: a GGUF file, any part of a split one, or a folder with those of one model, which holds the weights instead.
-        dtype: of what is not replaced, and of activations; by default the config's, else the checkpoint's.
+        model: a hub id or folder (planning needs only its config.json), or a model on meta.
+        weights: whether the model will be loaded: the weights must be present, and those of a hub model are downloaded.
+        checkpoint: the folder with the weights of a model on meta; by default its `name_or_path`.
+        gguf: GGUF weights to use instead: a file, any part of a split one, or a folder with the parts of one model.
+        dtype: the dtype of activations and of what is not replaced; by default the config's, else the checkpoint's.
 
     Raises:
-        CheckpointError, UnsupportedModelError: no such model, or none that can be built or, with `weights`, loaded.
+        CheckpointError, UnsupportedModelError: the model does not exist, cannot be built or, with `weights`, cannot be loaded.
     """
     if isinstance(model, PreTrainedModel):
         named = checkpoint or model.config.name_or_path
@@ -118,10 +106,10 @@ def build_meta_model(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype that a caller or a config names; None for `auto` and where none is named.
+    """Return the dtype that `dtype` names; None for None and `auto`.
 
     Raises:
-        UnsupportedModelError: it is no dtype that a model can be computed in.
+        UnsupportedModelError: a model cannot be computed in this dtype.
     """
     if dtype is None or dtype == "auto":
         return None

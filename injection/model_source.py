@@ -1,4 +1,4 @@
-"""From what a user names, a hub id, a folder or a model, to a config, a class and a checkpoint folder."""
+"""From a hub id or folder to a checkpoint folder with its config, model class and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,30 +13,43 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from moegraft.injection.checkpoint import weight_files
 from moegraft.injection.checkpoint.dequantised import method_of, quantisation_of
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.injection.checkpoint.files import weight_files
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:
-    from moegraft.injection.checkpoint.gguf import GgufModel
+    from moegraft.injection.checkpoint.gguf.model import GgufModel
 
 
-# Everything but weights: of those only the files that transformers would load, for some repositories hold them twice.
+# Everything but weights. `weight_files` lists those that transformers would load, as some repositories hold them in several forms.
 DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that is yet to be loaded; its weights are those in the folder, or in `gguf`."""
+    """The files of a model.
+
+    Attributes:
+        gguf: the weights; None if they are in `folder`.
+        quantised: the config's settings for weights that are dequantised while they are read.
+    """
 
     folder: Path
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
     gguf: GgufModel | None = None
-    quantised: Mapping[str, Any] | None = None  # the config's settings for weights that are dequantised as they are read
+    quantised: Mapping[str, Any] | None = None
 
 
 def _looks_like_path(name: str) -> bool:
@@ -51,10 +64,10 @@ def _expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The folder of a model: the one named, or the hub's, downloaded to Hugging Face's own cache (without `weights`: its config).
+    """Return the folder of a model. The files of a hub model are downloaded to Hugging Face's cache; `weights` includes its weights.
 
     Raises:
-        CheckpointError: no such folder, and no such hub id can be reached.
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
     """
     name = str(model)
     path = _expanded(name)
@@ -77,8 +90,8 @@ def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Pa
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """
     Raises:
-        CheckpointError: no config, or one that cannot be read.
-        UnsupportedModelError: a model type that this version of transformers does not know.
+        CheckpointError: there is no config, or it cannot be read.
+        UnsupportedModelError: this version of transformers does not know the model type.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json in this folder; name the folder of a Hugging Face checkpoint")
@@ -90,7 +103,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
         raise CheckpointError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
     except (OSError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: not a readable model config ({_first_sentence(error)})") from error
-    assert isinstance(config, PretrainedConfig), f"AutoConfig gave a {type(config).__name__}"
+    assert isinstance(config, PretrainedConfig), f"AutoConfig returned a {type(config).__name__}"
     return config
 
 
@@ -101,7 +114,7 @@ def _first_sentence(error: Exception) -> str:
 def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
     """
     Raises:
-        UnsupportedModelError: the checkpoint is quantised in a form that cannot be streamed.
+        UnsupportedModelError: the checkpoint is quantised by a method that cannot be read.
     """
     settings = quantisation_of(config)
     if settings is None or method_of(settings) is not None:
@@ -114,9 +127,9 @@ def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
 
 
 def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """The class that generates text with this config: the architecture the config names, else its causal language model.
+    """Return the class that generates text with this config: the config's architecture, else its causal language model.
 
-    The architecture comes first since it says what the checkpoint holds: an image-text model's weights have other names than
+    The architecture comes first because the checkpoint's keys are named after it: an image-text model's weights have other names than
     those of its language model alone.
 
     Raises:
@@ -128,10 +141,10 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
         found = get_class_from_dynamic_module(remote, str(folder))
     else:
         named = [getattr(transformers, name, None) for name in config.architectures or []]
-        generating = [one for one in named if isinstance(one, type) and issubclass(one, GenerationMixin)]
+        generating = [cls for cls in named if isinstance(cls, type) and issubclass(cls, GenerationMixin)]
         found = generating[0] if generating else AutoModelForCausalLM._model_mapping.get(type(config), None)
     if found is None:
-        hint = "; it brings code of its own: pass trust_remote_code=True if you trust it" if remote else ""
+        hint = "; the model has its own code: pass trust_remote_code=True if you trust it" if remote else ""
         raise UnsupportedModelError(f"{folder}: transformers has no text-generating class for model type '{config.model_type}'{hint}")
     assert issubclass(found, PreTrainedModel), f"{found} is no PreTrainedModel"
     model_class: type[PreTrainedModel] = found
@@ -139,7 +152,7 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
 
 
 def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a composite config that `model_class` is built from."""
+    """Return the part of a composite config that `model_class` is built from."""
     text_class = config.sub_configs.get("text_config")
     return config.get_text_config() if text_class is not None and model_class.config_class == text_class else config
 
@@ -147,10 +160,10 @@ def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
 def find_model(
     model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True, gguf: str | os.PathLike[str] | None = None
 ) -> ModelSource:
-    """Resolves a hub id or folder down to the class that will be built; its weights may be in the files `gguf`.
+    """Resolve a hub id or folder to its files, config and model class; `gguf` holds the weights instead of the folder.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as the steps above, and `with_gguf`.
+        CheckpointError, UnsupportedModelError: as `resolve_folder`, `read_config`, `find_class` and `with_gguf`.
     """
     folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
@@ -160,7 +173,7 @@ def find_model(
 
 
 def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy without a word on quantisation, which transformers would act on."""
+    """Return a copy without quantisation settings, which transformers would act on."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
@@ -169,10 +182,10 @@ def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def dequantising(source: ModelSource) -> ModelSource:
-    """The same model where its weights are dequantised while they are read, if they are quantised at all.
+    """Return a source that dequantises the weights while they are read; `source` itself if they are not quantised.
 
     Raises:
-        UnsupportedModelError: they are quantised in a form that cannot be read.
+        UnsupportedModelError: they are quantised by a method that cannot be read.
     """
     refuse_quantised(source.folder, source.config)
     settings = quantisation_of(source.config)
@@ -180,20 +193,21 @@ def dequantising(source: ModelSource) -> ModelSource:
 
 
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
-    """The same model with its weights in GGUF files.
+    """Return the same model with its weights in GGUF files.
 
     Raises:
-        CheckpointError, UnsupportedModelError: the files are damaged, of another model, or of a family that cannot be loaded so.
+        CheckpointError: the files are damaged, or belong to another model.
+        UnsupportedModelError: GGUF files of this family cannot be loaded.
     """
-    from moegraft.injection.checkpoint.gguf import open_gguf
+    from moegraft.injection.checkpoint.gguf.model import open_gguf
 
-    # How the folder's own weights are quantised says nothing about those of the file.
+    # The config's quantisation is that of the folder's own weights.
     config = _as_floats(source.config)
     return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
 
 
 def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """The stock model with every parameter on meta: what rules are matched against and keys are mapped to.
+    """Build the stock model with every parameter on meta. Rules are matched against it, and checkpoint keys mapped to it.
 
     Raises:
         UnsupportedModelError: the class cannot be built from the config.
@@ -205,3 +219,21 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
         name = source.model_class.__name__
         raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {_first_sentence(error)}") from error
     return skeleton
+
+
+def read_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Read the tokenizer beside a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+    """
+    hint = "tokenizer.json, or the files of this model type's own tokenizer, must be in the folder"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        # The exceptions of transformers and tokenizers for a missing or damaged file vary by file.
+        raise CheckpointError(f"{folder}: no tokenizer can be read ({error_sentence(error).rstrip(' :')}); {hint}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # For some model types transformers returns a tokenizer with an empty vocabulary when the files are missing.
+        raise CheckpointError(f"{folder}: no tokenizer can be read (its vocabulary is empty); {hint}")
+    return tokenizer

@@ -1,4 +1,4 @@
-"""Pictures of a verification and of a calibration, drawn with matplotlib, which is optional."""
+"""Plots of a verification and of a calibration, with matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def require_matplotlib(option: str) -> None:
     """Check that matplotlib is installed, before minutes of work.
 
     Args:
-        option: what would draw, for the message.
+        option: the command-line option that needs it, for the message.
 
     Raises:
         UnsupportedModelError: matplotlib is not installed.
@@ -27,7 +27,7 @@ def require_matplotlib(option: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{option} draws with matplotlib, which is not installed; install it with: pip install 'moegraft[bench]'"
+            f"{option} needs matplotlib, which is not installed; install it with: pip install 'moegraft[bench]'"
         ) from error
 
 
@@ -60,8 +60,8 @@ def plot_errors(found: Verification, path: Path) -> None:
 def plot_activations(calibration: Calibration, path: Path) -> None:
     """Write a PNG of the first layer's activations.
 
-    Left, the magnitudes of `act(gate)`: those that the hot quantile leaves out and those it keeps. Right, how often each neuron of the
-    expert with the most tokens is kept. These are the two views of the published study (its figure 3, c and d), on a logarithmic axis.
+    Left, the magnitudes of `act(gate)` below and above the hot quantile. Right, how often each neuron of the expert with the most tokens
+    is active. Both are as in figure 3, c and d, of the published study, on a logarithmic axis.
 
     Raises:
         OSError: the file cannot be written.
@@ -76,7 +76,7 @@ def plot_activations(calibration: Calibration, path: Path) -> None:
     edges = 2.0 ** (LOWEST + np.arange(len(bars) + 1) * PER_BAR / PER_OCTAVE)
     shown = np.flatnonzero(bars)
     kept = edges[:-1] >= found.quantile(found.hot)
-    for part, colour, text in ((~kept, "tab:blue", f"lowest {100 * found.hot:g} %"), (kept, "tab:orange", "the rest")):
+    for part, colour, text in ((~kept, "tab:blue", f"lowest {100 * found.hot:g} %"), (kept, "tab:orange", "others")):
         magnitudes.bar(edges[:-1], np.where(part, bars, 0), width=np.diff(edges), align="edge", color=colour, label=text)
     magnitudes.set(xscale="log", yscale="log", xlim=(edges[shown[0]], edges[shown[-1] + 1]), xlabel="|act(gate)|", ylabel="activations")
     magnitudes.set_title(f"{layer}, {found.count:,} activations", fontsize="medium")
@@ -84,7 +84,7 @@ def plot_activations(calibration: Calibration, path: Path) -> None:
     counts = np.sort(found.active[expert].numpy())[::-1]
     neurons.bar(np.arange(len(counts)), counts, width=1.0, color="tab:orange")
     neurons.axhline(float(counts.mean()), color="black", linewidth=0.8, label=f"mean {counts.mean():.1f}")
-    neurons.set(xlabel="neurons, the most active first", ylabel="tokens that it is active for")
+    neurons.set(xlabel="neurons, the most active first", ylabel="tokens for which it is active")
     title = f"expert {expert}, {int(found.routed[expert]):,} tokens; {int((counts == 0).sum())} of {len(counts)} neurons never active"
     neurons.set_title(title, fontsize="medium")
     neurons.legend()

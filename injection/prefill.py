@@ -1,4 +1,4 @@
-"""Read long prompts in chunks, so that activations take memory for a chunk and not for the prompt."""
+"""Prefill in chunks, which limits the memory of activations to that of one chunk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moegraft.injection.graft import new_cache
+from moegraft.injection.injected import new_cache
 
-PREFILL_CHUNK = 2048  # tokens; longer prompts are read in chunks of this size
-APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers that take several tokens after others as they take them at once
+PREFILL_CHUNK = 2048  # tokens
+APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers to which tokens can be appended in chunks
 
 
 def why_not_appendable(model: PreTrainedModel) -> str | None:
-    """Return why a prompt cannot be read in chunks into a cache of this model, or None when it can."""
+    """Return the reason why this model cannot prefill in chunks; None if it can."""
     if getattr(model, "_is_stateful", False):
         return "its layers keep a recurrent state"
     config = model.config.get_text_config(decoder=True)
@@ -31,19 +31,22 @@ def why_not_appendable(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
-    """Feeds a prompt to `cache` chunk by chunk until at most `chunk_tokens` are left, which `generate` reads as it always does.
+    """Compute a prompt chunk by chunk until at most `chunk_tokens` are left, which `generate` computes.
 
     Args:
-        token_ids: the whole prompt, of which `cache` may hold the beginning.
-        cache: None for a new one; the same comes back where nothing had to be read.
+        token_ids: the whole prompt; `cache` may hold its beginning.
+        cache: None for a new one.
         chunk_tokens: 0 leaves everything to `generate`.
+
+    Returns:
+        The cache; `cache` itself, None included, if no chunk was computed.
     """
     held = cache.get_seq_length() if cache is not None else 0
     if not chunk_tokens or len(token_ids) - held <= chunk_tokens or why_not_appendable(model) is not None:
         return cache
     cache = cache if cache is not None else new_cache(model)
     call: Any = model
-    # Logits of a chunk's tokens are of no use, and of a large vocabulary they are larger than anything else.
+    # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     while len(token_ids) - held > chunk_tokens:
         chunk = torch.tensor([token_ids[held : held + chunk_tokens]], device=model.device)

@@ -1,4 +1,4 @@
-"""The thresholds that a model's layers get while it is loaded: from a file made from its weights, or from a short calibration."""
+"""The sparsity thresholds of a model's layers: from a file, or from a short calibration while the model is loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.calibration import CalibrationOptions, collect, sparse_layers, window_of
-from moegraft.injection.plan import Plan
+from moegraft.injection.model_source import read_tokenizer
+from moegraft.injection.planning import Plan
 from moegraft.injection.texts import read_text
-from moegraft.injection.tokenizer import read_tokenizer
 from moegraft.operators.activations import quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError
 from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
@@ -29,8 +29,8 @@ class _SparseLayer:
     """One layer that will leave neurons out.
 
     Attributes:
-        file: has its thresholds; None where they have to be found.
-        targets: shares of routed neurons: what is always left out, and what drafts leave out where that is more.
+        file: has the layer's thresholds; None if they have to be calibrated.
+        targets: shares of the routed neurons to leave out: always, and then in drafts if the rules set a share for these.
     """
 
     layer: ExpertsLayer
@@ -41,10 +41,10 @@ class _SparseLayer:
 
 @dataclass(frozen=True, slots=True)
 class SparsitySetup:
-    """What is decided before weights are read.
+    """The sparse layers of a model and their thresholds files, before weights are read.
 
     Attributes:
-        windows: (T,) int64 each, the bundled text; none where no layer needs a calibration.
+        windows: the bundled text as tokens, (T,) int64 each; empty if no layer needs a calibration.
     """
 
     layers: tuple[_SparseLayer, ...]
@@ -54,7 +54,7 @@ class SparsitySetup:
     def check_weights(self, source_of: Callable[[str], WeightSource]) -> None:
         """
         Raises:
-            ThresholdsError: a file was made from other weights than those that `source_of(path)` gives.
+            ThresholdsError: a file was made from other weights than those of `source_of(path)`.
         """
         for sparse in self.layers:
             if sparse.file is None:
@@ -62,12 +62,12 @@ class SparsitySetup:
             thresholds, path = self.files[sparse.file], sparse.layer.path
             if thresholds.layers[path].weights != weights_hash(source_of(path), sparse.layer.num_experts):
                 raise ThresholdsError(
-                    f"{sparse.file}: made from other weights: those of {path} are not the ones of '{thresholds.model}' "
-                    "(nor is a checkpoint that was rounded since); calibrate this model with moegraft calibrate"
+                    f"{sparse.file}: made from the weights of '{thresholds.model}', and those of {path} differ "
+                    "(a checkpoint that has been rounded since differs as well); calibrate this model with moegraft calibrate"
                 )
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Give every layer of the loaded model its threshold, and calibrate those without a file."""
+        """Set the threshold of every sparse layer of the loaded model; calibrate the layers without a file."""
         states = sparse_layers(model)
         calibrated = self._calibrate(model) if self.windows else {}
         for sparse in self.layers:
@@ -90,11 +90,11 @@ class SparsitySetup:
             path = sparse.layer.path
             bins = made.all_bins() if sparse.options.mode == "global" else made.layers[path].bins
             if not bins.any():
-                raise ThresholdsError(f"{path}: text does not reach this layer; remove its sparsity, or give 'thresholds'")
+                raise ThresholdsError(f"{path}: no token reaches this layer in a calibration; remove its sparsity, or set 'thresholds'")
             found[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
         logger.warning(
-            "sparsity: no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
-            "'moegraft calibrate --text FILE' writes a file from a text like yours and reports what the sparsity costs",
+            "sparsity: there is no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
+            "'moegraft calibrate --text FILE' writes a file from your text and reports what the sparsity costs",
             len(layers),
             sum(map(len, self.windows)),
             time.perf_counter() - start,
@@ -106,11 +106,11 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
     """Read every thresholds file that a plan needs.
 
     Args:
-        model: with its own modules; it may be on meta.
-        folder: the model's checkpoint; None where it has none.
+        model: with its stock modules; it may be on meta.
+        folder: the model's checkpoint; None if it has none.
 
     Raises:
-        ThresholdsError: a file is not for this model, or there is none and nothing to calibrate with.
+        ThresholdsError: a file is not for this model, or there is no file and no tokenizer for a calibration.
     """
     own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
     drafts = (swap.operator_type.draft_sparsity(swap.options) for swap in plan.swaps)
@@ -127,9 +127,9 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
     for sparse in layers:
         reason = None if sparse.file is None else sparse.layer.why_unfit(files[sparse.file])
         if reason is not None:
-            raise ThresholdsError(f"{sparse.file}: {reason}; calibrate this one with moegraft calibrate")
+            raise ThresholdsError(f"{sparse.file}: {reason}; calibrate this model with moegraft calibrate")
     for path in files:
-        logger.info("sparsity: thresholds of %s", path)
+        logger.info("sparsity: thresholds from %s", path)
     missing = any(sparse.file is None for sparse in layers)
     return SparsitySetup(tuple(layers), files, _bundled_windows(model, folder, trust_remote_code) if missing else ())
 
@@ -139,12 +139,12 @@ def _bundled_windows(model: PreTrainedModel, folder: Path | None, trust_remote_c
     Raises:
         ThresholdsError: there is no tokenizer.
     """
-    fix = "give the file's path as 'thresholds' of 'sparsity'; moegraft calibrate writes it"
+    fix = "set 'thresholds' of 'sparsity' to a file that moegraft calibrate wrote"
     if folder is None:
-        raise ThresholdsError(f"sparsity has no thresholds, and this model no folder with a tokenizer to calibrate with; {fix}")
+        raise ThresholdsError(f"sparsity has no thresholds, and the model has no folder with a tokenizer to calibrate with; {fix}")
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
-        raise ThresholdsError(f"sparsity has no thresholds, and cannot calibrate: {error}; {fix}") from error
+        raise ThresholdsError(f"sparsity has no thresholds, and a calibration is not possible: {error}; {fix}") from error
     ids = torch.tensor(tokenizer(read_text("calibration"), verbose=False)["input_ids"])
     return tuple(ids.split(window_of(model, CalibrationOptions().window)))

@@ -1,7 +1,7 @@
 """Comparison of an injected model with the stock model of its checkpoint: every replaced module, the logits and the perplexity.
 
-Every module is compared on the same inputs, in one forward pass that is the stock model's. One stock module is in memory at a time,
-so the stock model need not fit.
+All modules are compared in one forward pass, on the activations of the stock model. One stock module is in memory at a time, so the
+stock model need not fit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.loader import open_weights
-from moegraft.injection.checkpoint.sources import convert
-from moegraft.injection.graft import Injection, injection_of
+from moegraft.injection.checkpoint.sources import read_parameter, target_of
+from moegraft.injection.injected import Injection, injection_of
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.operators.base import InPlaceOperator, Operator
-from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError
+from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts
 
 GIB = 1 << 30
-POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary has a megabyte
+POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Expected:
     """A relative error, `|output - stock| / |stock|` in the Frobenius norm.
 
     Attributes:
-        typical: what bell-shaped weights give.
-        limit: above it, something else than rounding is wrong.
+        typical: the error with normally distributed weights.
+        limit: a larger error has another cause than rounding.
     """
 
     typical: float
@@ -45,17 +45,17 @@ class Expected:
     reason: str
 
 
-# Errors of the three products of an expert add up as independent ones: gate and up meet in a product, down adds its own.
+# The errors of an expert's three products are independent and add up.
 BY_WEIGHTS: Mapping[str, Expected] = {
     "float32": Expected(1e-6, 1e-4, "float32 sums in another order"),
     "float16": Expected(4e-4, 2e-3, "weights of 11 bits, each off by up to 0.05 %"),
     "bfloat16": Expected(3e-3, 1e-2, "weights and, with bfloat16 activations, products of 8 bits, each off by up to 0.4 %"),
     "int8": Expected(1.5e-2, 4e-2, "32 weights share a scale of 127 steps, as do 32 activations: about 0.5 % each, in three products"),
-    "q4_k": Expected(1.2e-2, 4e-2, "weights as the file has them; 32 activations share a scale of 127 steps, in three products"),
-    "q6_k": Expected(1.2e-2, 4e-2, "weights as the file has them; 32 activations share a scale of 127 steps, in three products"),
+    "q4_k": Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products"),
+    "q6_k": Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products"),
     "int4": Expected(1.5e-1, 3e-1, "32 weights share a scale of 8 steps: about 8 % each, in three products"),
 }
-# The stock module is computed in float32, the operator takes and gives the model's dtype.
+# The stock module computes in float32, the operator's input and output have the model's dtype.
 BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
     torch.float32: Expected(0.0, 0.0, "float32 activations"),
     torch.float16: Expected(4e-4, 2e-3, "float16 activations"),
@@ -64,7 +64,7 @@ BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
 
 
 def expected_error(weight_type: str | None, activations: torch.dtype) -> Expected | None:
-    """Return the error to expect, of `gate_up+down` the larger one; None for a weight type whose error is not known."""
+    """Return the error to expect, the larger one for `gate_up+down`; None for a weight type whose error is unknown."""
     parts = [BY_WEIGHTS.get(name) for name in (weight_type or "").split("+")]
     of_activations = BY_ACTIVATIONS.get(activations)
     known = [part for part in parts if part is not None]
@@ -82,8 +82,8 @@ class LayerError:
 
     Attributes:
         relative_error: `|output - stock| / |stock|` over all tokens.
-        cosine: of the two outputs as one long vector each.
-        expected: None where the error of the weight type is not known.
+        cosine: cosine similarity of the two outputs, flattened.
+        expected: None if the error of the weight type is unknown.
     """
 
     module: str
@@ -95,7 +95,7 @@ class LayerError:
 
     @property
     def ok(self) -> bool:
-        """Finite, and within the limit where there is one."""
+        """Whether the error is finite, and within the limit if there is one."""
         return self.relative_error <= (self.expected.limit if self.expected is not None else torch.finfo(torch.float64).max)
 
 
@@ -106,7 +106,7 @@ class LogitsError:
     Attributes:
         kl_nats: mean of KL(stock || injected), in nats.
         top1_agreement: share of positions with the same most likely token.
-        stock_perplexity, injected_perplexity: of the text's own next tokens.
+        stock_perplexity, injected_perplexity: perplexity of the text.
     """
 
     positions: int
@@ -122,9 +122,9 @@ class Verification:
 
     Attributes:
         layers: in the order of the model.
-        unreached: injected modules that text does not pass, such as those of a vision tower.
-        left_out: share of routed neurons that the injected logits are without; None where rules ask for no sparsity. Layers are
-            compared with every neuron.
+        unreached: injected modules that no token of a text reaches, such as those of a vision tower.
+        left_out: share of the routed neurons that the injected logits leave out; None without sparsity. Layers are compared with every
+            neuron.
     """
 
     tokens: int
@@ -139,19 +139,19 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        return self.first_bad is None and self.logits.kl_nats == self.logits.kl_nats  # NaN is no KL
+        return self.first_bad is None and self.logits.kl_nats == self.logits.kl_nats  # not NaN
 
 
 def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Verification:
     """Compare an injected model with the stock model of its checkpoint.
 
     Args:
-        model: as `optimize_and_load` returns it.
-        source: what it was loaded from.
+        model: from `optimize_and_load`.
+        source: the checkpoint that it was loaded from.
         ids: (T,) int64 tokens of real text, 2 or more.
 
     Raises:
-        CheckpointError, NotEnoughMemoryError: a stock module cannot be made.
+        CheckpointError, NotEnoughMemoryError: a stock module cannot be built.
     """
     injection = injection_of(model)
     assert injection is not None, "optimize_and_load marks every model that it returns"
@@ -201,11 +201,10 @@ def compare_logits(stock: torch.Tensor, injected: torch.Tensor, ids: torch.Tenso
 
 @contextmanager
 def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockModules, found: dict[str, LayerError]) -> Iterator[None]:
-    """Have every injected module return the stock module's output, after its own was compared with that.
+    """Compare the output of every injected module with the stock module's, and return the stock output from it.
 
-    The model computes what the stock model does with one stock module in memory at a time, and each comparison is on the activations
-    of the stock model: an early layer's error does not blur those after it. Operators that work within a stock module are set aside;
-    what they change shows in the logits alone.
+    So every comparison is on the activations of the stock model, and the error of an early layer does not affect later ones. Operators
+    that work within a stock module are disabled meanwhile; the logits show their effect.
     """
     with ExitStack() as stack:
         for path, operator in injection.operators.items():
@@ -243,7 +242,7 @@ def _layer_error(path: str, operator: Operator, output: torch.Tensor, stock: tor
 
 
 class StockModules:
-    """The modules of a checkpoint's stock model by path, each with its own weights and code; nothing is kept."""
+    """The modules of a checkpoint's stock model, built one at a time."""
 
     def __init__(self, source: ModelSource) -> None:
         """
@@ -256,41 +255,28 @@ class StockModules:
         self._keymap = weights.keymap
 
     def make(self, path: str) -> nn.Module:
-        """Return the module at `path`, in float32 where that fits in memory and as stored where it does not.
+        """Build the module at `path`, in float32 if that fits in memory, else in the stored dtype.
 
         Raises:
             CheckpointError: a parameter is missing or cannot be read.
-            NotEnoughMemoryError: there is no memory for this one module.
+            NotEnoughMemoryError: this one module does not fit in memory.
         """
         module = deepcopy(self._skeleton.get_submodule(path))
-        targets = {name: self._target(f"{path}.{name}") for name, _ in module.named_parameters()}
+        targets = {name: target_of(f"{path}.{name}", self._keymap, self._tensors, self._skeleton) for name, _ in module.named_parameters()}
         dtype = self._dtype(path, module, targets)
-        # Read by transformers' own conversion, so that a mistake in the operators' way of reading shows as an error.
-        state = {name: self._read(target).to(dtype) for name, target in targets.items()}
+        # Transformers' own conversion, so that a mistake in the weight sources of operators shows as an error.
+        state = {name: read_parameter(target, self._tensors, self._skeleton).to(dtype) for name, target in targets.items()}
         module.load_state_dict(state, assign=True)
         return module.requires_grad_(False).eval()
 
-    def _target(self, name: str) -> Target:
-        targets = self._keymap.targets
-        target = targets.get(name) or targets.get(self._skeleton.all_tied_weights_keys.get(name, ""))
-        if target is None:
-            folder = next(iter(self._tensors.values())).file.parent
-            raise CheckpointError(f"{folder}: nothing in this checkpoint feeds {name}; a shard or keys are missing")
-        return target
-
-    def _read(self, target: Target) -> torch.Tensor:
-        if target.converter is not None:
-            return convert(target, self._tensors, self._skeleton)
-        return self._tensors[target.all_keys[0]][...]
-
     def _dtype(self, path: str, module: nn.Module, targets: dict[str, Target]) -> torch.dtype | None:
-        """Return float32, or None to keep what is stored."""
+        """Return float32, or None to keep the stored dtype."""
         stored = [sum(self._tensors[key].nbytes for key in target.all_keys) for target in targets.values()]
         in_float32 = 4 * sum(parameter.numel() for parameter in module.parameters())
         free = probe_machine().available_bytes
         if in_float32 + max(stored, default=0) <= free:
             return torch.float32
-        if 2 * sum(stored) <= free:  # the parts and what they are joined to
+        if 2 * sum(stored) <= free:  # the parts and the tensor that they are joined to
             return None
         raise NotEnoughMemoryError(
             f"the stock {path} needs {2 * sum(stored) / GIB:.1f} GiB besides the injected model and {free / GIB:.1f} GiB are free; "

@@ -13,6 +13,7 @@ import torch
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cache_form import CacheForm
+from moegraft.operators.cpu import open_runtime
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.machine import Machine
 
@@ -51,7 +52,7 @@ class InjectionContext:
     @cached_property
     def runtime(self) -> Runtime:
         """The thread pool and kernels of the CPU."""
-        return Runtime(threads=self.threads)
+        return open_runtime(self.threads)
 
     @cached_property
     def sparse_layers(self) -> SparseLayers:

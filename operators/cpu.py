@@ -8,6 +8,21 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.errors import MoegraftError
+
+
+def open_runtime(threads: int) -> Runtime:
+    """Start the CPU kernels with this many threads; 0: one for each physical core this process may use.
+
+    Raises:
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+    """
+    try:
+        return Runtime(threads=threads)
+    except ValueError as error:
+        if "MOEGRAFT_ISA" not in str(error):
+            raise
+        raise MoegraftError(f"{error}; set MOEGRAFT_ISA to one of these, or unset it") from error
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
-from moegraft.operators.cpu import as_array
+from moegraft.operators.cpu import as_array, open_runtime
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
@@ -68,8 +68,11 @@ class KernelInUse:
 
 
 def kernel_in_use() -> KernelInUse:
-    """Return how a runtime with default settings runs here."""
-    runtime = Runtime(threads=1)
+    """
+    Raises:
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+    """
+    runtime = open_runtime(threads=1)
     return KernelInUse(runtime.isa, runtime.tile_isas, Runtime.default_isa(), Runtime().threads)
 
 

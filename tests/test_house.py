@@ -105,7 +105,7 @@ def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
     code = (
         "import sys; sys.modules['triton'] = None;"
         "from moegraft.operators.registry import load_registry; load_registry();"
-        "import moegraft.operators.offload.model_experts, moegraft.injection.cli.loading"
+        "import moegraft.operators.offload.model_experts, moegraft.injection.cli.models"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Checkpoints of 8 and 4 bits as bfloat16: each expert is dequantised when it is read, and never before."""
+"""FP8 and MXFP4 checkpoints as bfloat16: each tensor or expert is dequantised when it is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPONENT_BIAS = 127
 
 
 def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """What a config says of how the weights beside it are quantised."""
+    """Return the quantisation settings of a config; None if its weights are not quantised."""
     found: Any = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     if not found:
         return None
@@ -30,19 +30,19 @@ def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
-    """The form that these settings describe, where it is one that is dequantised here."""
+    """Return the quantisation method of these settings; None if this module cannot dequantise it."""
     name = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     return "fp8" if name == "fp8" else "mxfp4" if name == "mxfp4" else None
 
 
 def dequantised(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint with each pair of codes and scales as one tensor in bfloat16.
+    """Return the checkpoint with each pair of codes and scales as one bfloat16 tensor.
 
     Raises:
-        CheckpointError: codes without their scales, or scales of another shape.
+        CheckpointError: scales are missing, or have the wrong shape.
     """
     method = method_of(settings)
-    assert method is not None, "refuse_quantised lets these two pass"
+    assert method is not None, "refuse_quantised accepts only these methods"
     tensors = dict(checkpoint.tensors)
     if method == "mxfp4":
         _pair_mxfp4(tensors)
@@ -56,10 +56,10 @@ def _pair_fp8(tensors: dict[str, LazyTensor], block: tuple[int, int]) -> None:
     for key in [key for key, tensor in tensors.items() if tensor.stored_dtype.startswith("F8_")]:
         weight, scales = tensors[key], tensors.pop(key + FP8_SCALE, None)
         if scales is None:
-            raise CheckpointError(f"{weight.origin}: float8 without its scales, {key + FP8_SCALE}; a shard or keys are missing")
+            raise CheckpointError(f"{weight.origin}: the scales of this float8 weight, {key + FP8_SCALE}, are missing; download it again")
         expected = [*weight.shape[:-2], *(-(-size // each) for size, each in zip(weight.shape[-2:], block, strict=True))]
         if len(scales.shape) > 1 and list(scales.shape) != expected:
-            raise CheckpointError(f"{scales.origin}: shape {scales.shape} where blocks of {block} of the weight need {tuple(expected)}")
+            raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {tuple(expected)} for blocks of {block}")
         tensors[key] = LazyTensor(weight.key, weight.file, _Float8(weight, scales, block))
 
 
@@ -68,15 +68,15 @@ def _pair_mxfp4(tensors: dict[str, LazyTensor]) -> None:
         name = key.removesuffix(MXFP4_CODES)
         codes, scales = tensors.pop(key), tensors.pop(name + MXFP4_SCALES, None)
         if scales is None:
-            raise CheckpointError(f"{codes.origin}: codes without their scales, {name + MXFP4_SCALES}; a shard or keys are missing")
+            raise CheckpointError(f"{codes.origin}: the scales of these codes, {name + MXFP4_SCALES}, are missing; download it again")
         if len(codes.shape) != 4 or scales.shape != codes.shape[:3]:
-            raise CheckpointError(f"{scales.origin}: shape {scales.shape} beside codes of {codes.shape}, which need {codes.shape[:3]}")
+            raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {codes.shape[:3]} for codes of shape {codes.shape}")
         tensors[name] = LazyTensor(name, codes.file, _Mxfp4(codes, scales))
 
 
 @dataclass(frozen=True, slots=True)
 class _Float8:
-    """float8 weights (..., rows, cols) with a scale for each block of rows and columns (DeepSeek-V3, 3.3.2), or one for all."""
+    """Float8 weights (..., rows, cols) with a scale per block of rows and columns (DeepSeek-V3, section 3.3.2), or one for all."""
 
     weight: LazyTensor
     scales: LazyTensor
@@ -102,9 +102,9 @@ class _Float8:
 
 @dataclass(frozen=True, slots=True)
 class _Mxfp4:
-    """GPT-OSS's experts: codes (E, rows, groups, 16) uint8, two to a byte, the lower first; scales (E, rows, groups), powers of two.
+    """GPT-OSS's experts: codes (E, rows, groups, 16) uint8, two per byte, the low half first; scales (E, rows, groups), powers of two.
 
-    The parameter is the transpose, (E, groups * 32, rows); bfloat16 holds every value.
+    The parameter is the transpose, (E, groups * 32, rows). bfloat16 represents every value exactly.
     """
 
     codes: LazyTensor
@@ -120,7 +120,7 @@ class _Mxfp4:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, int):
             return self._expert(index)
-        # One expert's values at a time: the way there takes several times what they do.
+        # One expert at a time: the intermediate tensors take several times the memory of the values.
         whole = torch.empty(self.get_shape(), dtype=torch.bfloat16)
         for expert, values in enumerate(whole):
             values.copy_(self._expert(expert))

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder: opened by their headers, every entry of the index checked, nothing read yet."""
+"""The safetensors files of a checkpoint folder: headers are read and the index is checked; tensors are read on access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ITEM_BYTES = {
 
 @dataclass(slots=True)
 class LazyTensor:
-    """One tensor of a mapped file: `[...]` or `[i]` reads it, with the interface of a safetensors slice."""
+    """One tensor of a mapped file, with the interface of a safetensors slice: `[...]` or `[i]` reads it."""
 
     key: str
     file: Path
@@ -55,7 +55,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype where it is a floating one that can be loaded as it is, else None."""
+        """The dtype if it is a floating-point one that PyTorch computes with, else None."""
         return DTYPES.get(self.stored_dtype)
 
     @property
@@ -75,7 +75,7 @@ class LazyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """
         Raises:
-            CheckpointError: the file cannot be read there.
+            CheckpointError: the tensor cannot be read.
         """
         try:
             tensor: torch.Tensor = self._slice[index]
@@ -88,14 +88,18 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a folder by their stored key."""
+    """All tensors of a folder by key."""
 
     folder: Path
     tensors: Mapping[str, LazyTensor]
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The floating dtype that most of the weights have: norms and router biases are often wider, and small."""
+        """The floating-point dtype of most of the bytes: norms and router biases are often wider, and small.
+
+        Raises:
+            CheckpointError: there are no floating-point weights.
+        """
         stored_bytes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.dtype is not None:
@@ -110,7 +114,7 @@ STRIPES, STRIPE_BYTES = 16, 1 << 16
 
 
 def fingerprint(tensors: Sequence[LazyTensor]) -> str:
-    """A hash that changes when the stored tensors do: names, dtypes, shapes, and each file's size, time and 16 stripes of its bytes."""
+    """Return a hash that changes with the tensors: their names, dtypes and shapes, and each file's size, time and 16 stripes of bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.key} {tensor.stored_dtype} {tensor.shape} {tensor.file.name};".encode())
@@ -138,14 +142,14 @@ def _read_index(path: Path) -> dict[str, str]:
     for key, name in weight_map.items():
         if not _is_inside(name):
             raise CheckpointError(
-                f"{path}: '{key}' is said to be in {name!r}, which is no file of this folder; nothing is read outside it: "
+                f"{path}: the index lists '{key}' in {name!r}, which is outside of this folder and is not read; "
                 "download the checkpoint again"
             )
     return weight_map
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name from an index stays in the index's folder; links there may lead elsewhere, as in the cache of the hub."""
+    """Whether a name from an index is inside the index's folder. Links in the folder may lead elsewhere, as in the hub's cache."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
@@ -168,13 +172,13 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{index}: the index lists no weights; download the checkpoint again")
     for key, name in weight_map.items():
         if key not in shards[name]:
-            raise CheckpointError(f"{index}: '{key}' is said to be in {name}, which does not hold it; download both again")
-        tensors[key] = shards[name][key]  # where several shards hold a key, the index says which is meant
+            raise CheckpointError(f"{index}: the index lists '{key}' in {name}, which does not contain it; download both again")
+        tensors[key] = shards[name][key]  # the index decides between several shards that contain a key
     return tensors
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the weight files that a folder has, or would have if they were downloaded, by its index.
+    """Return the names of a folder's weight files, downloaded or not, from its index.
 
     Raises:
         CheckpointError: the index is damaged.
@@ -184,12 +188,12 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens every file of a checkpoint folder.
+    """Open every weight file of a checkpoint folder.
 
     Raises:
-        CheckpointError: no weights, an index that points nowhere, a missing, truncated or damaged file.
+        CheckpointError: there are no weights, the index is wrong, or a file is missing, truncated or damaged.
     """
-    # In the order of transformers, whose `save_pretrained` of one file leaves the index of shards that were there before.
+    # The single file first, as in transformers: its `save_pretrained` leaves the index of earlier shards in the folder.
     if (folder / SINGLE).is_file():
         return Checkpoint(folder, _open_file(folder / SINGLE))
     if (folder / INDEX).is_file():

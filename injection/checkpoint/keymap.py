@@ -1,6 +1,6 @@
-"""Which checkpoint keys feed which parameter, by transformers' own renaming and conversion tables.
+"""The mapping from checkpoint keys to parameters, by transformers' own renaming and conversion tables.
 
-This is the one place that touches transformers' loading internals (`core_model_loading`, `conversion_mapping`).
+Only this module and `sources` use transformers' loading internals (`core_model_loading`, `conversion_mapping`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 @dataclass(slots=True)
 class Target:
-    """One parameter and the stored keys it is made of.
+    """One parameter and the stored keys that it is read from.
 
     Attributes:
-        keys: by source pattern, in the natural order in which transformers stacks them; the pattern is "" where a key is
-            taken as it is.
-        converter: what makes the parameter out of the keys; None where a key is taken as it is.
+        keys: by source pattern, in the natural order in which transformers stacks them; the pattern is "" for a key that is not
+            converted.
+        converter: transformers' conversion of the keys; None for a key that is not converted.
     """
 
     name: str
@@ -35,20 +35,26 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """Every parameter that the checkpoint feeds, and the keys that feed none."""
+    """The stored keys of every parameter.
+
+    Attributes:
+        targets: by the parameter's name.
+        unread: keys of no parameter, except those that the family declares.
+        missing: parameters without keys, except tied ones and those that the family may leave out.
+    """
 
     targets: Mapping[str, Target]
     unread: tuple[str, ...]
-    missing: tuple[str, ...]  # parameters that nothing feeds, ties and those the family may leave out excepted
+    missing: tuple[str, ...]
 
     def under(self, module: str) -> dict[str, Target]:
-        """The targets of one module's own parameters, by parameter name."""
+        """Return the targets of one module's parameters, by parameter name."""
         prefix = f"{module}."
         return {name[len(prefix) :]: target for name, target in self.targets.items() if name.startswith(prefix)}
 
 
 def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
-    """Maps stored keys to the parameters and buffers of `skeleton`, the stock model on meta."""
+    """Map stored keys to the parameters and buffers of `skeleton`, the stock model on meta."""
     transforms = get_model_conversion_mapping(skeleton)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -68,34 +74,25 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
         target.keys.setdefault(pattern or "", []).append(key)
         if pattern is not None:
             target.converter = by_pattern[pattern]
-    _add_siblings(targets)
-    return KeyMap(targets, tuple(_worth_telling(skeleton, unread)), tuple(missing_names(skeleton, targets)))
-
-
-def _add_siblings(targets: dict[str, Target]) -> None:
-    """A converter with several results feeds them all; transformers renames its keys to the first only."""
-    for target in list(targets.values()):
-        if target.converter is None:
-            continue
-        first, *others = target.converter.target_patterns
-        for other in others:
-            name = target.name.replace(first, other)
-            targets.setdefault(name, Target(name, target.keys, target.converter))
+    for target in list(targets.values()):  # transformers renames the keys of a converter to the first of its results only
+        if target.converter is not None:
+            first, *others = target.converter.target_patterns
+            for other in others:
+                name = target.name.replace(first, other)
+                targets.setdefault(name, Target(name, target.keys, target.converter))
+    unexpected = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
+    return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
 
 
 def _ignored(patterns: Iterable[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _worth_telling(skeleton: PreTrainedModel, unread: list[str]) -> list[str]:
-    return [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
-
-
 def missing_names(skeleton: PreTrainedModel, targets: Collection[str]) -> list[str]:
-    """The parameters and buffers that are not among `targets`, ties and those the family may leave out excepted."""
+    """Return the parameters and buffers that are not in `targets`, except tied ones and those that the family may leave out."""
     tied = skeleton.all_tied_weights_keys
     lacking = [
         name for name in skeleton.state_dict() if name not in targets and not _ignored(skeleton._keys_to_ignore_on_load_missing, name)
     ]
-    # A tie is met from either end: transformers copies the one that is stored to the other.
+    # Of two tied parameters either one may be stored: transformers copies it to the other.
     return [name for name in lacking if tied.get(name) not in targets and not any(tied.get(t) == name for t in targets)]

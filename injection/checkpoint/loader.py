@@ -1,4 +1,4 @@
-"""A checkpoint streamed into a grafted model: operators take their experts one at a time, transformers loads the rest."""
+"""The loading of a checkpoint into a grafted model: operators read their weights one expert at a time, transformers the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moegraft.injection.checkpoint import CheckpointWeights, KeyMap, LazyTensor, StoredWeights, open_checkpoint
 from moegraft.injection.checkpoint.dequantised import dequantised, quantisation_of
+from moegraft.injection.checkpoint.files import LazyTensor, open_checkpoint
+from moegraft.injection.checkpoint.keymap import KeyMap
+from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
 from moegraft.injection.model_source import ModelSource
 from moegraft.operators.base import Operator
 from moegraft.operators.errors import CheckpointError
@@ -24,10 +26,10 @@ SHOWN_KEYS = 5
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
-    """The dtype of the stored weights; the config's word where there are no weights to look at."""
+    """Return the dtype of the stored weights; the config's dtype if the weights are not on this machine."""
     if source.gguf is not None:
         return source.gguf.float_dtype
-    # A hub model that is only looked at has no weights here, but the index that lists them.
+    # A hub model that is only planned has an index in its folder, and no weights.
     if not any(source.folder.glob("*.safetensors")):
         dtype = source.config.dtype
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
@@ -35,13 +37,13 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
 
 
 def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeights:
-    """The stored weights of a model.
+    """Open the stored weights of a model, whose headers are read.
 
     Raises:
         CheckpointError: a file or key is damaged, or does not fit the model.
     """
     if source.gguf is not None:
-        from moegraft.injection.checkpoint.gguf import GgufWeights
+        from moegraft.injection.checkpoint.gguf.model import GgufWeights
 
         return GgufWeights(source.gguf, skeleton)
     checkpoint = open_checkpoint(source.folder)
@@ -50,7 +52,7 @@ def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeight
 
 
 class CheckpointLoader:
-    """One checkpoint on its way into one model; everything that headers can tell is checked when it is made.
+    """One checkpoint and the model that it is loaded into. The constructor makes every check that needs only headers.
 
     Raises:
         CheckpointError: a file or key is damaged, missing, or does not fit the model.
@@ -72,11 +74,11 @@ class CheckpointLoader:
         _check_rest(skeleton, keymap, weights.tensors, taken)
 
     def source(self, path: str) -> WeightSource:
-        """The weights that the operator at `path` will take, for a look at them before."""
+        """Return the weights of the operator at `path`."""
         return self._weights.source(path, self._operators[path].kind)
 
     def load_rest(self, model_class: type[PreTrainedModel], advance: Callable[[int], None], **options: Any) -> PreTrainedModel:
-        """Everything but the operators' weights, by transformers' own loader."""
+        """Load everything but the operators' weights with transformers' own loader; `advance(bytes)` is called as tensors are read."""
         for tensor in self._rest.values():
             tensor.on_read = advance
         given = {name: value for name, value in options.items() if value is not None}
@@ -98,7 +100,7 @@ class CheckpointLoader:
         return model
 
     def load_operators(self, advance: Callable[[int], None]) -> None:
-        """Every operator takes its weights; a source is dropped as soon as its operator has them."""
+        """Load the weights of every operator; a source is dropped as soon as its operator has them."""
         self._rest.clear()
         for path, operator in self._operators.items():
             operator.load(self._sources.pop(path), advance)
@@ -115,7 +117,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:
-    """The keys that only operators read; one that also feeds a module that stays (a split projection) is loaded twice."""
+    """Return the keys that only operators read. A key that other modules need as well (a split projection) is read twice."""
     own = tuple(f"{path}." for path in operators)
     taken = {key for name, target in keymap.targets.items() if name.startswith(own) for key in target.all_keys}
     kept = {key for name, target in keymap.targets.items() if not name.startswith(own) for key in target.all_keys}
@@ -135,7 +137,7 @@ def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str,
 
 
 def _check_unread(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
-    """A key that nothing reads beside experts is a mistake of the checkpoint; elsewhere transformers only warns, and so do we."""
+    """Refuse unread keys of replaced modules, which mean a wrong checkpoint. Elsewhere transformers only warns, and so does this."""
     extra = [key for key in keymap.unread if key.startswith(tuple(f"{path}." for path in operators))]
     if extra:
         raise CheckpointError(f"{source.folder}: nothing in the model reads {_some(extra)}")
@@ -150,6 +152,6 @@ def _check_rest(skeleton: PreTrainedModel, keymap: KeyMap, tensors: Mapping[str,
             continue
         tensor, parameter = tensors[target.all_keys[0]], state[name]
         if tensor.shape != tuple(parameter.shape):
-            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {tuple(parameter.shape)}")
+            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {tuple(parameter.shape)}")
         if parameter.is_floating_point() and tensor.dtype is None:
-            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} where the model has {parameter.dtype}")
+            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype}, and the model has {parameter.dtype}")

@@ -1,13 +1,4 @@
-"""What a model is streamed from: every parameter by name, and each module's weights for the operator that replaces it.
-
-One experts module's weights as its checkpoint holds them: each piece read straight from the mapped file.
-
-One linear layer's weights as its checkpoint holds them.
-
-A whole parameter made by transformers' own converter, for storage forms that are not read piece by piece.
-
-The weights of a module that is already in memory, and the graft of a model that is.
-"""
+"""Weight sources of operators: experts and linear layers in a safetensors checkpoint, read from the mapped files, or in memory."""
 
 from __future__ import annotations
 
@@ -34,28 +25,50 @@ def _read(tensor: LazyTensor) -> torch.Tensor:
 
 
 def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
-    """Reads every key of `target` and returns the parameter in the skeleton's shape.
+    """Read every key of `target`, and return the whole parameter as transformers' own converter makes it.
 
     Raises:
-        CheckpointError: the result is missing or of another shape.
+        CheckpointError: the result is missing or of another shape than the skeleton's parameter.
     """
     converter = deepcopy(target.converter)
     assert converter is not None, f"{target.name} is stored as it is"
     for pattern, keys in target.keys.items():
         for key in keys:
-            # transformers calls what is callable, though it names a Future.
+            # transformers declares a Future, and calls any callable.
             converter.add_tensor(target.name, key, pattern, partial(_read, tensors[key]))  # type: ignore[arg-type]
     made = converter.convert(target.name, model=skeleton, config=skeleton.config).get(target.name)
     whole: torch.Tensor | None = made[0] if isinstance(made, list) else made
     expected = tuple(skeleton.get_parameter(target.name).shape)
     if whole is None or tuple(whole.shape) != expected:
         shape = None if whole is None else tuple(whole.shape)
-        raise CheckpointError(f"{tensors[target.all_keys[0]].origin}: converts to shape {shape} where the model has {expected}")
+        raise CheckpointError(f"{tensors[target.all_keys[0]].origin}: converts to shape {shape}, and the model has {expected}")
     return whole
 
 
+def read_parameter(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
+    """Return a whole parameter, converted where transformers converts it."""
+    return _read(tensors[target.all_keys[0]]) if target.converter is None else convert(target, tensors, skeleton)
+
+
+def target_of(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
+    """Return the target of a parameter, or of the one that it is tied to.
+
+    Raises:
+        CheckpointError: the checkpoint has neither.
+    """
+    target = keymap.targets.get(name) or keymap.targets.get(skeleton.all_tied_weights_keys.get(name, ""))
+    if target is None:
+        raise _missing(tensors, name)
+    return target
+
+
+def _missing(tensors: Mapping[str, LazyTensor], name: str) -> CheckpointError:
+    folder = next(iter(tensors.values())).file.parent
+    return CheckpointError(f"{folder}: no key of this checkpoint provides {name}; a shard or keys are missing")
+
+
 class _Store(Protocol):
-    """How one parameter is stored; `piece` cuts one expert's part out of it."""
+    """The storage of one parameter; `piece` reads one part of one expert."""
 
     def piece(self, part: Part, expert: int) -> torch.Tensor: ...
 
@@ -63,17 +76,16 @@ class _Store(Protocol):
 
 
 class _Fused:
-    """The parameter is stored as it is: `(E, ...)`; one expert's slice is read at a time."""
+    """A parameter that is stored in the model's layout, (E, ...). One expert's slice is read at a time."""
 
     def __init__(self, layout: ExpertsLayout, tensor: LazyTensor, expected: tuple[int, ...]) -> None:
-        if tensor.shape != expected:
-            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+        _check_shape(tensor, expected)
         self._layout = layout
         self._tensor = tensor
         self._held: tuple[int, torch.Tensor] | None = None
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
-        # Gate and up share a slice: it is read once and kept for the second.
+        # Gate and up share a slice, which is kept after the first one is read.
         if self._held is None or self._held[0] != expert:
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
@@ -83,21 +95,15 @@ class _Fused:
 
 
 class _PerExpert:
-    """One key an expert and a part, as `experts.N.gate_proj.weight`, or an expert's fused key."""
+    """A parameter with one key per expert and part, as `experts.N.gate_proj.weight`, or one key per expert with several parts."""
 
     def __init__(self, layout: ExpertsLayout, by_part: Mapping[Part, Sequence[LazyTensor]], *, fused: bool) -> None:
         self._layout = layout
         self._by_part = by_part
         self._fused = fused
-        if not fused:
-            self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        for part, tensors in self._by_part.items():
-            expected = self._layout.part_shape(part)
+        for part, tensors in by_part.items() if not fused else ():
             for tensor in tensors:
-                if tensor.shape != expected:
-                    raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+                _check_shape(tensor, layout.part_shape(part))
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
         tensor = self._by_part[part][expert][...]
@@ -108,7 +114,7 @@ class _PerExpert:
 
 
 class _Converted:
-    """A form that only transformers' own converter knows: the whole parameter is made at its first piece."""
+    """A parameter in a form that only transformers' converter can read: the first piece converts all of it."""
 
     def __init__(self, layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
         self._layout = layout
@@ -130,7 +136,7 @@ class CheckpointExperts:
     """A `WeightSource` over one experts module's part of a checkpoint.
 
     Raises:
-        CheckpointError: when made, if a parameter, an expert or a part is missing, doubled, or of the wrong shape or dtype.
+        CheckpointError: from the constructor, if a parameter, an expert or a part is missing, or of the wrong shape or dtype.
     """
 
     def __init__(
@@ -146,7 +152,7 @@ class CheckpointExperts:
         for name in dict.fromkeys(layout.parameter(part) for part in layout.parts()):
             target = targets.get(name)
             if target is None:
-                raise CheckpointError(f"{_folder(tensors)}: nothing in this checkpoint feeds {module}.{name}; a shard or keys are missing")
+                raise _missing(tensors, f"{module}.{name}")
             _check_dtypes([tensors[key] for key in target.all_keys])
             expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
             self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
@@ -172,14 +178,15 @@ class CheckpointExperts:
         return self._stores[self._layout.parameter(part)].origin(part, expert)
 
 
-def _folder(tensors: Mapping[str, LazyTensor]) -> str:
-    return str(next(iter(tensors.values())).file.parent)
+def _check_shape(tensor: LazyTensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {expected}")
 
 
 def _check_dtypes(tensors: Sequence[LazyTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype is None:
-            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} cannot be an expert's weight; {SUPPORTED}")
+            raise CheckpointError(f"{tensor.origin}: weights of dtype {tensor.stored_dtype} cannot be read; {SUPPORTED}")
 
 
 def _store(
@@ -204,13 +211,13 @@ def _store(
     fused = not joined and len(parts) > 1
     if not fused and len(columns) != len(parts):
         lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
-        raise CheckpointError(f"{_folder(tensors)}: {target.name}: no key matches {', '.join(lacking)}; a shard or keys are missing")
+        raise _missing(tensors, f"{target.name} (no key matches {', '.join(lacking)})")
     by_part = {part: columns[0 if fused else position] for position, part in enumerate(parts)}
     return _PerExpert(layout, by_part, fused=fused)
 
 
 def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
-    """The tensors in the order of the expert number in their keys, each expert exactly once."""
+    """Return the tensors by the expert number in their keys, one for each expert."""
     number = re.compile(r"experts\.(\d+)\.")
     found: dict[int, LazyTensor] = {}
     for tensor in tensors:
@@ -220,11 +227,11 @@ def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor
         found[int(match[1])] = tensor
     extra = [expert for expert in sorted(found) if expert >= layout.num_experts]
     if extra:
-        raise CheckpointError(f"{found[extra[0]].origin}: expert {extra[0]}, but the model has {layout.num_experts} experts (0-based)")
+        raise CheckpointError(f"{found[extra[0]].origin}: the model has only {layout.num_experts} experts, numbered from 0")
     lacking = [expert for expert in range(layout.num_experts) if expert not in found]
     if lacking:
         example = number.sub(f"experts.{lacking[0]}.", tensors[0].key)
-        raise CheckpointError(f"{tensors[0].file}: {example} is missing ({len(lacking)} of {layout.num_experts} experts lack it)")
+        raise CheckpointError(f"{tensors[0].file}: {example} is missing, as are {len(lacking)} of {layout.num_experts} experts in all")
     return [found[expert] for expert in range(layout.num_experts)]
 
 
@@ -232,7 +239,7 @@ class CheckpointLinear:
     """A `WeightSource` over a linear layer's weight and, where it has one, bias; a tied weight is read where it is stored.
 
     Raises:
-        CheckpointError: when made, if a part is missing or of the wrong shape or dtype.
+        CheckpointError: from the constructor, if a part is missing or of the wrong shape or dtype.
     """
 
     def __init__(self, module: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
@@ -241,14 +248,19 @@ class CheckpointLinear:
         self._targets: dict[Part, Target] = {}
         parts: tuple[Part, ...] = ("weight", "bias")
         for part in parts:
+            name = f"{module}.{part}"
             if getattr(skeleton.get_submodule(module), part) is None:
                 continue
-            self._targets[part] = _target(f"{module}.{part}", keymap, tensors, skeleton)
+            target = self._targets[part] = target_of(name, keymap, tensors, skeleton)
+            stored = [tensors[key] for key in target.all_keys]
+            _check_dtypes(stored)
+            if target.converter is None:
+                _check_shape(stored[0], tuple(skeleton.get_parameter(name).shape))
 
     @property
     def dtype(self) -> torch.dtype:
         dtype = self._tensors[self._targets["weight"].all_keys[0]].dtype
-        assert dtype is not None, "checked when made"
+        assert dtype is not None, "checked by the constructor"
         return dtype
 
     @property
@@ -259,55 +271,37 @@ class CheckpointLinear:
         return tuple(self._targets)
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        target = self._targets[part]
-        if target.converter is not None:
-            return convert(target, self._tensors, self._skeleton)
-        return self._tensors[target.all_keys[0]][...]
+        return read_parameter(self._targets[part], self._tensors, self._skeleton)
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._tensors[self._targets[part].all_keys[0]].origin
 
 
-def _target(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
-    target = keymap.targets.get(name) or keymap.targets.get(skeleton.all_tied_weights_keys.get(name, ""))
-    if target is None:
-        raise CheckpointError(
-            f"{next(iter(tensors.values())).file.parent}: nothing in this checkpoint feeds {name}; a shard or keys are missing"
-        )
-    expected = tuple(skeleton.get_parameter(name).shape)
-    for tensor in (tensors[key] for key in target.all_keys):
-        if tensor.dtype is None:
-            raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype} cannot be a weight; {SUPPORTED}")
-        if target.converter is None and tensor.shape != expected:
-            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
-    return target
-
-
 class StoredWeights(Protocol):
-    """The stored weights of one model, of which only headers are read until they are asked for."""
+    """The stored weights of one model: safetensors or GGUF. Headers are read when it is opened, tensors on access."""
 
     @property
     def tensors(self) -> Mapping[str, LazyTensor]:
-        """By the key that `keymap` has for them."""
+        """The tensors by key, as in `keymap`."""
         ...
 
     @property
     def keymap(self) -> KeyMap: ...
 
     def source(self, path: str, kind: str) -> WeightSource:
-        """The weights for an operator of `kind` that replaces the module at `path`."""
+        """Return the weights for an operator of `kind` that replaces the module at `path`."""
         ...
 
     def stored_types(self, path: str) -> StoredTypes | None:
-        """Return the weight types of the experts or linear layer at `path` where it is stored in blocks; None where it has a dtype."""
+        """Return the weight types of the experts or linear layer at `path` if it is stored in blocks; None if it has a dtype."""
         ...
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
-        """Logs what is not computed with as it is stored.
+        """Log which stored types are converted.
 
         Args:
-            weight_types: of the modules that are replaced, by path.
-            dtype: of what no rule replaces.
+            weight_types: of the replaced modules, by path.
+            dtype: of what is not replaced.
         """
         ...
 
@@ -331,11 +325,11 @@ class CheckpointWeights:
         return None
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
-        """Floats of one width become floats of another; who asked for it knows."""
+        """Log nothing: floating-point types are converted only where the user sets a dtype."""
 
 
 class ModuleExperts:
-    """A `WeightSource` over a live experts module; pieces are views, on the CPU."""
+    """A `WeightSource` over an experts module in memory; pieces are views, on the CPU."""
 
     def __init__(self, path: str, module: nn.Module, layout: ExpertsLayout) -> None:
         self._path = path
@@ -361,7 +355,7 @@ class ModuleExperts:
 
 
 class ModuleLinear:
-    """A `WeightSource` over a live linear layer."""
+    """A `WeightSource` over a linear layer in memory."""
 
     def __init__(self, path: str, module: nn.Linear) -> None:
         self._path = path
@@ -388,7 +382,7 @@ class ModuleLinear:
 
 
 def live_source(path: str, module: nn.Module) -> WeightSource:
-    """The source for an operator that replaces `module`."""
+    """Return the source for an operator that replaces `module`, which is in memory."""
     return ModuleLinear(path, module) if isinstance(module, nn.Linear) else ModuleExperts(path, module, read_layout(module))
 
 

@@ -1,4 +1,4 @@
-"""`local_chat`: talk to a mixture-of-experts model on this machine."""
+"""`local_chat`: chat with a mixture-of-experts model on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.chat.session import Chat
-    from moegraft.injection.cli.loading import LoadedModel
+    from moegraft.injection.cli.models import LoadedModel
     from moegraft.operators.timeline import Timeline
 
 PROGRAM = "local_chat"
@@ -32,7 +32,7 @@ def _show_version(wanted: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The prompt and what is printed about the answer."""
+    """The prompt, and the output beside the answer."""
 
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt and exit; also read from a pipe.")
@@ -40,13 +40,13 @@ class ChatOptions:
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for repeatable answers; default: a new one each time.")
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for repeatable answers; default: a random one.")
     ] = None
     resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help="Continue a chat that /save FILE.safetensors wrote.")] = (
         None
     )
     prefill_chunk: Annotated[
-        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Read long prompts in chunks of this many tokens; 0: whole.")
+        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Compute long prompts in chunks of this many tokens; 0: whole.")
     ] = 2048
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
     trace: Annotated[
@@ -58,7 +58,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError("--prompt and --prompt-file exclude each other; give one of them")
+            raise ValueError("--prompt and --prompt-file exclude each other; give only one of them")
         if self.resume is not None and self.system is not None:
             raise ValueError("--resume restores the chat's own system message; remove --system")
 
@@ -74,14 +74,16 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Options may be written with _ for -; --model_path, --gguf_path, --optimize_config_path and --cpu_infer are taken.")
+@app.command(epilog="Options may be written with _ for -; --model_path, --gguf_path, --optimize_config_path and --cpu_infer work as well.")
 @user_errors(PROGRAM)
 @takes_options(ModelOptions, SamplingOptions, ChatOptions)
 def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
-    """Chat with a mixture-of-experts model on this machine; by default with the small one that comes with moegraft."""
+    """Chat with a mixture-of-experts model on this machine; by default with the small bundled one."""
     terminal = open_terminal(quiet=options.quiet)
     if options.dry_run:
-        _print_plan(model, terminal)
+        from moegraft.injection.cli.models import plan_only
+
+        terminal.write(plan_only(model).describe() + "\n")
         return
     prompt = _prompt(options)
     with library_log(terminal):
@@ -93,17 +95,11 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
                 raise typer.Exit(INTERRUPTED)
 
 
-def _print_plan(model: ModelOptions, terminal: Terminal) -> None:
-    from moegraft.injection.cli.loading import plan_only
-
-    terminal.write(plan_only(model).describe() + "\n")
-
-
 def _prompt(options: ChatOptions) -> str | None:
-    """The one prompt to answer, or None for a chat.
+    """Return the prompt to answer; None for a chat.
 
     Raises:
-        PromptError: it is empty or no text.
+        PromptError: the prompt is empty or not UTF-8 text.
         OSError: its file cannot be read.
     """
     if options.prompt is not None:
@@ -130,12 +126,12 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     from moegraft.injection.cli.chat.answer import Answerer
     from moegraft.injection.cli.chat.conversation import Conversation
     from moegraft.injection.cli.chat.session import Chat
-    from moegraft.injection.cli.loading import load_model
+    from moegraft.injection.cli.models import load_model
 
     loaded = load_model(model, terminal)
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
     if not conversation.has_template:
-        terminal.notice("this model has no chat template: it continues what is typed as text")
+        terminal.notice("this model has no chat template: it continues the text that you type")
     answerer = Answerer(loaded, sampling, options.seed, prefill_chunk=options.prefill_chunk)
     session = Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
     if options.resume is not None:
@@ -145,12 +141,12 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
 
 @contextmanager
 def _traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Iterator[None]:
-    """Write a trace of the body's work on GPUs and of its rounds of drafts to `path`, whatever ends the body.
+    """Write a trace of the work on GPUs and of drafts during the body to `path`, also after an exception.
 
     Raises:
         OSError: the file cannot be written; raised before the body runs.
     """
-    from moegraft.injection.graft import injection_of
+    from moegraft.injection.injected import injection_of
     from moegraft.operators.timeline import write_trace
 
     injection = injection_of(loaded.model)
@@ -164,7 +160,7 @@ def _traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Itera
                 write_trace(path, [])
                 recorded = timelines
             else:
-                terminal.notice("--trace: experts run on the CPU alone, so there is no timeline of a GPU and its transfers")
+                terminal.notice("--trace: no GPU and no drafts are in use, so there is no timeline")
             yield
     finally:
         if recorded:

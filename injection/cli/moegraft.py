@@ -1,4 +1,4 @@
-"""`moegraft`: write, check and understand rule files, and see what this machine can do with a model."""
+"""`moegraft`: commands on rule files, models and this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # joins the lines of a docstring's paragraphs
+    rich_markup_mode="markdown",  # joins the lines of paragraphs in docstrings
     epilog=EXIT_CODES,
     context_settings={"token_normalize_func": option_name, "help_option_names": ["--help", "-h"]},
 )
@@ -43,7 +43,7 @@ def moegraft(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Write, check and understand moegraft's rule files. To chat with a model, see local_chat."""
+    """Write, check and explain rule files, and predict, verify, calibrate and serve models. To chat with a model, see local_chat."""
 
 
 app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)

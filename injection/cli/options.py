@@ -1,4 +1,4 @@
-"""Command-line options that several programs share, in groups of frozen dataclasses, and how their values are read."""
+"""Command-line options that several programs share, as frozen dataclasses, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from moegraft.operators.errors import MoegraftError
 
 MODEL_PANEL = "Model"
-# The names that KTransformers' users have in their scripts.
+# Option names of KTransformers, for users who have them in their scripts.
 OTHER_NAMES = {
     "model-path": "model",
     "optimize-config-path": "rules",
@@ -26,14 +26,18 @@ OTHER_NAMES = {
 
 
 def option_name(name: str) -> str:
-    """Return an option's name here: KTransformers has --optimize_config_path for --rules, generate has top_p for --top-p."""
+    """Return the canonical name of an option: `rules` for KTransformers' --optimize_config_path, `top-p` for --top_p."""
     dashed = name.replace("_", "-")
     return OTHER_NAMES.get(dashed, dashed)
 
 
+class OptionsError(MoegraftError):
+    """Options that contradict each other, or an invalid value."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """A model and how it is loaded."""
+    """The model and rules to load, and how."""
 
     model: Annotated[
         str | None,
@@ -81,7 +85,7 @@ class ModelOptions:
         """Return the `--var` values, typed as in YAML: 0.25 is a number, true a boolean.
 
         Raises:
-            ValueError: one is not NAME=VALUE.
+            OptionsError: one is not NAME=VALUE.
         """
         return dict(_variable(text) for text in self.var)
 
@@ -89,25 +93,21 @@ class ModelOptions:
 def _variable(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ValueError(f"--var {text}: give NAME=VALUE, as in --var cache=0.25")
+        raise OptionsError(f"--var {text}: give NAME=VALUE, as in --var cache=0.25")
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"--var {text}: the value is not YAML; quote it") from error
+        raise OptionsError(f"--var {text}: the value is not YAML; quote it") from error
 
 
-Options = Any  # a frozen dataclass; each command names its own, so no one type fits
-
-
-class OptionsError(MoegraftError):
-    """Options that contradict each other, or an invalid value."""
+Options = Any  # a frozen dataclass; each command has its own, so no single type fits
 
 
 def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function that takes one object of each group, in order, into a Typer command.
 
-    A field is annotated as a Typer parameter is: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from a
-    group's own checks becomes an OptionsError.
+    Fields are annotated like Typer parameters: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from the checks of a
+    group becomes an OptionsError.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -169,31 +169,15 @@ LinkBandwidthOption: TypeAlias = Annotated[
     float | None,
     typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="Bandwidth of copies to that GPU; default: measured, else assumed."),
 ]
+RamOption: TypeAlias = Annotated[
+    str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, such as 64GiB; default: the free memory.")
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
-
-
-def model_options(
-    model: str | None,
-    rules: str | None = None,
-    var: list[str] | None = None,
-    *,
-    gguf: str | None = None,
-    threads: int = 0,
-    trust_remote_code: bool = False,
-) -> ModelOptions:
-    """
-    Raises:
-        OptionsError: a `--var` that is not NAME=VALUE.
-    """
-    try:
-        return ModelOptions(model=model, rules=rules, var=var or [], gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
 class StatedMachine:
-    """The machine to plan for, as options state it; None: this machine, as measured.
+    """The machine to plan for, as stated by options; None: this machine's own value.
 
     Attributes:
         ram: bytes of host memory.
@@ -216,7 +200,7 @@ def stated_machine(ram: str | None, gpu_memory: str | None, gpu_bandwidth: float
 
 
 def parse_size(text: str | None, option: str) -> int | None:
-    """Return the bytes of `64GiB`, `64G` or `64GB`, all of which mean 64 * 1024**3 as memory is sold; None for None.
+    """Return the bytes of `64GiB`, `64G` or `64GB`, which all mean 64 * 1024**3 here; None for None.
 
     Raises:
         OptionsError: the text is not a size.
@@ -241,10 +225,15 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
 
 SAMPLING_PANEL = "Sampling (default: the model's generation_config.json)"
 SHAPING = ("temperature", "top_p", "top_k", "min_p")  # used only when sampling
-LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits divided by less can overflow float32
-LEAST_PENALTY = 0.01  # penalties divide logits, too
-# What `generate` takes for "off": a model's own values for these have to be overridden when its user asks for greedy.
+LEAST_TEMPERATURE = 1e-5  # below it decoding is greedy: logits divided by less can overflow float32
+LEAST_PENALTY = 0.01  # penalties divide logits as well
+# The values that `generate` reads as "off": greedy decoding overrides the model's own values with them.
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None}
+
+
+def is_greedy(temperature: float | None) -> bool:
+    """Whether a temperature, the user's or the model's own, means the likeliest token instead of a random one."""
+    return temperature is not None and temperature < LEAST_TEMPERATURE
 
 
 def _option(name: str, metavar: str | None, about: str, **bounds: Any) -> Any:
@@ -257,7 +246,7 @@ class SamplingOptions:
 
     max_new_tokens: Annotated[int | None, _option("--max-new-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = None
     do_sample: Annotated[
-        bool | None, _option("--do-sample/--no-do-sample", None, "Sample tokens at random, or always take the likeliest.")
+        bool | None, _option("--do-sample/--no-do-sample", None, "Sample tokens at random, or always take the likeliest one.")
     ] = None
     temperature: Annotated[
         float | None,
@@ -284,25 +273,27 @@ class SamplingOptions:
             raise ValueError(f"--repetition-penalty must be above 0, and at least {LEAST_PENALTY:g}; 1 means none")
         if self.top_p == 0:
             raise ValueError("--top-p must be above 0; use --no-do-sample to always take the likeliest token")
-        if self._greedy_temperature:
+        if is_greedy(self.temperature):
             if self.do_sample:
                 raise ValueError(
-                    f"--temperature {self.temperature:g} always takes the likeliest token, --do-sample draws; give one of them"
+                    f"--temperature {self.temperature:g} always takes the likeliest token, and --do-sample a random one; "
+                    "give only one of them"
                 )
         elif self.do_sample is False and self._shaping():
             names = ", ".join(f"--{name.replace('_', '-')}" for name in self._shaping())
             raise ValueError(f"--no-do-sample leaves {names} without effect; give one or the other")
 
-    @property
-    def _greedy_temperature(self) -> bool:
-        return self.temperature is not None and self.temperature < LEAST_TEMPERATURE
-
     def _shaping(self) -> list[str]:
         return [name for name in SHAPING if getattr(self, name) is not None]
 
-    def overrides(self, *, model_samples: bool) -> dict[str, Any]:
-        """Return keyword arguments for `generate`; an option that shapes sampling turns it on."""
+    def overrides(self, *, model_samples: bool, model_temperature: float | None = None) -> dict[str, Any]:
+        """Return keyword arguments for `generate`; an option that shapes sampling turns it on.
+
+        Args:
+            model_samples, model_temperature: `do_sample` and `temperature` of the model's generation config.
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
-        if self.do_sample is False or self._greedy_temperature or (self.do_sample is None and not self._shaping() and not model_samples):
+        samples = self.do_sample or (self.do_sample is None and (bool(self._shaping()) or model_samples))
+        if not samples or is_greedy(model_temperature if self.temperature is None else self.temperature):
             return {**given, **NEUTRAL, "do_sample": False}
         return {**given, "do_sample": True}

@@ -1,6 +1,6 @@
-"""What a program prints, and how it ends.
+"""The output and the exit codes of the programs.
 
-Answers go to stdout, everything about them to stderr. A user's error is one message and exit code 2; a closed pipe or Ctrl-C ends the
+Results go to stdout, everything else to stderr. A user's error is one message and exit code 2; a closed pipe or Ctrl-C ends the
 program without a traceback.
 """
 
@@ -28,16 +28,16 @@ USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# Control characters, which a terminal would obey and a model may write. Tab and newline stay.
+# Control characters, which would control the terminal and which a model may generate. Tab and newline stay.
 CONTROLS = dict.fromkeys([*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
 
 
 @contextmanager
 def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None]:
-    """End the program without a traceback on every error that is not a bug of ours.
+    """End the program without a traceback after a user's error, a closed pipe or Ctrl-C.
 
     Args:
-        wrong_rules: the exit code for mistakes in a rule file; a file that cannot be read is a USER_ERROR.
+        wrong_rules: the exit code for mistakes in a rule file; that for a file that cannot be read is USER_ERROR.
 
     Raises:
         typer.Exit: with the exit code of the error that the body raised.
@@ -45,7 +45,7 @@ def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None
     try:
         yield
     except BrokenPipeError:
-        # Python flushes stdout again when it exits, and would report the same closed pipe.
+        # Python flushes stdout again at exit, and would report the closed pipe once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except (MoegraftError, OSError) as error:
@@ -57,7 +57,7 @@ def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None
 
 
 def error_message(error: Exception, program: str) -> str:
-    """Return a rule file's findings as they are, and any other error as one sentence after the program's name."""
+    """Return the findings of a rule file, or any other error as one sentence after the program's name."""
     if isinstance(error, RuleFileError):
         return str(error)
     return f"{program}: error: {error_sentence(error)}"
@@ -81,21 +81,21 @@ class Terminal:
         self.out.flush()
 
     def notice(self, text: str, style: str = "dim") -> None:
-        """Print a line about the run to stderr; nothing under --quiet."""
+        """Print a line about the run to stderr; nothing with --quiet."""
         if not self.quiet:
             self._print(text, style)
 
     def reply(self, text: str) -> None:
-        """Print lines that the user asked for to stderr, under --quiet too."""
+        """Print the reply to a command to stderr, also with --quiet."""
         self._print(text, "")
 
     def complain(self, text: str) -> None:
-        """Print a line about something that failed to stderr."""
+        """Print an error that does not end the program to stderr."""
         self._print(text, "red")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[], None]]:
-        """Show a spinner on a terminal that can; yield a function that stops it before the body ends."""
+        """Show a spinner if the terminal supports it; yield a function that stops it before the body ends."""
         if self.notices.is_terminal and not self.notices.is_dumb_terminal and self.out.isatty() and not self.quiet:
             with self.notices.status(text, spinner_style="dim") as spinner:
                 yield spinner.stop
@@ -109,7 +109,7 @@ class Terminal:
 def open_terminal(*, quiet: bool = False) -> Terminal:
     """Return the terminal of this process. NO_COLOR or a dumb terminal means no escape sequences."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a Latin-1 terminal cannot show every answer
+        sys.stdout.reconfigure(errors="replace")  # for terminals with an encoding such as Latin-1
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Terminal(sys.stdout, Console(stderr=True, color_system=None if plain else "auto"), quiet)
 
@@ -125,7 +125,7 @@ class _TerminalHandler(logging.Handler):
 
 @contextmanager
 def library_log(terminal: Terminal) -> Iterator[None]:
-    """Print what moegraft logs as notices while the body runs: the rules in use, findings of the plan, slower paths taken."""
+    """Print moegraft's log as notices while the body runs: the rules in use, findings of the plan, slower paths."""
     logger, handler = logging.getLogger("moegraft"), _TerminalHandler(terminal)
     level = logger.level
     logger.addHandler(handler)
@@ -137,11 +137,11 @@ def library_log(terminal: Terminal) -> Iterator[None]:
         logger.setLevel(level)
 
 
-Json = Mapping[str, Any]  # each command reports something else
+Json = Mapping[str, Any]  # different for each command
 
 
 def write_json(terminal: Terminal, data: Json) -> None:
-    """Write one JSON object. NaN and infinity, which JSON lacks, become null; paths and other objects their text."""
+    """Write one JSON object. NaN and infinity become null; paths and other objects become text."""
     terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
@@ -161,7 +161,7 @@ def diagnostic_json(found: Diagnostic) -> Json:
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Align rows in columns, the columns of numbers in `right` to the right. Nothing is cut: a pipe has no width."""
+    """Align rows in columns, those with an index in `right` to the right. Nothing is truncated."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

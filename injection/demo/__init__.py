@@ -5,14 +5,14 @@ from pathlib import Path
 
 
 def demo_path() -> Path:
-    """The folder of the bundled model, as `from_pretrained` takes it.
+    """Return the folder of the bundled model, for `from_pretrained`.
 
     Raises:
-        FileNotFoundError: the package is not installed as plain files, or without its data.
+        FileNotFoundError: the package is in an archive, or its data is missing.
     """
     folder = files(__name__)
     if not isinstance(folder, Path) or not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{folder}: the bundled model is not here as files; install moegraft from a wheel or a checkout, not from a zip archive"
+            f"{folder}: the files of the bundled model are missing; install moegraft from a wheel or a checkout, not from a zip archive"
         )
     return folder

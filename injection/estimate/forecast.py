@@ -1,4 +1,4 @@
-"""The forecast of a plan: whether it fits a machine, how fast it will be, and what to change where it does not fit."""
+"""The forecast of a plan: its memory, whether it fits a machine, its speed, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from moegraft.injection.estimate.memory import GpuMemory, KvCache, Memory, gpu_m
 from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.estimate.speed import Speed, predict, predict_with_gpu, work_of
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.plan import Plan
+from moegraft.injection.planning import Plan
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.estimates import GpuRates
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import kinds
 
 GIB = 1 << 30
-SHORTEST_CONTEXT = 256  # tokens; a shorter one helps nobody
+SHORTEST_CONTEXT = 256  # tokens; shorter ones are not suggested
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class TargetMachine:
     """The machine that a plan is made for.
 
     Attributes:
-        available_bytes: host memory that the plan may take.
-        measured: this machine's rates, None where they are not known.
-        gpu: its GPUs, whether they are here or stated.
+        available_bytes: host memory that the plan may use.
+        measured: this machine's rates; None if they are not measured.
+        gpu: the GPUs of this machine, or the stated ones.
     """
 
     available_bytes: int
@@ -41,12 +41,12 @@ class Forecast:
 
     Attributes:
         memory: of the host.
-        gpu: of each GPU; None where the plan uses none.
-        gpu_rates: what the speed with a GPU is computed from.
-        without_gpu: whether a rule asks for a GPU and there is none to plan for, so that all figures are of the CPU.
-        speed: None where it cannot be predicted; `no_speed` has the reason.
-        rough: whether the rates behind the speed were measured while other programs ran.
-        would_fit: sentences, where the plan does not fit.
+        gpu: of each GPU; None if the plan uses none.
+        gpu_rates: the rates of the GPU that the speed is computed from.
+        without_gpu: whether a rule asks for a GPU and there is none, so that all figures are for the CPU.
+        speed: None if it cannot be predicted; `no_speed` has the reason.
+        rough: whether the rates were measured while other programs ran.
+        would_fit: changes that would make the plan fit, as text.
     """
 
     plan: Plan
@@ -68,7 +68,7 @@ class Forecast:
 
     @property
     def bytes_by_device(self) -> dict[str, int]:
-        """Weights and expert slots."""
+        """The bytes of weights and expert slots."""
         if self.gpu is None:
             return self.plan.bytes_by_device
         return {"cpu": self.memory.weights, "gpu": self.gpu.count * (self.gpu.weights + self.gpu.slots)}
@@ -84,14 +84,14 @@ def forecast(
     """Predict a plan's memory and speed.
 
     Args:
-        cache: the model's, where it is known: measuring it takes longer than everything else.
+        cache: the model's cache, if it is known: measuring it takes longer than everything else.
     """
     planned = PlannedModel(meta_model, plan, registry)
     stock_cache = cache or kv_cache(meta_model.skeleton)
     cache = replace(stock_cache, form=planned.cache_form())
     gpu = None if target.gpu is None else gpu_memory_of(planned, cache, load, target.gpu)
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None
-    # Attention reads the cache in the model's dtype, however it is kept.
+    # Attention reads the cache in the model's dtype, also a quantised one.
     speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates)
     found = Forecast(
         plan=plan,
@@ -113,7 +113,7 @@ def _speed(
     planned: PlannedModel, load: Workload, kv_bytes: int, measured: Measurements | None, gpu: GpuMemory | None, rates: GpuRates | None
 ) -> tuple[Speed | None, str | None]:
     if measured is None:
-        return None, "this machine's rates are not measured with these versions; run: moegraft doctor --measure"
+        return None, "this machine is not measured with these versions; run: moegraft doctor --measure"
     layers = planned.meta_model.source.config.get_text_config().num_hidden_layers
     try:
         if gpu is None or rates is None:
@@ -123,12 +123,12 @@ def _speed(
     except UnsupportedModelError as error:
         return None, str(error)
     if speed.missing:
-        return None, f"no rate is known for {', '.join(speed.missing)}"
+        return None, f"no rate is measured for {', '.join(speed.missing)}"
     return speed, None
 
 
 def _would_fit(found: Forecast, planned: PlannedModel) -> Iterator[str]:
-    """Yield what to change, the smallest loss first: the context, then what takes the memory, then the machine."""
+    """Yield changes that would make the plan fit, the smallest loss first: the context, then weight types, then the machine."""
     context = _longest_context(found)
     if context is not None:
         yield f"a context of {context:,} tokens instead of {found.load.context:,}"
@@ -139,7 +139,7 @@ def _would_fit(found: Forecast, planned: PlannedModel) -> Iterator[str]:
 
 
 def _longest_context(found: Forecast) -> int | None:
-    """Return the context, halved as often as needed, with which everything fits; None where that alone does not help."""
+    """Return the context, halved as often as needed, with which everything fits; None if no context does."""
     memory, context, gpu = found.memory, found.load.context, found.gpu
     while context > SHORTEST_CONTEXT:
         context //= 2
@@ -154,7 +154,7 @@ def _longest_context(found: Forecast) -> int | None:
 
 def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
     needed, free = found.memory.needed, found.available_bytes
-    saved: dict[str, int] = {}  # by advice
+    saved: dict[str, int] = {}  # bytes by advice
     for swap in planned.plan.swaps:
         module = planned.meta_model.skeleton.get_submodule(swap.module)
         for saving in swap.operator_type.savings(module, swap.options, planned.meta_model.stored):
@@ -167,17 +167,17 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
 
 
 def _on_gpu(gpu: GpuMemory, found: Forecast, planned: PlannedModel) -> Iterator[str]:
-    least = gpu.needed - gpu.slots  # where slots take what is left, all that must fit
+    least = gpu.needed - gpu.slots  # without slots, which take the free memory
     is_sized = any(group.rule.is_sized for group in gpu.groups)
     if not is_sized and least <= gpu.available:
         tokens = found.load.context * found.load.batch
-        yield f"'cache: {{context: {tokens}}}' in the rule of the experts, so that slots leave room for that many tokens"
+        yield f"'cache: {{context: {tokens}}}' in the rule of the experts, so that slots leave memory for this many tokens"
     ratio = gpu.largest_ratio() if is_sized else None
     if ratio is not None:
-        yield f"'cache: {{ratio: {ratio:g}}}', or no size at all: slots then take what is left"
+        yield f"'cache: {{ratio: {ratio:g}}}', or no size: slots then take the free memory"
     for advice, less in _savings_of_the_rest(planned).items():
         if least > gpu.available >= least - less // gpu.count:
-            yield f"{advice}, which saves {less // gpu.count / GIB:.1f} GiB there"
+            yield f"{advice}, which saves {less // gpu.count / GIB:.1f} GiB on each GPU"
     gap = (gpu.needed if is_sized or least <= gpu.available else least) - gpu.available
     yield f"a GPU with {gap / GIB:.1f} GiB more free memory"
 

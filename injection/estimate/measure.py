@@ -1,6 +1,6 @@
-"""Rates of this machine: how fast memory is read, and how fast operators and PyTorch's own layers run.
+"""Measured rates of this machine: of memory, of operators and of PyTorch's own layers.
 
-Measurements are kept in the user's cache folder and hold for the machine and the versions that they were made with.
+Measurements are saved in the user's cache folder; they are valid for the machine and the versions that they were made with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moegraft.operators.machine import cpu_info, probe_machine
 from moegraft.operators.registry import load_registry
 from moegraft.operators.self_test import kernel_in_use
 
-# Qwen3-30B-A3B's widths. 32 experts of them, and 256 MiB of anything else, are more than the caches of most CPUs hold.
+# Qwen3-30B-A3B's widths. 32 such experts, and 256 MiB of other data, are larger than the caches of most CPUs.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
 READ_BYTES = 1 << 28
 LINEAR_COLUMNS = 4096
@@ -38,21 +38,19 @@ MANY_TOKENS = 2048  # enough that a GPU computes rather than reads
 LINK_BYTES = 1 << 26
 LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
-BUSY = 0.5  # load average by core; from half a core on, rates are of the other programs too
+BUSY = 0.5  # load average per core above which other programs disturb the measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Rates that one call in five reaches, with the threads that programs take by themselves.
-
-    The fastest fifth is what the machine can do; medians would be of the machine and of what else runs on it.
+    """Rates with the default number of threads, each the best fifth of its calls, which other programs disturb least.
 
     Attributes:
         read_gbps: of plain memory.
-        experts, linear: by weight type; `linear` has PyTorch's own layers and those of operators.
-        layer_overhead_ms: of a decoder layer with next to no weights: what Python and PyTorch take for each layer and token.
-        load: of each core by other programs when measuring began (the load average over cores); near 0 on a quiet machine.
-        gpu: of the first GPU and the link to it; None where there is none.
+        experts, linear: by weight type; `linear` includes PyTorch's own layers and those of operators.
+        layer_overhead_ms: time of a decoder layer with almost no weights, per token.
+        load: the load average per core when measuring began; near 0 on a quiet machine.
+        gpu: of the first GPU and the link to it; None without a GPU.
     """
 
     read_gbps: float
@@ -64,12 +62,12 @@ class Measurements:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs ran while this was measured, so that figures made of it are rough."""
+        """Whether other programs ran during the measurement, so that predictions from it are rough."""
         return self.load > BUSY
 
 
 def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:
-    """Measure everything; takes some ten seconds. `progress` is called with the name of what comes next."""
+    """Measure all rates, in some ten seconds; `progress` is called with the name of each measurement."""
     machine = probe_machine()
     load = psutil.getloadavg()[0] / machine.cores
     registry = load_registry()
@@ -103,7 +101,7 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
-    """Return weight type, operator and options of what to measure; of two operators for one weight type the first by name."""
+    """Return weight type, operator and options of each measurement; of several operators for a weight type, the first by name."""
     found: dict[str, tuple[str, type[Operator], Any]] = {}
     for operator in operators:
         if operator.kind == kind:
@@ -123,7 +121,7 @@ def _bytes(operator: type[Operator], module: nn.Module, options: Any) -> int:
 
 
 def measure_gpu(device: torch.device) -> GpuRates:
-    """Measure products with one token and with many on the device, and copies from page-locked host memory to it."""
+    """Measure products with one token and with many on a device, and copies from page-locked host memory to it."""
     side = 8192
     weight = torch.empty(READ_BYTES // 2 // side, side, dtype=torch.bfloat16, device=device).normal_()
     token, tokens = (torch.randn(side, count, device=device).to(torch.bfloat16) for count in (1, MANY_TOKENS))
@@ -147,7 +145,7 @@ def measure_gpu(device: torch.device) -> GpuRates:
 
 
 def _best_fifth_s(call: Callable[[], object], *, budget_s: float = 0.6, most: int = 15) -> float:
-    """Return the time that one call in five stays below: of at least 3, then as many as the budget allows, after one to warm up."""
+    """Return the 20th percentile of the times of at least 3 calls, and of more as the budget allows, after one to warm up."""
     call()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < budget_s and len(times) < most):
@@ -172,7 +170,7 @@ def _linear_module(dtype: torch.dtype) -> nn.Linear:
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """Give a module on meta its weights: one random row repeated, which is quick to make and times like any other."""
+    """Allocate the weights of a module on meta: one random row repeated, which is fast and does not change the times."""
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape[-1]) / parameter.shape[-1] ** 0.5)
@@ -185,7 +183,7 @@ def _experts_rate(weights: str, operator: nn.Module, held_bytes: int) -> Rate:
     def run(tokens: int) -> Callable[[], object]:
         hidden, shares = torch.randn(tokens, HIDDEN, dtype=dtype), torch.full((tokens, TOP_K), 1 / TOP_K)
         calls = iter(range(1 << 30))
-        # Other experts at every call, so that none is still in a cache.
+        # Different experts in every call, so that none is in a CPU cache.
         return lambda: operator(hidden, (torch.arange(tokens * TOP_K).view(tokens, TOP_K) + next(calls) * TOP_K) % EXPERTS, shares)
 
     decode_s, prefill_s = _best_fifth_s(run(1), most=100), _best_fifth_s(run(PREFILL_TOKENS))
@@ -196,7 +194,7 @@ def _experts_rate(weights: str, operator: nn.Module, held_bytes: int) -> Rate:
 def _linear_rate(layer: nn.Module, dtype: torch.dtype, held_bytes: int) -> Rate:
     one, many = torch.randn(1, LINEAR_COLUMNS, dtype=dtype), torch.randn(PREFILL_TOKENS, LINEAR_COLUMNS, dtype=dtype)
     decode_s, prefill_s = _best_fifth_s(lambda: layer(one)), _best_fifth_s(lambda: layer(many))
-    return Rate(held_bytes / decode_s / 1e9, READ_BYTES * PREFILL_TOKENS / prefill_s / 1e9)  # two operations a weight, two bytes a weight
+    return Rate(held_bytes / decode_s / 1e9, READ_BYTES * PREFILL_TOKENS / prefill_s / 1e9)  # two operations and two bytes per weight
 
 
 def _overhead_ms() -> float:
@@ -236,7 +234,7 @@ def save(measured: Measurements) -> Path:
 
 
 def load() -> Measurements | None:
-    """Return what was measured on this machine with these versions; None where nothing was, or nothing that can be read."""
+    """Return the saved measurements; None if there are none for this machine and these versions."""
     try:
         data = json.loads(measurements_path().read_text(encoding="utf-8"))
         if data["made_with"] != _made_with():
@@ -250,7 +248,7 @@ def load() -> Measurements | None:
 
 
 def _made_with() -> dict[str, Any]:
-    """Return what rates depend on."""
+    """Return the machine and the versions that rates depend on."""
     gpus = [gpu.name for gpu in probe_machine().gpus]
     kernel = kernel_in_use()
     versions = {name: version(name) for name in ("moegraft", "torch", "transformers")}

@@ -1,4 +1,4 @@
-"""Memory that a plan takes: of the host at rest, at the peak of loading and while it runs; of each GPU; and of the key-value cache."""
+"""Predicted memory of a plan: of the host at rest, at the peak of loading and while running; of each GPU; and of the KV cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.plan import Swap
+from moegraft.injection.planning import Swap
 from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes, token_bytes
 from moegraft.operators.estimates import ExpertSlots, gpu_margin_bytes
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import kinds
 
-WIDTHS = 8  # hidden-size vectors a token that are alive at once: residual, norms, projections, and the operator's own copies
+WIDTHS = 8  # vectors of the hidden size per token that are alive at once: residual, norms, projections, copies of the operator
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's cache for one sequence; `window` bounds the tokens it keeps."""
+    """The cache of one layer for one sequence; `window` is the maximum number of tokens that it keeps."""
 
     bytes_per_token: int
     fixed_bytes: int
@@ -36,9 +36,9 @@ class KvCache:
     """A model's key-value cache.
 
     Attributes:
-        exact: False where it is from the config's numbers of heads instead of from the model itself.
+        exact: whether it is measured on the model; otherwise it is computed from the config's numbers of heads.
         itemsize: bytes of a value in the model's dtype.
-        form: of a quantised cache.
+        form: the form of a quantised cache.
     """
 
     layers: tuple[LayerCache, ...]
@@ -55,11 +55,11 @@ class KvCache:
 
 
 def kv_cache(skeleton: PreTrainedModel) -> KvCache:
-    """Measure the cache of a model on meta: what one and two tokens leave in it, whatever kind of attention it has."""
+    """Measure the cache of a model on meta with one and with two tokens, for any kind of attention."""
     try:
         one, two = (_filled(skeleton, tokens) for tokens in (1, 2))
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-        one = two = []  # some families look at values, which meta tensors do not have
+        one = two = []  # some families read values, which meta tensors do not have
     layers = tuple(
         LayerCache(after - before, 2 * before - after, window) for (before, window), (after, _) in zip(one, two, strict=True) if after
     )
@@ -70,7 +70,7 @@ def kv_cache(skeleton: PreTrainedModel) -> KvCache:
 
 
 def _filled(skeleton: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:
-    """Return bytes and window of each layer of a cache with this many tokens."""
+    """Return the bytes and the window of each layer of a cache with this many tokens."""
     with _without_experts(skeleton), torch.no_grad(), torch.device("meta"):
         cache = skeleton(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
     return [(sum(map(_nbytes, vars(layer).values())), getattr(layer, "sliding_window", None)) for layer in cache.layers]
@@ -86,7 +86,7 @@ def _nbytes(value: object) -> int:
 
 @contextmanager
 def _without_experts(skeleton: PreTrainedModel) -> Iterator[None]:
-    """Have experts return their input: which expert a token goes to is a value, and no cache depends on it."""
+    """Let experts return their input while the body runs: routing needs values, and the cache does not depend on it."""
     experts = [module for path, module in skeleton.named_modules() if "experts" in kinds(path, module, skeleton)]
     for module in experts:
         module.forward = lambda hidden_states, *args, **kwargs: hidden_states
@@ -104,8 +104,8 @@ class Memory:
     Attributes:
         weights: of operators and of what is not replaced.
         program: of Python and its libraries.
-        loading: on top of these at the worst moment of loading; mapped files are not counted, as the system takes them back.
-        kv_cache, activations: on top of these while it runs.
+        loading: in addition, at the peak of loading; mapped files are not counted, as the system can drop their pages.
+        kv_cache, activations: in addition, while running.
     """
 
     weights: int
@@ -128,12 +128,12 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The most at any time."""
+        """The maximum at any time."""
         return max(self.peak_loading, self.running)
 
 
 def memory_of(planned: PlannedModel, cache: KvCache, load: Workload, *, on_gpu: bool) -> Memory:
-    """Predict the host memory that loading and running a plan takes, `on_gpu` with all but the experts on a GPU."""
+    """Predict the host memory for loading and running a plan; with `on_gpu`, everything but the experts is on a GPU."""
     meta_model = planned.meta_model
     hidden_size = getattr(meta_model.source.config.get_text_config(), "hidden_size", 0)
     copied = 2 * load.batch * load.prompt * hidden_size * meta_model.dtype.itemsize  # tokens on their way to the experts and back
@@ -147,7 +147,7 @@ def memory_of(planned: PlannedModel, cache: KvCache, load: Workload, *, on_gpu: 
 
 
 def activation_bytes(meta_model: MetaModel, load: Workload) -> int:
-    """Return what is alive at once while a prompt is read, on whatever device that is."""
+    """Return the bytes of activations that are alive at once while a prompt is computed."""
     config = meta_model.source.config.get_text_config()
     tokens = load.batch * max(load.prompt, 1)
     widest = max(getattr(config, "hidden_size", 0), getattr(config, "intermediate_size", 0) or 0)
@@ -156,7 +156,7 @@ def activation_bytes(meta_model: MetaModel, load: Workload) -> int:
 
 
 def _transient_bytes(planned: PlannedModel) -> Iterator[int]:
-    """Yield for every module what is read of it at once, with the copy that it becomes on its way."""
+    """Yield the bytes that are read of each module at once, with the converted copy."""
     meta_model = planned.meta_model
     replaced = {swap.module for swap in planned.plan.swaps if not swap.in_place}
     for path, module in meta_model.skeleton.named_modules():
@@ -169,7 +169,7 @@ def _transient_bytes(planned: PlannedModel) -> Iterator[int]:
 
 
 def _piece_bytes(path: str, module: nn.Module, parameter_bytes: int, meta_model: MetaModel) -> int:
-    """Experts are read one at a time, except for layouts that only transformers' converter can make, which come as a whole."""
+    """Return the bytes of one expert, or of the whole parameter for layouts that only transformers' converter can read."""
     if "experts" not in kinds(path, module, meta_model.skeleton):
         return parameter_bytes
     layout = read_layout(module)
@@ -181,8 +181,8 @@ class SlotGroup:
     """Equal layers whose experts are in host memory and share slots on a GPU.
 
     Attributes:
-        resident: experts of all layers that have a slot.
-        slot_bytes: of all slots, with those that experts are loaded into.
+        resident: the number of experts with a slot, of all layers.
+        slot_bytes: of all slots, staging slots included.
     """
 
     rule: ExpertSlots
@@ -206,8 +206,8 @@ class GpuMemory:
     """Bytes on each of `count` GPUs.
 
     Attributes:
-        weights: what stays of the model, and what operators hold there for good.
-        reserve: activations of a prompt, PyTorch's own blocks and the display.
+        weights: of modules that are not replaced, and of operators that are on the GPU alone.
+        reserve: for the activations of a prompt, PyTorch's own blocks and the display.
         groups: layers with slots.
     """
 
@@ -239,7 +239,7 @@ class GpuMemory:
         return sum(group.experts for group in self.groups)
 
     def largest_ratio(self) -> float | None:
-        """Return the largest share of every group's experts, in hundredths, that fits beside the rest; None where no slot does."""
+        """Return the largest share of every group's experts, in hundredths, for which slots fit; None if not even one slot fits."""
         room = (self.available - self.weights - self.kv_cache - self.reserve) * self.count
         return next((percent / 100 for percent in range(100, 0, -1) if self._slot_bytes(percent / 100) <= room), None)
 
@@ -251,9 +251,9 @@ class GpuMemory:
 
 
 def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget: GpuBudget) -> GpuMemory | None:
-    """Predict what a plan takes of each GPU; None where no rule asks for one.
+    """Predict the memory of a plan on each GPU; None if no rule asks for one.
 
-    Slots are counted as they are opened: in what is free then, after a KV cache of the rule's own `context`.
+    Slots are sized as at load: they take the free memory minus a KV cache of the rule's `context`.
     """
     count = planned.gpus_used(budget)
     if not count:
@@ -268,7 +268,7 @@ def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget:
 
 
 def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
-    """Yield the groups in the order in which they are opened: each takes what those before it leave."""
+    """Yield the groups in the order in which they are allocated: each takes the memory that earlier ones leave."""
     alike: dict[tuple[ExpertSlots, int], list[Swap]] = {}
     for swap in planned.plan.swaps:
         slots = planned.slots(swap)

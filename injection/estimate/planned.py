@@ -1,11 +1,11 @@
-"""What a prediction is about: a planned model, the work that it is given, and the GPUs that are there or stated."""
+"""The input of a prediction: a planned model, its workload, and the GPUs of this machine or those that are stated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.plan import Plan, Swap
+from moegraft.injection.planning import Plan, Swap
 from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.estimates import ExpertSlots, GpuRates
 from moegraft.operators.experts_layer import experts_layer
@@ -17,7 +17,7 @@ ASSUMED_RATES = GpuRates(540.0, 60.0, 24.0, "assumed, as an A6000; --gpu-bandwid
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the model: `batch` sequences at once, each with `context` tokens before the next, `prompt` to begin with."""
+    """`batch` sequences at once, each with a prompt of `prompt` tokens, decoded after `context` tokens."""
 
     context: int
     batch: int
@@ -29,7 +29,7 @@ class GpuBudget:
     """GPUs of one kind; a model's layers are distributed evenly over them.
 
     Attributes:
-        available_bytes: of each, free for the model.
+        available_bytes: free memory of each.
     """
 
     available_bytes: int
@@ -40,11 +40,11 @@ class GpuBudget:
 def budget_of(
     machine: Machine, stated_bytes: tuple[int, ...] | None, measured: GpuRates | None, *, gbps: float | None, link_gbps: float | None
 ) -> GpuBudget | None:
-    """Return the stated GPUs, else those of this machine; None where there are none, or where none are wanted (0 bytes).
+    """Return the stated GPUs, by default those of this machine; None if there are none, or if 0 bytes are stated.
 
     Args:
-        measured: rates of this machine's GPU.
-        gbps, link_gbps: rates that the user states.
+        measured: the rates of this machine's GPU.
+        gbps, link_gbps: stated rates.
     """
     sizes = tuple(gpu.free_bytes for gpu in machine.gpus) if stated_bytes is None else stated_bytes
     if not sizes or not min(sizes):
@@ -60,7 +60,7 @@ def budget_of(
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model with a plan for it, and what the plan's operators report about their parts of it."""
+    """A model with its plan, and the answers of the plan's operators on their modules."""
 
     meta_model: MetaModel
     plan: Plan
@@ -70,18 +70,18 @@ class PlannedModel:
         return bool(swap.operator_type.devices_wanted(swap.options))
 
     def gpus_used(self, budget: GpuBudget) -> int:
-        """Return how many GPUs hold what is not replaced; 0 where no rule asks for a GPU, and it stays on the CPU."""
+        """Return how many GPUs hold what is not replaced; 0 if no rule asks for a GPU, and it stays on the CPU."""
         wanted = {device for swap in self.plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
         if not wanted:
             return 0
         return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count
 
     def slots(self, swap: Swap) -> ExpertSlots | None:
-        """Return how experts in host memory share the GPU; None for any other swap."""
+        """Return the slots on the GPU for experts in host memory; None for any other swap."""
         return swap.operator_type.expert_slots(swap.options)
 
     def on_gpu_alone(self, swap: Swap) -> bool:
-        """Whether everything that the operator holds is on a GPU."""
+        """Whether all weights of the operator are on a GPU."""
         return self.wants_gpu(swap) and self.slots(swap) is None
 
     def weight_type(self, swap: Swap) -> str:
@@ -97,11 +97,11 @@ class PlannedModel:
         return 0.0 if sparsity is None else experts_layer(swap.module, self.meta_model.skeleton).routed_target(sparsity)
 
     def cache_form(self) -> QuantisedForm | None:
-        """Return how the plan's rules store the key-value cache; None: in the model's dtype."""
+        """Return the form of a quantised key-value cache; None if it is in the model's dtype."""
         config = self.meta_model.source.config
         forms = (swap.operator_type.cache_form(swap.options, config) for swap in self.plan.swaps)
         return next((form for form in forms if form is not None), None)
 
     def host_bytes(self) -> int:
-        """Return the weights in host memory when there is a GPU to use: without what moves there."""
+        """Return the bytes of weights in host memory if there is a GPU: without operators that are on the GPU alone."""
         return sum(swap.footprint.by_device.get("cpu", 0) for swap in self.plan.swaps if not self.on_gpu_alone(swap))

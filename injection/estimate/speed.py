@@ -1,4 +1,4 @@
-"""Tokens per second, from what a token passes and the rates of this machine and of its GPU."""
+"""Predicted tokens per second, from the modules that a token passes and the rates of the CPU and GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import GpuMemory, SlotGroup
 from moegraft.injection.estimate.planned import PlannedModel, Workload
-from moegraft.injection.plan import Swap
+from moegraft.injection.planning import Swap
 from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
 
-# What has no rate of its own, and what is read as fast by kernels of about the same arithmetic.
+# Weight types without a measured rate, and the type whose kernels have about the same rate.
 MEASURED_AS = {"float16": "bfloat16", "q4_k": "int4", "q6_k": "int8"}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
-HOST_MS = 0.2  # a layer's decisions in Python: host_us_per_layer in benchmarks/results/hybrid_modelled.csv, 2 slow cores
+HOST_MS = 0.2  # the scheduling of a layer in Python: host_us_per_layer in benchmarks/results/hybrid_modelled.csv, 2 slow cores
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A prediction; `missing` names weight types without a measured rate, and then there is no figure."""
+    """A prediction; `missing` has the weight types without a measured rate, with which no speed is predicted."""
 
     decode_tokens_s: float | None
     prefill_tokens_s: float | None
@@ -35,16 +35,16 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One module, or the sum of equal ones.
+    """The weights of one module, or the sum over equal ones.
 
     Attributes:
-        kind: whose rates count, `experts` or `linear`.
+        kind: `experts` or `linear`, which have different rates.
         weights: the weight type.
-        nbytes, weight_count: of all weights.
-        share: of them, that one token needs: K / E of experts.
+        nbytes, weight_count: bytes and number of all weights.
+        share: the share of the weights that one token needs: K / E for experts.
         left_out: share of neurons whose up and down a token does not need.
         device: `cpu`, `gpu`, or `slots` for experts in host memory and in slots.
-        is_shared: of shared experts, which a GPU computes while the routed ones are under way.
+        is_shared: whether these are shared experts, which a GPU computes while routed ones are transferred or computed on the CPU.
     """
 
     kind: str
@@ -57,12 +57,12 @@ class Work:
     is_shared: bool = False
 
     def seconds(self, measured: Measurements, tokens: int) -> float:
-        """Return what the CPU takes for this many tokens: reading weights or arithmetic, whichever is longer."""
+        """Return the time of the CPU for this many tokens: of reading weights or of arithmetic, whichever is longer."""
         rate = rate_of(self.kind, self.weights, measured)
-        assert rate is not None, "missing rates are looked for first"
-        # Tokens choose experts independently: the expected part of them that at least one token needs.
+        assert rate is not None, "missing rates are reported first"
+        # Tokens choose experts independently: the expected share of experts that at least one token needs.
         touched = 1 - (1 - self.share) ** tokens
-        # Nor do tokens share their neurons: the expected part of a touched expert, whose gate is always read, that one of its tokens needs.
+        # Neurons as well: the expected share of a touched expert that one of its tokens needs; its gate is always read.
         of_expert = (3 - 2 * math.pow(self.left_out, tokens * self.share / touched)) / 3
         reading_s = self.nbytes * touched * of_expert / (rate.decode_gbps * 1e9)
         arithmetic_s = 2 * self.weight_count * self.share * tokens / (rate.prefill_gflops * 1e9)
@@ -73,10 +73,10 @@ class Work:
 
 
 def work_of(planned: PlannedModel, *, on_gpu: bool = False) -> list[Work]:
-    """List what a token passes: what operators hold, and the rest as PyTorch has it; embeddings are looked up and cost nothing.
+    """List the weights that a token passes: of operators, and of stock modules. Embeddings are looked up and cost nothing.
 
     Args:
-        on_gpu: whether there is a GPU for the rules that ask for one, and so for what is not replaced.
+        on_gpu: whether there is a GPU for the rules that ask for one; stock modules are on it as well.
 
     Raises:
         UnsupportedModelError: the config does not give the number of experts per token.
@@ -120,7 +120,7 @@ def _share_per_token(module: nn.Module, planned: PlannedModel) -> float:
 
 
 def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
-    """Return the rate of this machine's CPU; None where none was measured. Of `gate_up+down` it is the slower one."""
+    """Return the rate of the CPU, the slower one for `gate_up+down`; None if none was measured."""
     rates = measured.experts if kind == "experts" else measured.linear
     found = [rates.get(MEASURED_AS.get(name, name)) for name in weights.split("+")]
     known = [rate for rate in found if rate is not None]
@@ -130,12 +130,12 @@ def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
 
 
 def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_bytes: int, load: Workload) -> Speed:
-    """Predict the speed on the CPU: the time of each module, and Python's share by layer.
+    """Predict the speed on the CPU from the time of each module and an overhead per layer.
 
     Args:
-        kv_bytes: of the whole cache at `load.context`, read once a step.
+        kv_bytes: of the whole cache at `load.context`, which is read once per step.
 
-    Arithmetic of attention itself is left out: it counts in prompts of tens of thousands of tokens.
+    The arithmetic of attention is ignored: it matters in prompts of tens of thousands of tokens.
     """
     works = list(works)
     missing = _missing_rates(works, measured)
@@ -150,10 +150,9 @@ def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_by
 def predict_with_gpu(
     planned: PlannedModel, memory: GpuMemory, measured: Measurements, rates: GpuRates, *, layers: int, kv_bytes: int, load: Workload
 ) -> Speed:
-    """Predict the speed with all but the experts on a GPU, and of each layer's experts what its schedule plans for even routing.
+    """Predict the speed with experts split by their schedule for even routing, and everything else on a GPU.
 
-    The GPU reads weights and cache at its bandwidth or computes, whichever takes longer; Python's share is by layer, on whatever
-    device the layer is.
+    The GPU's time is that of reading weights and cache or of arithmetic, whichever is longer, with an overhead per layer.
 
     Raises:
         UnsupportedModelError: the config does not give the number of experts per token.
@@ -178,7 +177,7 @@ def predict_with_gpu(
         shared_ms = 1e3 * shared_s / max(layers_with_slots, 1)
         for group, experts in routed:
             cpu = rate_of("experts", planned.weight_type(group.swaps[0]), measured)
-            assert cpu is not None, "missing rates are looked for first"
+            assert cpu is not None, "missing rates are reported first"
             found += len(group.swaps) * group.rule.layer_ms(experts, tokens, cpu, rates, shared_ms) / 1e3
         return found
 
@@ -186,7 +185,7 @@ def predict_with_gpu(
 
 
 def _missing_rates(works: Iterable[Work], measured: Measurements) -> tuple[str, ...]:
-    """Return the kinds and weight types of which nothing was measured."""
+    """Return the kinds and weight types without a measured rate."""
     return tuple(sorted({f"{work.kind}, {work.weights}" for work in works if rate_of(work.kind, work.weights, measured) is None}))
 
 
@@ -206,5 +205,5 @@ def _routed_experts(group: SlotGroup, planned: PlannedModel) -> RoutedExperts:
 
 
 def tokens_text(tokens_s: float) -> str:
-    """Format a rate for people, with three significant figures."""
+    """Return a rate as text with three significant figures."""
     return f"{tokens_s:,.0f} tokens/s" if tokens_s >= 100 else f"{tokens_s:.3g} tokens/s"

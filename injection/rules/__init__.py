@@ -1,7 +1,7 @@
-"""Rule files: read with a position on every key and value, checked as far as they can be without a model, and typed."""
+"""Rule files: read with the position of every key and value, checked as far as possible without a model, and typed."""
 
 from moegraft.injection.rules.diagnostics import Diagnostic, Position, RuleErrors
-from moegraft.injection.rules.reading import default_rules, read_rules
+from moegraft.injection.rules.reading import DEFAULT_RULES, read_rules
 from moegraft.injection.rules.rule import Match, Requirement, Rule, RuleFile
 
-__all__ = ["Diagnostic", "Match", "Position", "Requirement", "Rule", "RuleErrors", "RuleFile", "default_rules", "read_rules"]
+__all__ = ["DEFAULT_RULES", "Diagnostic", "Match", "Position", "Requirement", "Rule", "RuleErrors", "RuleFile", "read_rules"]

@@ -1,4 +1,4 @@
-"""Findings in rule files: each with its line and column, all reported together."""
+"""Findings in rule files, each with line and column, reported together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal, NoReturn
 from moegraft.operators.errors import RuleFileError
 
 Severity = Literal["error", "warning", "notice"]
-MAX_ERRORS = 100  # a damaged file could have tens of thousands; nobody fixes them by the hundred
+MAX_ERRORS = 100  # a damaged file could have tens of thousands
 MAX_WORD = 100  # difflib is quadratic in a word's length
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A place in a rule file; line and column count from 1."""
+    """A position in a rule file; line and column count from 1."""
 
     file: str
     line: int
@@ -39,7 +39,7 @@ class Diagnostic:
 
 
 class RuleErrors(RuleFileError):
-    """All findings of a rule file or plan with at least one error; `diagnostics` are in the order of the files."""
+    """The findings of a rule file or plan with at least one error; `diagnostics` are in the order of the files."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
@@ -48,7 +48,7 @@ class RuleErrors(RuleFileError):
 
 @dataclass(slots=True)
 class Findings:
-    """Collects findings while a file is read, so that one run reports them all."""
+    """The findings so far, collected so that one run reports all of them."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
     errors: int = 0
@@ -57,7 +57,7 @@ class Findings:
     def error(self, position: Position, message: str) -> None:
         """
         Raises:
-            RuleErrors: this is one error too many.
+            RuleErrors: there are `MAX_ERRORS` errors.
         """
         if position in self._void:
             return
@@ -68,12 +68,12 @@ class Findings:
             raise RuleErrors(self.diagnostics)
 
     def void(self, position: Position, message: str) -> None:
-        """Report an error in a value, and none of the further errors at its position, which would follow from it."""
+        """Report an error in a value, and ignore further errors at its position, which would follow from it."""
         self.error(position, message)
         self._void.add(position)
 
     def stop(self, position: Position, message: str) -> NoReturn:
-        """Report an error past which nothing can be read.
+        """Report an error after which nothing can be read.
 
         Raises:
             RuleErrors: always, with everything found so far.
@@ -88,21 +88,21 @@ class Findings:
         self.diagnostics.append(Diagnostic(position, "notice", message))
 
     def in_order(self) -> tuple[Diagnostic, ...]:
-        """Return all findings by file, in the order in which files first had one, then by line and column."""
+        """Return all findings, sorted by file (in the order of their first findings), line and column."""
         files = list(dict.fromkeys(finding.position.file for finding in self.diagnostics))
         return tuple(sorted(self.diagnostics, key=lambda finding: (files.index(finding.position.file), finding.position)))
 
     def raise_errors(self) -> None:
         """
         Raises:
-            RuleErrors: an error has been found; warnings and notices go with it.
+            RuleErrors: there are errors; warnings and notices are included.
         """
         if self.errors:
             raise RuleErrors(self.in_order())
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to `word`, ignoring case; None where none is near."""
+    """Return the known word nearest to `word`, ignoring case; None if none is near."""
     if len(word) > MAX_WORD:
         return None
     by_lower = {name.lower(): name for name in known}

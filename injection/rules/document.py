@@ -1,7 +1,7 @@
 """YAML text as nodes, each key and value with its position, and the variables `${name}` in values.
 
-PyYAML's safe loader scans and parses, event by event; none of its constructors run, and tags, anchors and aliases are errors. So no text
-can call code, grow beyond its size or recurse deeply.
+PyYAML's safe loader scans and parses, event by event; none of its constructors run, and tags, anchors and aliases are errors. So no file
+can run code, expand beyond its size or recurse deeply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moegraft.injection.rules.diagnostics import Findings, Position, RuleErrors,
 
 Value: TypeAlias = str | int | float | bool | None
 
-# YAML 1.2's core schema: `yes`, `no`, `on` and `off` are text, `010` is no octal, `1:30` no number in base 60.
+# YAML 1.2's core schema: `yes`, `no`, `on` and `off` are text, `010` is not octal, and `1:30` is not a number in base 60.
 _WORDS: dict[str, Value] = {"true": True, "false": False, "null": None, "~": None, "": None}
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]{1,18}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?")
@@ -28,7 +28,7 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9]")
 
 @dataclass(frozen=True, slots=True)
 class ScalarNode:
-    """One value. `variable` names the `${...}` that it came from, for messages."""
+    """One value; `variable` is the name of the `${...}` that it comes from, for messages."""
 
     value: Value
     position: Position
@@ -83,7 +83,7 @@ Node: TypeAlias = ScalarNode | ListNode | MappingNode
 
 
 def parse_value(text: str) -> Value:
-    """Return the value of unquoted text: true, false, null or a finite decimal number in any usual form, else the text."""
+    """Return the value of unquoted text: true, false, null or a finite decimal number; else the text."""
     if text.lower() in _WORDS and text in (text.lower(), text.upper(), text.capitalize()):
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -94,13 +94,13 @@ def parse_value(text: str) -> Value:
 
 
 def plain_text(value: Value) -> str:
-    """Return a value as YAML writes it, the inverse of `parse_value`."""
+    """Return a value as YAML text, the inverse of `parse_value`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
 
 
-MAX_BYTES = 1 << 16  # the longest KTransformers file has 30 kB; the scanner reads 50 kB a second
+MAX_BYTES = 1 << 16  # the longest KTransformers file has 30 kB; the scanner reads 50 kB per second
 MAX_DEPTH = 16
 MAX_TEXT = 4096
 _INDENTING_TAB = re.compile(r"^ *\t[ \t]*(?=[^\s#])", re.MULTILINE)
@@ -111,10 +111,10 @@ def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -
     """Return the one document of a file.
 
     Args:
-        plain_keys: accept numbers and the like as keys, by their text; our rule files have none, KTransformers' may.
+        plain_keys: accept numbers, booleans and null as keys, by their text; KTransformers' files may have them.
 
     Raises:
-        RuleErrors: the file cannot be read, is no YAML, or is empty, too large or too deep; earlier findings are included.
+        RuleErrors: the file cannot be read, is no valid YAML, or is empty, too large or too deep; earlier findings are included.
     """
     start = Position(str(path), 1, 1)
     try:
@@ -124,12 +124,12 @@ def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         findings.stop(start, f"this rule file cannot be read: {reason}")
     if len(data) > MAX_BYTES:
-        findings.stop(start, f"a rule file may have {MAX_BYTES >> 10} KiB and this one has more")
+        findings.stop(start, f"a rule file may have at most {MAX_BYTES >> 10} KiB, and this one has more")
     return parse_document(_decoded(data, start.file, findings), start.file, findings, plain_keys=plain_keys)
 
 
 def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
-    """Return the one document of `text`; positions name `file`.
+    """Return the one document of `text`; positions are in `file`.
 
     Raises:
         RuleErrors: as `read_document`.
@@ -145,10 +145,10 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
         findings.stop(builder.position(mark), _syntax_message(error))
     except RuleErrors:
         raise
-    except (ValueError, OverflowError):  # of chr() and int() within the scanner
+    except (ValueError, OverflowError):  # from chr() and int() within the scanner
         position = builder.position(loader.get_mark())
         if text[: loader.index].endswith("\\U"):
-            findings.stop(replace(position, column=position.column - 2), "not valid YAML: this escape is no character of Unicode")
+            findings.stop(replace(position, column=position.column - 2), "not valid YAML: this escape is not a Unicode character")
         findings.stop(position, "not valid YAML: this number has too many digits")
     finally:
         loader.dispose()
@@ -172,7 +172,7 @@ def _position_in(before: str, file: str) -> Position:
 
 
 def why_unprintable(text: str) -> str | None:
-    """Return why `text` cannot occur in a rule file, raw or escaped, or None: a path has no NUL, half a surrogate cannot be printed."""
+    """Return the reason why `text` is not allowed in a rule file, raw or escaped, such as control characters; None if it is allowed."""
     found = _UNPRINTABLE.search(text)
     return None if found is None else f"character U+{ord(found[0]):04X} is not allowed in a rule file"
 
@@ -189,13 +189,13 @@ def _refuse_characters(text: str, file: str, findings: Findings) -> None:
 
 def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     if error.problem is not None and "'\\t'" in error.problem:
-        return "there is a tab here; YAML needs a space"
+        return "this is a tab; YAML needs a space here"
     parts = [part for part in (error.context, error.problem) if part]
     return f"not valid YAML: {', '.join(parts)}"
 
 
 class Mark(Protocol):
-    """A place as PyYAML's scanner and its C version give it; both count from 0."""
+    """A position of PyYAML's scanner, in Python or C; line and column count from 0."""
 
     line: int
     column: int
@@ -203,7 +203,7 @@ class Mark(Protocol):
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end has not come yet; a mapping's keys and values alternate in `children`."""
+    """A list or mapping whose end is not read yet; a mapping's keys and values alternate in `children`."""
 
     position: Position
     is_mapping: bool
@@ -211,7 +211,7 @@ class _Open:
 
 
 class _Builder:
-    """Builds nodes from parse events with a stack of its own."""
+    """Builds nodes from parse events, with an explicit stack instead of recursion."""
 
     def __init__(self, file: str, findings: Findings, plain_keys: bool) -> None:
         self._file = file
@@ -242,19 +242,20 @@ class _Builder:
             self._add(ScalarNode(None, position))
         else:
             if len(self._open) == MAX_DEPTH:
-                self._findings.stop(position, f"more than {MAX_DEPTH} lists and mappings in each other; no rule is that deep")
+                self._findings.stop(position, f"more than {MAX_DEPTH} nested lists and mappings; no rule is that deep")
             self._open.append(_Open(position, isinstance(event, yaml.MappingStartEvent)))
 
     def _refuse_reference(self, event: yaml.NodeEvent, position: Position) -> None:
         advice = "name the value in vars: and write ${name}"
         if isinstance(event, yaml.AliasEvent):
-            self._findings.void(position, f"alias '*{event.anchor}': rule files take no aliases; {advice}")
+            self._findings.void(position, f"alias '*{event.anchor}': aliases are not allowed in rule files; {advice}")
         elif event.anchor is not None:
-            self._findings.error(position, f"anchor '&{event.anchor}': rule files take no anchors; {advice}")
+            self._findings.error(position, f"anchor '&{event.anchor}': anchors are not allowed in rule files; {advice}")
         tag = getattr(event, "tag", None)
         if tag is not None:
             self._findings.void(
-                position, f"tag '{tag}': rule files take no tags; a value's type is that of its text, and quotes make it text"
+                position,
+                f"tag '{tag}': tags are not allowed in rule files; a value's type follows from its form; quotes make it text",
             )
 
     def _value(self, event: yaml.ScalarEvent, position: Position) -> str | int | float | bool | None:
@@ -264,7 +265,7 @@ class _Builder:
             self._findings.void(position, unprintable)
             return None
         if len(text) > MAX_TEXT:
-            self._findings.void(position, f"a value may have {MAX_TEXT} characters and this one has {len(text)}")
+            self._findings.void(position, f"a value may have at most {MAX_TEXT} characters, and this one has {len(text)}")
             return None
         return parse_value(text) if event.style is None else text
 
@@ -311,7 +312,7 @@ def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Fin
         return node
     names = _REFERENCE.findall(text)
     if "${" in _REFERENCE.sub("", text):
-        findings.void(node.position, f"'${{' without its '}}' in {shown(text)}")
+        findings.void(node.position, f"'${{' without '}}' in {shown(text)}")
         return replace(node, value=None)
     for name in names:
         if name not in variables:
@@ -322,7 +323,7 @@ def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Fin
         return ScalarNode(variables[names[0]], node.position, names[0])
     length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name])) for name in names)
     if length > MAX_TEXT:
-        findings.void(node.position, f"a value may have {MAX_TEXT} characters and this one has {length} once its variables are put in")
+        findings.void(node.position, f"a value may have at most {MAX_TEXT} characters, and this one has {length} with its variables")
         return replace(node, value=None)
     filled = _REFERENCE.sub(lambda found: plain_text(variables[found[1]]), text)
     return ScalarNode(filled, node.position, names[0] if names else None)

@@ -1,28 +1,28 @@
-"""The class names and arguments of KTransformers' rule files, and what to write instead of each."""
+"""The class names and arguments of KTransformers' rule files, and the replacement of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-EXPERTS = "hybrid_experts does that: write 'match: {kind: experts}' and 'replace: {class: hybrid_experts, kwargs: {weights: int8}}'"
+EXPERTS = "use hybrid_experts: write 'match: {kind: experts}' and 'replace: {class: hybrid_experts, kwargs: {weights: int8}}'"
 LINEAR = (
-    "quantized_linear does that: write 'class: quantized_linear' with 'match: {kind: linear, name: ...}', or delete the rule and they stay"
+    "use quantized_linear: write 'class: quantized_linear' with 'match: {kind: linear, name: ...}', or delete the rule to keep these layers"
 )
-STOCK = "nothing is needed: {} stay transformers' own; delete the rule"
+STOCK = "no replacement is needed, {} stay transformers' own; delete the rule"
 Becomes = Literal["experts", "linear", "router", "stock"]
 
 
 @dataclass(frozen=True, slots=True)
 class TheirClass:
-    """A group of KTransformers' classes that are treated alike.
+    """A group of KTransformers' classes with one replacement.
 
     Attributes:
-        words: lower-case parts of class names; a class with one of them belongs to the group.
+        words: lower-case parts of class names; a class whose name contains one belongs to the group.
         shown: the classes as the guide lists them.
         becomes: `experts` and `linear` are computed by an operator; `router` and `stock` stay transformers' own.
-        advice: what to write instead.
-        what: the modules that stay, in the plural.
+        advice: the replacement, as the end of an error message.
+        what: the modules of the group, in the plural.
     """
 
     words: tuple[str, ...]
@@ -45,7 +45,7 @@ def _stock(words: tuple[str, ...], shown: str, what: str, more: str = "", become
     return TheirClass(words, shown, becomes, STOCK.format(what) + more, what)
 
 
-# The first that fits is taken.
+# The first group that fits applies.
 CLASSES = (
     TheirClass(("expert",), "`KTransformersExperts`, `KTransformersExpertsV2`, `KExpertsCPU`, `KExpertsMarlin`", "experts", EXPERTS),
     _stock(("moegate", "gate"), "`KMoEGate`, `KMoEGateDeepSeekV3`", "routers", becomes="router"),
@@ -60,7 +60,7 @@ CLASSES = (
     _stock(("norm",), "`RMSNorm`, `KQwen3MoeRMSNorm`", "norms"),
     _stock(("mlp",), "`kDeepseekV3MLP`", "dense MLPs"),
     _stock(("model",), "`KDeepseekV2Model` and other models", "models"),
-    # Last: KGlm4MoeAttention, too, has the name of its block in it.
+    # Last, because the names of attention classes such as KGlm4MoeAttention contain those of the blocks.
     TheirClass(
         ("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"),
         "`KDeepseekV2MoE`, `KDeepseekV3MoE`, `KQwen3MoeSparseMoeBlock` and other blocks",
@@ -70,12 +70,12 @@ CLASSES = (
 )
 _BARE_PREFIXES = ("KTransformers", "KExperts", "KLinear", "KMoEGate", "KDeepseek", "KQwen", "KMistral", "KGlm", "KSmallThinker", "VLinear")
 
-_DEVICES = "where modules that stay go is for device_map= of optimize_and_load, and where experts run for the options of hybrid_experts"
-_ENGINES = "an operator is chosen by 'class' alone"
+_DEVICES = "modules that stay are placed by device_map= of optimize_and_load, and experts by the options of hybrid_experts"
+_ENGINES = "an operator is chosen by 'class' only"
 KWARGS = {
     "generate_device": _DEVICES,
     "prefill_device": _DEVICES,
-    "out_device": "results return to the device that the tokens came from",
+    "out_device": "results are returned on the device of the tokens",
     "device": _DEVICES,
     "transfer_map": _DEVICES,
     "generate_op": _ENGINES,
@@ -84,8 +84,8 @@ KWARGS = {
     "generate_linear_type": _ENGINES,
     "prefill_linear_type": _ENGINES,
     "absorb_for_prefill": "attention stays transformers' own",
-    "per_layer_prefill_intput_threshold": "prompts of every length take one way",  # spelt so in KTransformers
-    "cpu_infer": "threads are the argument threads= of optimize_and_load",
+    "per_layer_prefill_intput_threshold": "prompts of every length are computed the same way",  # spelt so in KTransformers
+    "cpu_infer": "the number of threads is the argument threads= of optimize_and_load",
 }
 
 
@@ -103,7 +103,7 @@ def their_class(name: str) -> TheirClass | None:
 
 
 def class_advice(name: str) -> str | None:
-    """Return what to write instead of KTransformers' class `name`; None for other classes."""
+    """Return the advice for a rule with KTransformers' class `name`; None for other classes."""
     if not is_theirs(name):
         return None
     known = their_class(name)
@@ -117,5 +117,5 @@ def class_table() -> str:
 
 
 def kwarg_advice(name: str) -> str | None:
-    """Return what replaces KTransformers' argument `name`; None for other arguments."""
+    """Return the replacement of KTransformers' argument `name`; None for other arguments."""
     return KWARGS.get(name)

@@ -1,4 +1,4 @@
-"""Which rule takes which module of a model, and a near miss for a rule that takes none."""
+"""The assignment of a model's modules to rules, and the nearest match for a rule that matches none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moegraft.operators.structure import kinds
 
 
 class ModelModules:
-    """Every module of a model by path, outer modules before what they hold; the model's own path is empty."""
+    """Every module of a model by path, outer modules before inner ones; the model's own path is empty."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -53,9 +53,9 @@ class ModelModules:
         return self._layers[path]
 
     def matching(self, match: Match) -> list[str]:
-        """The paths that `match` takes when no other rule is before it, in the model's order.
+        """Return the paths that meet all conditions of `match`, in the model's order.
 
-        The model itself has no name and no layer: only its kind and its class can match it.
+        The model itself has no name and no layer: only its kind and its class can match.
 
         Raises:
             SlowPatternError: matching the name takes too long.
@@ -89,12 +89,12 @@ class ModelModules:
 
     @cached_property
     def words(self) -> list[str]:
-        """Every name that is a part of a path."""
+        """The names in the paths."""
         return sorted({part for path in self for part in path.split(".") if part and not part.isdecimal()})
 
     @cached_property
     def forms(self) -> dict[str, list[str]]:
-        """Paths by what they are when every number in them is 0."""
+        """The paths, grouped by the path with every number replaced by 0."""
         found: dict[str, list[str]] = {}
         for path in self:
             found.setdefault(re.sub(r"\d+", "0", path), []).append(path)
@@ -102,14 +102,10 @@ class ModelModules:
 
 
 def has_class(cls: type, name: str) -> bool:
-    """Whether `cls` or a base of it is called `name`. A dotted name need not be the full one: torch.nn.Linear is
-    torch.nn.modules.linear.Linear. Nothing is imported to compare them."""
+    """Whether `cls` or one of its bases has this name. A dotted name may leave out inner modules: torch.nn.Linear is
+    torch.nn.modules.linear.Linear. Nothing is imported."""
     package, _, bare = name.rpartition(".")
-    return any(base.__name__ == bare and _is_in(base.__module__, package) for base in cls.__mro__)
-
-
-def _is_in(module: str, package: str) -> bool:
-    return not package or module == package or module.startswith(f"{package}.")
+    return any(base.__name__ == bare and f"{base.__module__}.".startswith(f"{package}." if package else "") for base in cls.__mro__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +114,9 @@ class Assignment:
 
     Attributes:
         taken: the paths that each rule takes.
-        lost: for a rule that takes nothing: what it would have taken, by the index of the rule that has it. Empty where the
-            rule's match fits no module at all.
-        nested: swaps inside what another rule replaces as a whole, which cannot both be: paths by (inner rule, outer rule).
+        lost: for a rule that takes no module, the paths that it matches, by the index of the rule that takes them; empty if it
+            matches none.
+        nested: conflicts, in which a rule replaces a module inside one that another rule replaces: paths by (inner rule, outer rule).
     """
 
     taken: Sequence[Sequence[str]]
@@ -130,11 +126,17 @@ class Assignment:
 
 @dataclass(slots=True)
 class _Walk:
-    """Where a walk over the modules stands: inside which module that is out of reach, or replaced."""
+    """The state of a walk over the modules, outer ones first.
+
+    Attributes:
+        closed: the path around the current one that a rule with `recursive: false` takes, with the rule's index.
+        replaced: the path around the current one that a rule replaces, with the rule's index.
+        owner: the index of the rule that takes or closes a path.
+    """
 
     closed: tuple[str, int] | None = None
     replaced: tuple[str, int] | None = None
-    owner: dict[str, int] = field(default_factory=dict)  # path -> the rule that takes it or keeps others from it
+    owner: dict[str, int] = field(default_factory=dict)
 
     def leave(self, path: str) -> None:
         if self.closed is not None and not _inside(path, self.closed[0]):
@@ -148,10 +150,10 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[str]) -> Assignment:
-    """Assigns every module to the first rule that matches it; pure.
+    """Assign every module to the first rule that matches it. Pure.
 
     Args:
-        in_place: the operators that leave their module where it is, and its parts to other rules.
+        in_place: the operators that leave their module in place, and its parts to other rules.
 
     Raises:
         RuleErrors: matching the name of a rule takes too long.
@@ -173,7 +175,7 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
         index = candidates[path]
         walk.owner[path] = index
         if walk.replaced is not None and walk.replaced[1] == index:
-            continue  # a part of what the rule takes already, such as the activation within experts
+            continue  # a part of a module that the rule takes, such as the activation within experts
         taken[index].append(path)
         if walk.replaced is not None and rules[index].operator is not None:
             nested.setdefault((index, walk.replaced[1]), []).append(path)
@@ -204,20 +206,20 @@ def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str
     return dict(sorted(found.items()))
 
 
-MAX_FORMS = 2000  # distinct paths that a near miss is sought among
+MAX_FORMS = 2000  # distinct paths among which the nearest one is searched
 _WORD = re.compile(r"\\.|[A-Za-z_][A-Za-z0-9_]*")  # an escape such as \d is no word
 _INDENT = "\n    "
 
 
 def explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
-    """Position and message for a rule whose `match` fits no module."""
+    """Return the position and the message of the error for a rule that matches no module."""
     match = rule.match
     lines: list[str] = []
     keys: list[str] = []
     for key, value, alone in _parts(match):
         found = modules.matching(alone)
         if found:
-            lines.append(f"{key}: {value} alone matches {_count(found)}")
+            lines.append(f"{key}: {value} alone matches {count_text(found)}")
         else:
             keys.append(key)
             lines.append(f"{key}: {value}{_near(key, match, modules)}")
@@ -238,11 +240,11 @@ def _parts(match: Match) -> Iterator[tuple[str, str, Match]]:
 
 
 def _apart(match: Match, modules: ModelModules) -> str:
-    """Why parts that each match something match nothing together."""
+    """Return the reason why conditions that each match some module match none together."""
     elsewhere = [layer for path in modules.matching(replace(match, layers=None)) if (layer := modules.layer(path)) is not None]
     if match.layers is not None and elsewhere:
-        return f"what else is asked for is in layers {runs(elsewhere)}"
-    return "no module fits all of them at once"
+        return f"the other conditions match modules in layers {runs(elsewhere)}"
+    return "no module meets all conditions at once"
 
 
 def _near(key: str, match: Match, modules: ModelModules) -> str:
@@ -264,8 +266,8 @@ def _near_kind(match: Match, modules: ModelModules, indent: str) -> str:
         return ""
     named = [path for path in modules if path.rpartition(".")[2] == "experts"]
     if not named:
-        return f"{indent}the model has no module named 'experts': it is no mixture of experts, or one that transformers builds otherwise"
-    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) is named so, but does not hold its experts in 3-D parameters"
+        return f"{indent}the model has no module named 'experts': it is no mixture of experts, or transformers builds it in another way"
+    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) does not hold its experts in 3-D parameters"
 
 
 def _near_class(name: str, modules: ModelModules, indent: str) -> str:
@@ -281,19 +283,19 @@ def _near_class(name: str, modules: ModelModules, indent: str) -> str:
 
 
 def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
-    for mended in _mended(pattern, modules):
+    for corrected in _corrected(pattern, modules):
         try:
-            found = modules.matching(Match(name=mended))
-        except ValueError:  # it is slow, or a word of the pattern's own syntax was renamed, such as the P of (?P<layer>
+            found = modules.matching(Match(name=corrected))
+        except ValueError:  # the pattern is slow, or a part of its syntax was replaced, such as the P of (?P<layer>
             continue
         if found:
-            return f"{indent}nearest: {found[0]} ({_count(found)}); did you mean '{mended}'?"
+            return f"{indent}nearest: {found[0]} ({count_text(found)}); did you mean '{corrected}'?"
     near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)
-    return f"{indent}nearest: {modules.forms[near[0]][0]} ({_count(modules.forms[near[0]])})" if near else ""
+    return f"{indent}nearest: {modules.forms[near[0]][0]} ({count_text(modules.forms[near[0]])})" if near else ""
 
 
-def _mended(pattern: str, modules: ModelModules) -> Iterator[str]:
-    """`pattern` with words that no path has replaced by those nearest to them: one word at a time, then all."""
+def _corrected(pattern: str, modules: ModelModules) -> Iterator[str]:
+    """Yield `pattern` with words that occur in no path replaced by the nearest ones: one word at a time, then all."""
     unknown = {word[0] for word in _WORD.finditer(pattern) if word[0][0] != "\\" and word[0] not in modules.words}
     changes: dict[str, str] = {}
     for word in sorted(unknown):
@@ -309,10 +311,11 @@ def _renamed(pattern: str, changes: dict[str, str]) -> str:
 
 
 def _literal(pattern: str) -> str:
-    """Roughly the path that a pattern was written after: wildcards and escapes become a layer number."""
+    """Return roughly the path that a pattern describes: wildcards and escapes become a layer number."""
     text = re.sub(r"\\d[+*]?|\[[^\]]*\][+*]?|\.[*+]|\(\?[^)]*\)", "0", pattern)
     return re.sub(r"\d+", "0", re.sub(r"[\\^$()?+*]", "", text))
 
 
-def _count(found: Sequence[str]) -> str:
-    return f"{len(found)} module{'s' if len(found) != 1 else ''}"
+def count_text(paths: Sequence[str]) -> str:
+    """Return text such as `48 modules`."""
+    return f"{len(paths)} module{'s' if len(paths) != 1 else ''}"

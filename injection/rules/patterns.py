@@ -1,6 +1,6 @@
 """Regular expressions from rule files, matched to module paths in bounded time.
 
-The syntax is that of `re`. The search is that of the package `regex`, which reads a pattern as `re` does and stops after a given time.
+The syntax is that of `re`. The package `regex` does the search: it supports this syntax and a time limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import regex
 
 MAX_LENGTH = 500
-# `regex` compiles a repeated part once for each repetition that must be there: (((a+)+)+)+ takes time and memory for 2^4 letters.
+# `regex` compiles a repeated part once for each required repetition: (((a+)+)+)+ takes time and memory for 2^4 letters.
 MAX_EXPANDED = 4096
 PATTERN_SECONDS = 1.0  # for all modules of a model; a common pattern takes about a microsecond for each
 TOTAL_SECONDS = 10.0  # for all patterns of a rule file
@@ -36,12 +36,12 @@ _IN_SET = re.compile(r"\\.|\[", re.DOTALL)
 
 
 class SlowPatternError(ValueError):
-    """A pattern that was stopped; the message continues a sentence that begins with the pattern."""
+    """The search for a pattern was stopped; the message continues a sentence that begins with the pattern."""
 
 
 @dataclass(slots=True)
 class Patterns:
-    """Searches paths for patterns: each pattern has `pattern_seconds` for all its paths, and `total_seconds` are left for all patterns."""
+    """Searches paths for patterns, with a time limit for each pattern over all its paths, and one for all patterns."""
 
     pattern_seconds: float = PATTERN_SECONDS
     total_seconds: float = TOTAL_SECONDS
@@ -52,7 +52,7 @@ class Patterns:
         """Whether `re.search` would find `pattern` in `path`.
 
         Raises:
-            ValueError: it is no pattern, or takes too long (SlowPatternError), also in later calls.
+            ValueError: the pattern is invalid, or takes too long (SlowPatternError), in this or an earlier call.
         """
         compiled = self._compiled.get(pattern)
         if compiled is None:
@@ -61,7 +61,7 @@ class Patterns:
         if left <= 0:
             raise SlowPatternError(f"takes too long to match to the names of modules; {HINT}")
         if self.total_seconds <= 0:
-            raise SlowPatternError(f"is not matched: this and the other patterns take too long together; {HINT}")
+            raise SlowPatternError(f"is not searched for: all patterns together take too long; {HINT}")
         begin = time.thread_time()
         try:
             found = compiled.search(path, timeout=min(left, self.total_seconds)) is not None
@@ -76,7 +76,7 @@ class Patterns:
 
 
 def why_unusable(pattern: str) -> str | None:
-    """Why rules cannot have `pattern`, as the end of a sentence that begins with it; None where they can."""
+    """Return the reason why a pattern cannot be used, as the end of a sentence that begins with it; None if it can."""
     trial = Patterns(TRIAL_SECONDS)
     try:
         for path in TRIAL_PATHS:
@@ -84,17 +84,17 @@ def why_unusable(pattern: str) -> str | None:
     except SlowPatternError as error:
         return str(error)
     except ValueError as error:
-        return f"is no regular expression: {error}"
+        return f"is not a valid regular expression: {error}"
     return None
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
     """
     Raises:
-        ValueError: `re` refuses the pattern, or it is too large.
+        ValueError: the pattern is not valid for `re`, or too large.
     """
     if len(pattern) > MAX_LENGTH:
-        raise ValueError(f"it has {len(pattern)} characters and {MAX_LENGTH} are allowed")
+        raise ValueError(f"it has {len(pattern)} characters, and at most {MAX_LENGTH} are allowed")
     try:
         re.compile(pattern)
         return regex.compile(_for_regex(pattern), regex.VERSION0)
@@ -103,13 +103,13 @@ def _compile(pattern: str) -> regex.Pattern[str]:
 
 
 def _for_regex(pattern: str) -> str:
-    """`pattern`, which `re` has accepted, with a backslash before what means more to `regex`: a{e} and [[:alpha:]].
+    """Return a pattern that `re` accepts, with a backslash before what has another meaning in `regex`: a{e} and [[:alpha:]].
 
     Raises:
-        ValueError: it is verbose, or its repeats make it too large to compile.
+        ValueError: the pattern is verbose, or its repeats make it too large to compile.
     """
     written: list[str] = []
-    sizes = [0]  # of each open group, once its repeats are written out
+    sizes = [0]  # the expanded size of each open group
     last = 0
     for token in _TOKEN.finditer(pattern):
         text = token[0]
@@ -117,7 +117,7 @@ def _for_regex(pattern: str) -> str:
             text = "[" + _IN_SET.sub(lambda part: "\\[" if part[0] == "[" else part[0], text[1:])
         written.append("\\{" if text == "{" else text)
         if token["verbose"] is not None:
-            raise ValueError("write it without the flag x, and so without spaces and comments")
+            raise ValueError("the flag x is not supported; write the pattern without it, without spaces and comments")
         if token["open"] is not None:
             sizes.append(0)
             continue

@@ -1,4 +1,4 @@
-"""`read_rules`: a rule file and what it extends, read and checked as far as that is possible without a model."""
+"""`read_rules`: read a rule file and the files that it extends, and make all checks that need no model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RuleReader:
         self._inherited = inherited
 
     def rules(self, node: Node | None, *, extends: bool) -> tuple[Rule, ...]:
-        """All rules that could be read; the others are in the findings."""
+        """Return the rules that could be read; the errors of the others are in the findings."""
         if node is None:
             return ()
         if not isinstance(node, ListNode):
@@ -115,7 +115,7 @@ TOP_KEYS = ("version", "extends", "vars", "requires", "rules")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file before its variables are put in."""
+    """The top level of a file, before variables are substituted."""
 
     file: str
     position: Position
@@ -126,7 +126,7 @@ class Header:
 
 
 def read_header(node: Node, findings: Findings) -> Header:
-    """What a file says about itself; a bare list, as KTransformers writes it, says nothing.
+    """Read the top level of a file: a mapping, or a bare list of rules as in KTransformers.
 
     Raises:
         RuleErrors: the file is neither a mapping nor a list.
@@ -137,7 +137,7 @@ def read_header(node: Node, findings: Findings) -> Header:
     if isinstance(node, ScalarNode):
         findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
     if node.get("match") is not None or node.get("replace") is not None:
-        findings.stop(node.position, "rules stand in a list: write '- ' before the first key of each rule and indent its other keys")
+        findings.stop(node.position, "rules must be in a list: write '- ' before the first key of each rule and indent its other keys")
     if not check_keys(node, TOP_KEYS, "a rule file", findings) & {"rules", "extends"}:
         findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
     version = node.get("version")
@@ -159,18 +159,18 @@ def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for entry in node:
         if not NAME.fullmatch(entry.key):
-            findings.error(entry.position, f"{shown(entry.key)} is no name for a variable: use letters, digits and _")
+            findings.error(entry.position, f"{shown(entry.key)} is no valid variable name: use letters, digits and _")
         elif not isinstance(entry.value, ScalarNode):
             findings.error(entry.value.position, f"variable '{entry.key}' must be text, a number, true, false or null, not {entry.value}")
         elif isinstance(entry.value.value, str) and "${" in entry.value.value:
-            findings.error(entry.value.position, f"variable '{entry.key}' refers to a variable, which only values outside vars may")
+            findings.error(entry.value.position, f"variable '{entry.key}' refers to another variable; only values outside vars may do that")
         else:
             found[entry.key] = entry.value.value
     return found
 
 
 def read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, ...]:
-    """The types of model that a file is for."""
+    """Read the model types that a file is for."""
     if node is None:
         return ()
     if not isinstance(node, MappingNode):
@@ -188,26 +188,21 @@ def read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, .
     return (Requirement(tuple(values), types.position),)
 
 
-GENERIC = "cpu"
+DEFAULT_RULES = "cpu"  # the shipped file that is used where none is named; it serves every family
 SUFFIXES = (".yaml", ".yml")
 MAX_CHAIN = 16
 
 
-def default_rules(model_type: str) -> str:
-    """Return the name of the shipped file for a model's type: `cpu`, which serves every family."""
-    return GENERIC
-
-
 def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry) -> RuleFile:
-    """Reads and checks a rule file: everything that can be known without a model.
+    """Read a rule file, and check everything that can be checked without a model.
 
     Args:
         source: a path, or the name of a shipped file such as `cpu`.
-        vars: values for `${...}`, over those in the file and in what it extends.
+        vars: values for `${...}`; they override those in the file and in the files that it extends.
         registry: the operators that rules may name.
 
     Raises:
-        RuleErrors: every mistake of the file, and of the files it extends, with line and column.
+        RuleErrors: every mistake of the file, and of the files that it extends, with line and column.
     """
     findings = Findings()
     headers = _read_chain(_find(source, findings), findings)
@@ -240,7 +235,7 @@ def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
 
 
 def _shipped(name: str, position: Position, findings: Findings) -> Path | None:
-    """Return the shipped file of this name, or None; a former name gets a notice at `position`."""
+    """Return the shipped file of this name, or None. A former name is reported as a notice at `position`."""
     new_name = FORMER_NAMES.get(name)
     if new_name is not None:
         findings.notice(position, f"the shipped rule file '{name}' is now '{new_name}', which serves every family")
@@ -248,13 +243,13 @@ def _shipped(name: str, position: Position, findings: Findings) -> Path | None:
 
 
 def _existing(name: str, folder: Path) -> Path | None:
-    """The path where it exists. Path's own methods raise for a name that is too long or a user that is none; these do not."""
+    """Return the path if it exists, else None. `Path` methods raise for a name that is too long or an unknown user; these do not."""
     path = os.path.join(folder, os.path.expanduser(name))  # noqa: PTH111, PTH118
     return Path(path) if os.path.exists(path) else None  # noqa: PTH110
 
 
 def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
-    """What was meant: a shipped file, or one that lies where this one was looked for, from `folder` on."""
+    """Return the end of an error message: the nearest shipped file, or the nearest file in the folder that was searched."""
     path = Path(name)
     stem = path.stem if path.suffix in SUFFIXES else path.name
     if stem in shipped:
@@ -268,7 +263,7 @@ def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
 
 
 def _read_chain(path: Path, findings: Findings) -> list[Header]:
-    """The file, then what it extends, then what that extends."""
+    """Return the file's header, then that of the file it extends, and so on."""
     headers = [read_header(read_document(path, findings), findings)]
     seen = [path.resolve()]
     while (extended := headers[-1].extends) is not None:
@@ -279,8 +274,8 @@ def _read_chain(path: Path, findings: Findings) -> list[Header]:
             hint = _shipped_hint(extended.value, shipped_rules(), folder)
             findings.stop(extended.position, f"extends {shown(extended.value)}: there is no such rule file{hint}")
         if found.resolve() in seen:
-            circle = " -> ".join([*(header.file for header in headers), str(found)])
-            findings.stop(extended.position, f"extends {shown(extended.value)} is circular: {circle}")
+            cycle = " -> ".join([*(header.file for header in headers), str(found)])
+            findings.stop(extended.position, f"extends {shown(extended.value)} is circular: {cycle}")
         if len(headers) == MAX_CHAIN:
             findings.stop(extended.position, f"more than {MAX_CHAIN} rule files extend each other")
         seen.append(found.resolve())
@@ -295,12 +290,12 @@ def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings
     for name, value in given.items():
         if name not in merged:
             known = did_you_mean(str(name), merged) or "; it has no vars"
-            findings.error(headers[0].position, f"variable {shown(str(name))} was given, and this rule file does not have it{known}")
+            findings.error(headers[0].position, f"this rule file has no variable {shown(str(name))}{known}")
         elif not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and len(value) > MAX_TEXT):
-            message = f"variable '{name}' was given as a {type(value).__name__}; it must be text, a number, true, false or null"
+            message = f"the value of variable '{name}' is a {type(value).__name__}; it must be text, a number, true, false or null"
             findings.error(headers[0].position, message)
         elif isinstance(value, str) and (unprintable := why_unprintable(value)) is not None:
-            findings.error(headers[0].position, f"variable '{name}' was given, and {unprintable}")
+            findings.error(headers[0].position, f"the value of variable '{name}': {unprintable}")
         else:
             merged[name] = value
     return merged

@@ -1,10 +1,10 @@
-"""The `replace` clause of a rule: an operator by name, and its options, read into the operator's options dataclass."""
+"""The reading of a rule's `replace`: an operator by name, and its options as the operator's dataclass."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,17 +22,20 @@ _YAML_1_1_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off
 
 
 def read_options(operator: str, options_type: type[Any], kwargs: MappingNode | None, position: Position, findings: Findings) -> object:
-    """The options of one rule; `position` is where missing options are reported.
+    """Read the options of one rule; None, with the errors in `findings`, if they are wrong.
 
     Field types may be bool, int, float, str, Path (relative to the rule file), Literal, None, tuple, Mapping with text keys,
-    another dataclass, and unions of these. Returns None, with the errors in `findings`, when the options are wrong.
+    another dataclass, and unions of these.
+
+    Args:
+        position: where missing options are reported.
     """
     node = kwargs or MappingNode((), position)
     return _Reader(operator, findings).options(options_type, node, "", position)
 
 
 def with_new_names(operator: str, options_type: type[Any], kwargs: MappingNode, findings: Findings, path: str = "") -> MappingNode:
-    """Return `kwargs` with renamed options under their new names, at any depth, and a notice where an old name is written.
+    """Return `kwargs` with renamed options under their new names, at any depth; each old name is reported as a notice.
 
     An options dataclass declares them as `renamed_options: ClassVar[Mapping[str, str]] = {"old": "new"}`.
     """
@@ -44,10 +47,8 @@ def with_new_names(operator: str, options_type: type[Any], kwargs: MappingNode, 
         if name != entry.key:
             both = next((other for other in kwargs if other.key == name), None)
             if both is not None:
-                message = (
-                    f"option '{path}{entry.key}' is the old name of '{path}{name}', which is given in line {both.position.line}; delete it"
-                )
-                findings.error(entry.position, message)
+                old, new = f"{path}{entry.key}", f"{path}{name}"
+                findings.error(entry.position, f"option '{old}' is the old name of '{new}', in line {both.position.line}; delete it")
                 continue
             findings.notice(entry.position, f"option '{path}{entry.key}' of {operator} is now called '{path}{name}'")
         value = entry.value
@@ -70,7 +71,7 @@ class _Reader:
         self._findings.error(position, message)
 
     def options(self, options_type: type[Any], node: MappingNode, path: str, position: Position) -> object:
-        """An instance of the dataclass; `path` is the option it is the value of, with a dot after it."""
+        """Return an instance of the dataclass; `path` is the option that has it as its value, with a dot at the end."""
         hints = get_type_hints(options_type)
         known = {field.name: field for field in fields(options_type) if field.init}
         values: dict[str, Any] = {}
@@ -79,31 +80,30 @@ class _Reader:
                 values[entry.key] = self.value(hints[entry.key], entry.value, path + entry.key)
             else:
                 self._unknown(entry.key, entry.position, path, list(known))
-        missing = [name for name, field in known.items() if name not in values and _is_required(field)]
-        for name in missing:
-            self._error(position, f"option '{path}{name}' of {self._operator} must be given")
+        for name, field in known.items():
+            if name in values or field.default is not MISSING or field.default_factory is not MISSING:
+                continue
+            self._error(position, f"option '{path}{name}' of {self._operator} is missing; it has no default")
         if self._failed:
             return None
         try:
             return options_type(**values)
         except ValueError as error:
-            self._error(_culprit(node, str(error), position), f"{self._what(path)}: {error}")
+            where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else f"options of {self._operator}"
+            self._error(_named_option(node, str(error), position), f"{where}: {error}")
             return None
-
-    def _what(self, path: str) -> str:
-        return f"option '{path.removesuffix('.')}' of {self._operator}" if path else f"options of {self._operator}"
 
     def _unknown(self, key: str, position: Position, path: str, known: list[str]) -> None:
         where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else self._operator
         advice = kwarg_advice(key)
         if advice is not None:
-            self._error(position, f"'{key}' is KTransformers' and no option of {where}: {advice}")
+            self._error(position, f"'{key}' is an argument of KTransformers, not an option of {where}: {advice}")
         else:
             hint = did_you_mean(key, known) if known else "; it has none"
             self._error(position, f"unknown option '{key}' of {where}{hint}")
 
     def value(self, hint: Any, node: Node, path: str) -> Any:
-        """`node` as a value of type `hint`, or None with an error."""
+        """Return `node` as a value of type `hint`; None, with an error, if it is none."""
         member = next((member for member in _members(hint) if _fits(member, node)), None)
         if member is None:
             self._error(node.position, self._mismatch(hint, node, path))
@@ -138,12 +138,8 @@ class _Reader:
         return f"{where} must be {_expected(hint)}, not {node}{meant}"
 
 
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _culprit(node: MappingNode, message: str, position: Position) -> Position:
-    """Where the one option that the message names is written, else where all of them are."""
+def _named_option(node: MappingNode, message: str, position: Position) -> Position:
+    """Return the position of the option that the message names; `position` if it names none or several."""
     named = [entry for entry in node if re.search(rf"\b{re.escape(entry.key)}\b", message)]
     return named[0].value.position if len(named) == 1 else position
 
@@ -204,7 +200,7 @@ REPLACE_KEYS = ("class", "kwargs")
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """An operator (None: the module stays) with its options as written and as read."""
+    """An operator, None if the module stays, with its options as written and as its dataclass."""
 
     operator: str | None = None
     kwargs: MappingNode | None = None
@@ -214,10 +210,10 @@ class Replacement:
 def read_replace(
     rule: MappingNode, match: Match, places: dict[str, Position], registry: OperatorRegistry, findings: Findings
 ) -> Replacement:
-    """The `replace` of a rule that has one; `places` takes the positions of its values."""
+    """Read the `replace` of a rule, and add the positions of its values to `places`."""
     node = rule.get("replace")
     if node is None:
-        return Replacement()  # the rule's own keys are checked where it is read
+        return Replacement()  # the reader of the rule reports the missing key
     if not isinstance(node, MappingNode):
         findings.error(node.position, f"replace must be a mapping with the 'class' of an operator, not {node}")
         return Replacement()
@@ -255,7 +251,7 @@ def _read_operator(node: Node, registry: OperatorRegistry, findings: Findings) -
         return name
     advice = class_advice(name)
     if advice is not None:
-        findings.error(node.position, f"{shown(name)} is KTransformers': {advice}")
+        findings.error(node.position, f"{shown(name)} is a class of KTransformers: {advice}")
     elif "." in name:
         findings.error(node.position, f"class must be the name of an operator, not a path: {shown(name)}{_known(registry)}")
     else:
@@ -276,5 +272,5 @@ def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findi
 def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
     for entry in kwargs or ():
         advice = kwarg_advice(entry.key)
-        why = f"'{entry.key}' is KTransformers': {advice}" if advice else f"unknown option {shown(entry.key)}"
-        findings.error(entry.position, f"{why}; '{LEAVE_ALONE}' leaves its modules alone and has no options")
+        reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
+        findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")

@@ -1,10 +1,11 @@
-"""Rules as data, and the `match` clause: which modules a rule takes."""
+"""The dataclasses of rule files, and the reading of a rule's `match`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, did_you_mean, nearest, shown
@@ -32,7 +33,7 @@ class Layers:
 
 
 def parse_layers(text: str) -> Layers:
-    """`"4-47"` or `"0,3,5-9"`.
+    """Parse text such as `"4-47"` or `"0,3,5-9"`.
 
     Raises:
         ValueError: the text has another form, or a range runs backwards.
@@ -51,12 +52,12 @@ def parse_layers(text: str) -> Layers:
 
 
 def layer_of(path: str) -> int | None:
-    """The layer that a module path is in: its first numeric component."""
+    """Return the number of the layer that a module path is in: its first numeric component."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """Numbers as `0-3,7`."""
+    """Return text such as `0-3,7`."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number - 1:
@@ -67,7 +68,7 @@ def runs(numbers: Iterable[int]) -> str:
 
 
 def grouped(paths: Iterable[str]) -> list[str]:
-    """Module paths that differ in the layer alone as one: `model.layers.{0-47}.mlp.experts`."""
+    """Join module paths that differ only in the layer: `model.layers.{0-47}.mlp.experts`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for path in paths:
         parts = path.split(".")
@@ -85,17 +86,17 @@ def _braced(layers: list[int]) -> str:
     return str(layers[0]) if len(layers) == 1 else f"{{{runs(layers)}}}"
 
 
-# The members of `Kind`, written out because whoever only reads a rule file should not wait for torch.
+# The members of `Kind`, repeated here because reading a rule file must not import torch.
 KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "norm", "model")
-LEAVE_ALONE = "default"  # the class of a rule that keeps its modules as they are
+LEAVE_ALONE = "default"  # the class of a rule that leaves its modules unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which modules a rule takes; what is None does not matter, and all that is given must hold.
+    """The conditions that a module must meet, all of them; None is no condition.
 
     Attributes:
-        name: a regular expression for `re.search` on the module's path.
+        name: a regular expression, searched for in the module's path.
         class_name: the name of the module's class or of one of its bases, bare or dotted.
         layers: the layer number in the module's path.
     """
@@ -111,14 +112,14 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: as written, else `rule-<number>`.
+        id: from the file, else `rule-<number>`.
         named: whether the file gives the id; only then can a rule of that id in an extending file replace this one.
-        operator: an operator's name, or None where the rule leaves its modules alone.
+        operator: an operator's name; None if the rule leaves its modules unchanged.
         kwargs: the operator's options as written, with their positions.
-        options: the operator's options dataclass with defaults filled in; None where `operator` is.
-        recursive: whether later rules may still take modules inside those of this one.
-        expect: how many modules the rule must take; None: any number from 1; "any": none, too.
-        inherited: whether the rule is from a file that was extended.
+        options: the operator's options dataclass with defaults filled in; None if `operator` is None.
+        recursive: whether later rules may take modules inside those of this one.
+        expect: how many modules the rule must take; None: 1 or more; "any": 0 or more.
+        inherited: whether the rule comes from a file that another one extends.
         places: the positions of `match`, `name`, `class`, `kind`, `layers`, `operator`, `kwargs` and `expect`, where given.
     """
 
@@ -135,13 +136,18 @@ class Rule:
     places: Mapping[str, Position]
 
     def place(self, *keys: str) -> Position:
-        """Where the first of `keys` that the rule has is written, else where the rule is."""
+        """Return the position of the first of `keys` that the rule has, else that of the rule."""
         return next((self.places[key] for key in keys if key in self.places), self.position)
+
+    @property
+    def place_text(self) -> str:
+        """The file's name and the rule's line, as `cpu.yaml:4`."""
+        return f"{Path(self.position.file).name}:{self.position.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One of `values` must be the model's type."""
+    """A condition on the model's type: it must be one of `values`."""
 
     values: tuple[str, ...]
     position: Position
@@ -152,10 +158,10 @@ class RuleFile:
     """A rule file with all that it extends.
 
     Attributes:
-        rules: in the order in which they are tried; a file's own come before those it inherits.
-        vars: after overriding.
-        files: the file itself, then what it extends, down to the last.
-        notices: what was found while reading and stops nothing, such as the old name of an option.
+        rules: in the order in which they are tried; a file's own rules come before inherited ones.
+        vars: values by name, overrides applied.
+        files: the file itself, then the file that it extends, and so on.
+        notices: findings that are no errors, such as the old name of an option.
     """
 
     rules: tuple[Rule, ...]
@@ -171,7 +177,7 @@ _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def check_keys(node: MappingNode, known: Sequence[str], where: str, findings: Findings) -> set[str]:
-    """Reports every key of `node` that is not in `known`; returns the keys that are there, misspelt ones under their right name."""
+    """Report every key of `node` that is not in `known`; return the keys that are present, misspelt ones under their right name."""
     present: set[str] = set()
     for entry in node:
         if entry.key not in known:
@@ -181,7 +187,7 @@ def check_keys(node: MappingNode, known: Sequence[str], where: str, findings: Fi
 
 
 def read_text(node: Node, key: str, findings: Findings) -> str | None:
-    """Text that is not empty."""
+    """Return the text of `node`; None, with an error, for anything else and for empty text."""
     if isinstance(node, ScalarNode) and isinstance(node.value, str) and node.value:
         return node.value
     quote = "; put it in quotes" if isinstance(node, ScalarNode) and node.value not in (None, "") else ""
@@ -190,10 +196,10 @@ def read_text(node: Node, key: str, findings: Findings) -> str | None:
 
 
 def read_match(rule: MappingNode, places: dict[str, Position], findings: Findings) -> Match:
-    """The `match` of a rule that has one; `places` takes the positions of its values."""
+    """Read the `match` of a rule, and add the positions of its values to `places`."""
     node = rule.get("match")
     if node is None:
-        return Match()  # the rule's own keys are checked where it is read
+        return Match()  # the reader of the rule reports the missing key
     if not isinstance(node, MappingNode) or not node.entries:
         found = "an empty one" if isinstance(node, MappingNode) else node
         findings.error(node.position, f"match must be a mapping with name, class, kind or layers, not {found}")

@@ -1,4 +1,4 @@
-"""Texts to use where the user gives none, read from the files beside this module."""
+"""Bundled texts, which commands use if the user gives none."""
 
 from importlib.resources import files
 
@@ -6,7 +6,7 @@ from importlib.resources import files
 def read_text(name: str) -> str:
     """Return a bundled text: `calibration` or `gettysburg`.
 
-    `calibration` is of many kinds: prose, dialogue, instructions, code, figures, several languages. `gettysburg` is real prose:
-    Abraham Lincoln's address, 1863, in the public domain.
+    `calibration` is a mixture: prose, dialogue, instructions, code, figures, several languages. `gettysburg` is Abraham Lincoln's
+    address of 1863, in the public domain.
     """
     return (files(__name__) / f"{name}.txt").read_text(encoding="utf-8")

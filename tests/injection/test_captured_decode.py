@@ -119,7 +119,7 @@ def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.Log
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 3 * WINDOW])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
 @torch.no_grad()
-def test_a_cache_that_is_fixed_and_grown_again_goes_on_as_it_was(model_type: str, length: int) -> None:
+def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> None:
     model: Any = build_model(next(case for case in served_cases() if case.model_type == model_type))
     ids, config = prompt(length + 12), model.config
     expected = model(input_ids=ids, past_key_values=DynamicCache(config=config)).logits[:, length:]
@@ -170,7 +170,7 @@ def test_several_sequences_are_captured_too(load) -> None:  # type: ignore[no-un
         ("qwen3_next", {}, "LinearAttentionLayer) is not of fixed size, full attention and sliding windows"),
     ],
 )
-def test_what_cannot_be_captured_runs_and_is_said_once(  # type: ignore[no-untyped-def]
+def test_steps_that_cannot_be_captured_run_and_are_logged_once(  # type: ignore[no-untyped-def]
     model_type: str, arguments: dict[str, Any], says: str | None, load, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens, _ = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), **arguments)
@@ -194,7 +194,7 @@ DRAFT = "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {
         ({"rules": DRAFT}, "tokens are drafted"),
     ],
 )
-def test_what_rules_out_captured_steps_is_said_once(  # type: ignore[no-untyped-def]
+def test_obstacles_to_captured_steps_are_logged_once(  # type: ignore[no-untyped-def]
     options: dict[str, str], says: str, load, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load("qwen3_moe", **options)

@@ -126,7 +126,7 @@ def test_the_shipped_file_runs_here() -> None:
     assert torch.isfinite(logits).all() and len(answer) > 5
 
 
-def test_placement_says_where_experts_are(rules) -> None:  # type: ignore[no-untyped-def]
+def test_placement_reports_the_devices_of_experts(rules) -> None:  # type: ignore[no-untyped-def]
     model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}"))
     placements = {operator.placement() for operator in model.moegraft.operators.values()}
     assert len(placements) == 1
@@ -178,7 +178,7 @@ def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-unty
         ("prefetch: {lookahead: 9}", "lookahead is 1 to 3 layers, not 9"),
     ],
 )
-def test_mistakes_are_told_where_they_stand(more: str, message: str, rules) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes_are_reported_at_their_place(more: str, message: str, rules) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleFileError, match=message):
         load(build_model(case_of("mixtral")), rules(more))
 

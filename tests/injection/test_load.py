@@ -157,10 +157,10 @@ def test_progress_bar_counts_every_byte(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_too_little_memory_is_refused_before_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moegraft.injection import graft
+    from moegraft.injection import grafting
     from moegraft.operators.machine import Machine
 
-    monkeypatch.setattr(graft, "probe_machine", lambda: Machine(cores=2, available_bytes=1000))
+    monkeypatch.setattr(grafting, "probe_machine", lambda: Machine(cores=2, available_bytes=1000))
     with pytest.raises(NotEnoughMemoryError, match="GiB are free"):
         optimize_and_load(folder, "cpu-exact", progress=False)
 

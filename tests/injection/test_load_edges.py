@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
 
-from moegraft.injection import load, model_source, optimize_and_load
+from moegraft.injection import loading, model_source, optimize_and_load
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 
@@ -222,7 +222,7 @@ def test_the_bar_counts_what_is_read_and_no_more(folder: Path, inject: Inject, t
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(load, "byte_bar", Bar)
+    monkeypatch.setattr(loading, "byte_bar", Bar)
     inject(path)
     assert totals[0] == sum(totals[1:])
 

@@ -12,7 +12,7 @@ from support.rule_support import REGISTRY, findings_of, plan_for, read, tiny_mod
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from moegraft.injection.plan import Plan, plan
+from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
 
@@ -69,8 +69,8 @@ model.layers.{0-2}.input_layernorm           norms (cpu.yaml:24)      cpu_norm  
 model.layers.{0-2}.post_attention_layernorm  norms (cpu.yaml:24)      cpu_norm                        0 B
 model.norm                                   norms (cpu.yaml:24)      cpu_norm                        0 B
 lm_head                                      linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-replaced: 192.6 KiB become 123.2 KiB; the rest: 15.1 KiB
-in all: 138.3 KiB cpu
+replaced: 192.6 KiB become 123.2 KiB; not replaced: 15.1 KiB
+total: 138.3 KiB cpu
 """,
     ),
     (
@@ -93,8 +93,8 @@ model.layers.{1,3-4}.mlp.experts             experts (cpu.yaml:5)     hybrid_exp
 model.layers.{1,3-4}.mlp.gate                routers (cpu.yaml:28)    cpu_router                      0 B
 model.norm                                   norms (cpu.yaml:24)      cpu_norm                        0 B
 lm_head                                      linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-replaced: 276.6 KiB become 174.2 KiB; the rest: 15.9 KiB
-in all: 190.1 KiB cpu
+replaced: 276.6 KiB become 174.2 KiB; not replaced: 15.9 KiB
+total: 190.1 KiB cpu
 """,
     ),
     (
@@ -120,8 +120,8 @@ model.layers.{1-3}.mlp.shared_experts.up_proj    linears (cpu.yaml:11)    quanti
 model.layers.{1-3}.mlp.shared_experts.down_proj  linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
 model.norm                                       norms (cpu.yaml:24)      cpu_norm                        0 B
 lm_head                                          linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-replaced: 239.6 KiB become 163.6 KiB; the rest: 31.6 KiB
-in all: 195.3 KiB cpu
+replaced: 239.6 KiB become 163.6 KiB; not replaced: 31.6 KiB
+total: 195.3 KiB cpu
 """,
     ),
 )
@@ -206,7 +206,7 @@ def test_a_model_operator_goes_with_operators_inside(tmp_path: Path) -> None:
 def test_a_name_never_takes_the_model_itself(tmp_path: Path) -> None:
     text = "- {match: {name: '.*', class: TinyModel}, replace: {class: default}}\n"
     (found,) = findings_of(lambda: plan_for(write(tmp_path, text)))
-    assert "no module fits all of them at once" in found.message
+    assert "no module meets all conditions at once" in found.message
     assert plan_for(write(tmp_path, text.replace("name: '.*', ", ""))).swaps == ()
 
 
@@ -224,7 +224,7 @@ def test_bytes(tmp_path: Path) -> None:
     assert found.bytes_by_device == {"cpu": found.rest_bytes + 3 * 4 * 48 * 2}
 
 
-def test_nothing_to_replace_is_said(tmp_path: Path) -> None:
+def test_a_plan_without_swaps_is_reported(tmp_path: Path) -> None:
     found = plan_for(write(tmp_path, "- {match: {kind: experts}, replace: {class: default}}\n"))
     assert found.describe().startswith("nothing is replaced\nreplaced: 0 B become 0 B")
 

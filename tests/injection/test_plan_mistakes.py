@@ -68,19 +68,19 @@ ERRORS = (
         "layers without experts",
         f"- {{id: moe, match: »{{kind: experts, layers: 0}}, {EXPERTS}}}\n",
         "rule 'moe' matches no module of TinyModel\n    kind: experts alone matches 3 modules\n"
-        "    layers: '0' alone matches 5 modules\n    what else is asked for is in layers 1-3",
+        "    layers: '0' alone matches 5 modules\n    the other conditions match modules in layers 1-3",
     ),
     Mistake(
         "parts at odds",
         "- {id: a, match: »{class: Linear, kind: experts}, replace: {class: default}}\n",
         "rule 'a' matches no module of TinyModel\n    class: Linear alone matches 16 modules\n"
-        "    kind: experts alone matches 3 modules\n    no module fits all of them at once",
+        "    kind: experts alone matches 3 modules\n    no module meets all conditions at once",
     ),
     Mistake(
         "no experts at all",
         f"- {{id: moe, match: {{kind: »experts}}, {EXPERTS}}}\n",
         "rule 'moe' matches no module of TinyModel\n    kind: experts\n"
-        "          the model has no module named 'experts': it is no mixture of experts, or one that transformers builds otherwise",
+        "          the model has no module named 'experts': it is no mixture of experts, or transformers builds it in another way",
         layers=1,
     ),
     Mistake(
@@ -117,13 +117,13 @@ ERRORS = (
         "operator of another kind",
         "- {id: a, match: {name: experts$}, replace: {class: »packed_linear}}\n",
         "rule 'a': packed_linear cannot replace model.layers.{1-3}.mlp.experts (3 modules): "
-        "TinyExperts is not of kind linear but of kind experts; add 'kind: linear' to its match",
+        "TinyExperts is not of kind linear but of kind experts; add 'kind: linear' to the rule's match",
     ),
     Mistake(
         "operator for modules of no kind",
         "- {id: a, match: {name: 'mlp$', layers: 1-3}, replace: {class: »packed_linear}}\n",
         "rule 'a': packed_linear cannot replace model.layers.{1-3}.mlp (3 modules): "
-        "TinyMoe is not of kind linear; add 'kind: linear' to its match",
+        "TinyMoe is not of kind linear; add 'kind: linear' to the rule's match",
     ),
     Mistake(
         "operator that refuses",
@@ -143,35 +143,35 @@ WARNINGS = (
     Mistake(
         "dot after a number",
         f"- {{match: {{name: »'layers.1.', kind: experts}}, {EXPERTS}}}\n",
-        r"name 'layers.1.' also takes layers 10-19: a dot stands for any character, a dot after a backslash for itself; "
+        r"name 'layers.1.' also takes layers 10-19: a dot matches any character, and a dot after a backslash only a dot; "
         r"for layer 1 alone write 'layers\.1\.'",
         layers=24,
     ),
     Mistake(
         "star after a number",
         f"- {{match: {{name: »'^model.layers.1.*experts$'}}, {EXPERTS}}}\n",
-        r"name '^model.layers.1.*experts$' also takes layer 10: a dot stands for any character, a dot after a backslash for itself; "
+        r"name '^model.layers.1.*experts$' also takes layer 10: a dot matches any character, and a dot after a backslash only a dot; "
         r"for layer 1 alone write 'layers\.1\.'",
         layers=11,
     ),
     Mistake(
         "number at the end",
         "- {match: {name: »'layers\\.2', class: Linear}, replace: {class: default}}\n",
-        r"name 'layers\.2' also takes layers 20-23: a dot stands for any character, a dot after a backslash for itself; "
+        r"name 'layers\.2' also takes layers 20-23: a dot matches any character, and a dot after a backslash only a dot; "
         r"for layer 2 alone write 'layers\.2\.'",
         layers=24,
     ),
     Mistake(
         "group of numbers",
         f"- {{match: {{name: »'layers\\.(2|3).', kind: experts}}, {EXPERTS}}}\n",
-        r"name 'layers\.(2|3).' also takes layers 20-23: a dot stands for any character, a dot after a backslash for itself; "
+        r"name 'layers\.(2|3).' also takes layers 20-23: a dot matches any character, and a dot after a backslash only a dot; "
         r"for layer 2 alone write '\.' after 2",
         layers=24,
     ),
     Mistake(
         "layers of which some are not there",
         f"- {{match: {{kind: experts, layers: »0-3}}, {EXPERTS}}}\n",
-        "layers '0-3': what the rule matches is in layers 1-3 alone",
+        "layers '0-3': the modules that the rule matches are in layers 1-3",
     ),
 )
 
@@ -231,10 +231,10 @@ def test_experts_of_another_form_are_named(tmp_path: Path) -> None:
     model = tiny_model(1)
     model.model["experts"] = nn.ModuleList([nn.Linear(2, 2)])
     (found,) = findings_of(lambda: plan_for(write(tmp_path, f"- {{match: {{kind: experts}}, {EXPERTS}}}\n"), model))
-    assert found.message.endswith("model.experts (ModuleList) is named so, but does not hold its experts in 3-D parameters")
+    assert found.message.endswith("model.experts (ModuleList) does not hold its experts in 3-D parameters")
 
 
-def test_the_syntax_of_a_pattern_is_not_mended(tmp_path: Path) -> None:
+def test_the_syntax_of_a_pattern_is_not_corrected(tmp_path: Path) -> None:
     model = tiny_model()
     model.Pe = nn.Identity()  # near the P of (?P<...>
     (found,) = findings_of(lambda: plan_for(write(tmp_path, f"- {{match: {{name: '(?P<layers>mlp).expertz'}}, {EXPERTS}}}\n"), model))
@@ -246,7 +246,7 @@ def test_an_inherited_rule_that_is_overridden_is_a_notice(tmp_path: Path) -> Non
     overridden, absent = found.notices
     assert {(notice.severity, Path(notice.position.file).name) for notice in found.notices} == {("notice", "cpu-exact.yaml")}
     assert overridden.message.endswith("which comes first, and so overrides it")
-    assert absent.message == "rule 'attention' takes no module of TinyModel, which it allows"
+    assert absent.message == "rule 'attention' takes no module of TinyModel, as 'expect: any' allows"
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from moegraft.injection.api import build_meta_model, graft, load, optimize_and_load, plan
+from moegraft.injection import build_meta_model, graft, load, optimize_and_load, plan
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
@@ -68,6 +70,17 @@ def test_no_weight_is_read_before_load(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, index: reads.append(self.key))
     grafted = graft(model, plan(model, "cpu"))
     assert grafted.injection.operators and not reads
+
+
+def test_the_steps_are_functions_of_the_package() -> None:
+    """Also after the modules that define them have been imported."""
+    code = (
+        "import moegraft.injection.planning, moegraft.injection.grafting, moegraft.injection.loading;"
+        "from moegraft.injection import build_meta_model, graft, load, optimize_and_load, plan, read_rules;"
+        "assert all(map(callable, (build_meta_model, graft, load, optimize_and_load, plan, read_rules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_model_in_memory_is_unchanged_before_load(stock: PreTrainedModel) -> None:

@@ -20,8 +20,8 @@ from transformers.cache_utils import QuantizedCache
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import PromptCache, SavedChat, read_chat, write_chat
 from moegraft.injection.estimate.memory import kv_cache
-from moegraft.injection.graft import new_cache
-from moegraft.injection.plan import plan
+from moegraft.injection.injected import new_cache
+from moegraft.injection.planning import plan
 from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
@@ -232,7 +232,7 @@ def test_wrong_options_are_refused(options: str, reason: str, tmp_path: Path) ->
 @HQQ
 def test_a_model_has_at_most_one_model_operator(load) -> None:  # type: ignore[no-untyped-def]
     draft = "- match: {kind: model}\n  replace: {class: speculative_draft}\n"
-    with pytest.raises(RuleErrors, match=r"are taken .* a model takes one operator of its own: keep one of the rules"):
+    with pytest.raises(RuleErrors, match=r"are taken .* a model can have one operator of kind model: keep one of the rules"):
         load(more=draft)
 
 

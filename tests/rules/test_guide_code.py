@@ -47,7 +47,7 @@ def test_the_operator_is_written_in_forty_lines() -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
 
 
-def test_the_operator_is_found_planned_and_as_exact_as_the_guide_says(installed: Path) -> None:
+def test_the_operator_is_found_and_planned_with_the_error_in_the_guide(installed: Path) -> None:
     assert "fp8_linear" in load_registry()
     model = optimize_and_load(demo_path(), installed / "rules.yaml", progress=False)
     swaps = {swap.module: swap.footprint.total_bytes for swap in model.moegraft.plan.swaps}

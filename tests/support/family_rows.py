@@ -146,7 +146,7 @@ SMALL_GEMMA4: Mapping[str, Any] = {
 }
 UNKNOWN_GATE = "{} has a gate function of a form that the kernel does not support"
 NO_INTERFACE = "{} does not follow transformers' shared experts interface"
-NOT_IN_ONE_MODULE = "({}) is named so, but does not hold its experts in 3-D parameters"
+NOT_IN_ONE_MODULE = "({}) does not hold its experts in 3-D parameters"
 SMALL_SAM: Mapping[str, Mapping[str, Any]] = {"vision_config": {"sam_config": {"downsample_channels": [32, 32]}}}
 
 

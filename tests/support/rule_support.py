@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 
-from moegraft.injection.plan import Plan, plan
+from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import Diagnostic, RuleErrors, RuleFile, read_rules
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator
 from moegraft.operators.context import InjectionContext

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import openai
 import uvicorn
 
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.app import make_app
 from moegraft.injection.cli.serve.service import Limits, Service
 

@@ -1,5 +1,1 @@
-"""Weights from GGUF files: which files make one model, what their tensors are called and how their blocks are read."""
-
-from moegraft.injection.checkpoint.gguf.model import GgufModel, GgufWeights, open_gguf
-
-__all__ = ["GgufModel", "GgufWeights", "open_gguf"]
+"""Weights from GGUF files: finding the files of a model, naming its tensors and reading their blocks."""

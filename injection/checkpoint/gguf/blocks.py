@@ -1,6 +1,6 @@
-"""The tensors of GGUF files: what their types mean, and one matrix of them at a time as values or as codes.
+"""The tensors of GGUF files: their block types, and the reading of one matrix at a time as values or as codes.
 
-The block formats are llama.cpp's (ggml-common.h); the package `gguf` turns them into float32.
+The block formats are llama.cpp's (ggml-common.h); the package `gguf` dequantises them to float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOATS = {
     BlockType.F16: torch.float16,
     BlockType.BF16: torch.bfloat16,
 }
-# What the kernel computes with as it is, and its name for it.
+# The types that the kernels use without conversion, with the kernels' names.
 WEIGHT_TYPES = {
     BlockType.F64: "float32",
     BlockType.F32: "float32",
@@ -37,9 +37,9 @@ WEIGHT_TYPES = {
     BlockType.Q8_0: "int8",
     BlockType.Q4_0: "int4",
 }
-# What the kernel computes with as it is, on the CPU, and its name for it; anywhere else it is converted.
+# The types that only the CPU kernel uses without conversion, with its names.
 SUPER_BLOCKS = {BlockType.Q4_K: "q4_k", BlockType.Q6_K: "q6_k"}
-# What goes through float32; of these, int8 loses nothing that shows beside what the file has lost already.
+# The types that are converted through float32. The error of int8 is small beside their own.
 CONVERTED = frozenset(
     BlockType[name]
     for name in (
@@ -55,8 +55,8 @@ class BlockTensor:
     """One tensor of a mapped GGUF file.
 
     Attributes:
-        shape: outermost dimension first, as PyTorch has it and GGUF has not.
-        data: mapped: values, or, for blocks and bfloat16, bytes along the last dimension.
+        shape: outermost dimension first, as in PyTorch; GGUF files have the reverse.
+        data: the mapped values; for blocks and bfloat16, the bytes along the last dimension.
     """
 
     name: str
@@ -71,17 +71,17 @@ class BlockTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of `read`: float32 for blocks."""
+        """The dtype that `read` returns: float32 for blocks."""
         return FLOATS.get(self.block_type, torch.float32)
 
     @property
     def weight_type(self) -> str:
-        """The kernel's type that holds these weights: exactly, or, for blocks that it does not know, int8."""
+        """The kernels' weight type that holds these weights exactly; int8 for blocks that they do not support."""
         return WEIGHT_TYPES.get(self.block_type, "int8")
 
     @property
     def kept_type(self) -> str:
-        """As `weight_type`, of all types that the CPU's kernel has: super-blocks are kept."""
+        """The same for the CPU kernel, which supports super-blocks as well."""
         return SUPER_BLOCKS.get(self.block_type, self.weight_type)
 
     @property
@@ -89,10 +89,10 @@ class BlockTensor:
         return math.prod(self.shape)
 
     def read(self, index: Index = WHOLE) -> torch.Tensor:
-        """The values at `index`, which leaves the last dimension whole; a view of the file where it has them as they are.
+        """Return the values at `index`, which does not cut the last dimension; a view of the file if its type is not converted.
 
         Raises:
-            CheckpointError: a type that has no values to compute with.
+            CheckpointError: the type cannot be read.
         """
         data = self.data[index]
         if self.block_type is BlockType.BF16:
@@ -105,14 +105,14 @@ class BlockTensor:
     def check_type(self) -> None:
         """
         Raises:
-            CheckpointError: a type that has no values to compute with.
+            CheckpointError: the type cannot be read.
         """
         if self.block_type not in WEIGHT_TYPES and self.block_type not in CONVERTED:
             known = ", ".join(sorted({kind.name for kind in (*WEIGHT_TYPES, *CONVERTED)}))
             raise CheckpointError(f"{self.origin}: type {self.block_type.name} cannot be read; supported are {known}")
 
     def codes(self, index: Index = WHOLE) -> Codes | SuperBlocks | None:
-        """The matrix at `index` as the file codes it, where those are codes that the kernel has, else None."""
+        """Return the codes of the matrix at `index`; None if the kernels do not support them."""
         if self.block_type in SUPER_BLOCKS:
             return SuperBlocks(np.ascontiguousarray(self.data[index]), SUPER_BLOCKS[self.block_type])
         if self.block_type is BlockType.Q8_0:
@@ -121,7 +121,7 @@ class BlockTensor:
         if self.block_type is BlockType.Q4_0:
             blocks = _blocks(self.data[index], 2 + GROUP // 2)
             pairs = blocks[..., 2:]
-            # The low halves of the 16 bytes come first, then the high ones; 8 stands for zero.
+            # The low halves of the 16 bytes come first, then the high halves; code 8 is the value 0.
             both = np.concatenate([pairs & 15, pairs >> 4], axis=-1).view(np.int8)
             both -= 8
             return Codes(_matrix(both), _scales(blocks), bits=4)
@@ -129,7 +129,7 @@ class BlockTensor:
 
 
 def _blocks(rows: NDArray[Any], block_bytes: int) -> NDArray[Any]:
-    """(rows, bytes) as (rows, groups, block_bytes)."""
+    """Return (rows, bytes) as (rows, groups, block_bytes)."""
     return rows.reshape(rows.shape[0], -1, block_bytes)
 
 
@@ -138,5 +138,5 @@ def _matrix(codes: NDArray[Any]) -> NDArray[np.int8]:
 
 
 def _scales(blocks: NDArray[Any]) -> NDArray[np.float16]:
-    """The float16 that each block begins with, (rows, groups)."""
+    """Return the float16 at the start of each block, (rows, groups)."""
     return np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]

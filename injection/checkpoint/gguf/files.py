@@ -1,4 +1,4 @@
-"""The GGUF files of one model: found, and every part accounted for."""
+"""The GGUF files of one model: finding all parts, and merging their tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from moegraft.operators.errors import CheckpointError
 PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 SUFFIX = ".gguf"
 MAX_LISTED = 3
-# An image or speech tower, which llama.cpp keeps in a file beside its language model.
+# In the names of image and speech towers, which llama.cpp stores in a file of their own.
 TOWER = "mmproj"
 
 
 def find_parts(path: Path) -> list[Path]:
-    """The files of the one model at `path`: a file, any part of a split one, or a folder with one model.
+    """Return the files of a model.
+
+    Args:
+        path: a file, any part of a split one, or a folder with the parts of one model.
 
     Raises:
-        CheckpointError: there is none, there are two, or a part is missing.
+        CheckpointError: there is no model, there are several, or a part is missing.
     """
     if path.is_dir():
         return _parts_of(_only_model(path))
@@ -42,7 +45,7 @@ def _only_model(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: no {SUFFIX} file in this folder")
     if len(models) > 1:
         names = ", ".join(file.name for file in models.values())
-        raise CheckpointError(f"{folder}: {len(models)} models in this folder, of which one is to be loaded; name one file of it: {names}")
+        raise CheckpointError(f"{folder}: {len(models)} models in this folder; name one of these files instead: {names}")
     return next(iter(models.values()))
 
 
@@ -52,20 +55,22 @@ def _parts_of(file: Path) -> list[Path]:
         return [file]
     count, number = int(part["count"]), int(part["number"])
     if not 1 <= number <= count:
-        raise CheckpointError(f"{file}: by its name this is part {number} of {count}; give it back the name that it was downloaded under")
+        raise CheckpointError(f"{file}: the name means part {number} of {count}; restore the name that the file was downloaded with")
     parts = [file.with_name(f"{part['model']}-{number:05}-of-{part['count']}{SUFFIX}") for number in range(1, count + 1)]
     missing = [path.name for path in parts if not path.is_file()]
     if missing:
         more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
-        raise CheckpointError(f"{file.parent}: {', '.join(missing[:MAX_LISTED])}{more} of a model in {count} parts is missing; download it")
+        raise CheckpointError(
+            f"{file.parent}: parts of this model, which has {count}, are missing: {', '.join(missing[:MAX_LISTED])}{more}; download them"
+        )
     return parts
 
 
 def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
-    """The tensors of all parts.
+    """Return the tensors of all parts by name.
 
     Raises:
-        CheckpointError: the parts are not those of one model.
+        CheckpointError: the files are not the parts of one model.
     """
     first = files[0]
     tensors: dict[str, BlockTensor] = {}
@@ -77,16 +82,14 @@ def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
             tensors[name] = tensor
     wanted = first.integer(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT)
     if len(files) > 1 and wanted is not None and wanted != len(tensors):
-        raise CheckpointError(
-            f"{first.path}: {wanted} tensors in all parts are announced, {len(tensors)} are there; download all parts again"
-        )
+        raise CheckpointError(f"{first.path}: expected {wanted} tensors in all parts, found {len(tensors)}; download all parts again")
     return tensors
 
 
 def _check_part(file: GgufFile, position: int, parts: int) -> None:
     count, number = (file.integer(key) or 0 for key in (Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_NO))
-    said = f"{file.path}: its header calls it part {number + 1} of {count}"
+    header = f"{file.path}: this is part {number + 1} of {count} by its header"
     if parts > 1 and (count, number) != (parts, position):
-        raise CheckpointError(f"{said}, its name part {position + 1} of {parts}; download it again")
+        raise CheckpointError(f"{header} and part {position + 1} of {parts} by its name; download it again")
     if parts == 1 and count > 1:
-        raise CheckpointError(f"{said}; give it back its name, NAME-{number + 1:05}-of-{count:05}{SUFFIX}")
+        raise CheckpointError(f"{header}; rename it to NAME-{number + 1:05}-of-{count:05}{SUFFIX}")

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: every length is checked against the rest of the file before anything is read or made for it."""
+"""The header of a GGUF file. Every length is checked against the remaining bytes of the file before memory is read or allocated."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VERSIONS = (2, 3)
 MAX_NAME = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_DEPTH = 8  # arrays within arrays
-# Far above what files have: each takes time of its own to read. Numbers in an array do not, and are skipped together.
+# Far more than real files have; these are read one by one. The numbers of an array are skipped together and need no limit.
 MAX_FIELDS, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 20, 1 << 24
-FIELD_BYTES, TENSOR_BYTES = 13, 24  # at least, as is a string's 8 and an array's 12
+FIELD_BYTES, TENSOR_BYTES = 13, 24  # the minimum sizes; a string has 8 and an array 12 bytes at least
 _FORMATS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -51,24 +51,24 @@ _VALUES: dict[BlockType, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One opened file; `fields` has its numbers and texts by name, and None for an array."""
+    """One opened file; `fields` has numbers and strings by key, and None for an array."""
 
     path: Path
     fields: Mapping[str, Any]
     tensors: Mapping[str, BlockTensor]
 
     def integer(self, key: str) -> int | None:
-        """The value of `key`, None where the file does not have it.
+        """Return the value of `key`; None if the file does not have it.
 
         Raises:
-            CheckpointError: it is no whole number.
+            CheckpointError: the value is no integer.
         """
         if key not in self.fields:
             return None
         value = self.fields[key]
         if type(value) is not int:
             found = "an array" if value is None else repr(value)[:100]
-            raise CheckpointError(f"{self.path}: '{key}' must be a whole number, not {found}; download the file again")
+            raise CheckpointError(f"{self.path}: '{key}' must be an integer, not {found}; download the file again")
         return value
 
 
@@ -82,7 +82,7 @@ def open_file(path: Path) -> GgufFile:
             magic = file.read(len(MAGIC))
         if magic != MAGIC:
             raise CheckpointError(f"{path}: not a GGUF file (it begins with {magic!r}); download it again")
-        # Copy on write: PyTorch wants memory that may be written to, and the file stays as it is.
+        # Copy on write: PyTorch requires writable memory, and the file must not change.
         data = np.asarray(np.memmap(path, mode="c"))
     except OSError as error:
         raise CheckpointError(f"{path}: the file cannot be read ({error.strerror or error}); download it again") from error
@@ -90,7 +90,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reads a header from its beginning to its end; `_where` names in errors what is being read."""
+    """Reads a header from beginning to end; `_where` is the place that errors name."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path = path
@@ -102,9 +102,9 @@ class _Reader:
     def file(self) -> GgufFile:
         version = self._number("<I")
         if version & 0xFFFF == 0:
-            raise CheckpointError(f"{self._path}: a big-endian GGUF file; little-endian ones can be read")
+            raise CheckpointError(f"{self._path}: this GGUF file is big-endian; convert it to little-endian")
         if version not in VERSIONS:
-            self._refuse(f"version {version}, where {' and '.join(map(str, VERSIONS))} can be read")
+            self._refuse(f"version {version} is not supported, only {' and '.join(map(str, VERSIONS))}")
         tensors = self._count("tensors", TENSOR_BYTES, MAX_TENSORS)
         entries = self._count("keys", FIELD_BYTES, MAX_FIELDS)
         fields: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class _Reader:
         for name, shape, block_type, offset in infos:
             self._where = f"tensor {name!r}"
             if name in found:
-                self._refuse("the name is there twice")
+                self._refuse("this name occurs twice")
             found[name] = BlockTensor(name, self._path, block_type, shape, self._values(shape, block_type, start + offset))
         return GgufFile(self._path, fields, found)
 
@@ -124,10 +124,10 @@ class _Reader:
         raise CheckpointError(f"{self._path}: damaged or truncated GGUF file ({self._where}: {reason}); download it again")
 
     def _take(self, size: int, what: str) -> int:
-        """The offset of the next `size` bytes, which are passed over."""
+        """Skip `size` bytes, and return the offset of the first."""
         left = len(self._data) - self._offset
         if size > left:
-            self._refuse(f"{what} needs {size} bytes and the file has {left} left")
+            self._refuse(f"{what} needs {size} bytes, and the file has {left} left")
         begin = self._offset
         self._offset += size
         return begin
@@ -140,24 +140,21 @@ class _Reader:
         count: int = self._number("<Q")
         left = len(self._data) - self._offset
         if count * least_bytes > left:
-            self._refuse(f"{count} {what} are announced and the file has {left} bytes left")
+            self._refuse(f"a count of {count} {what}, and the file has {left} bytes left")
         if count > most:
-            self._refuse(f"{count} {what} are announced and {most} can be read")
+            self._refuse(f"a count of {count} {what}, more than the {most} that are supported")
         return count
 
-    def _bytes(self) -> bytes:
-        length = self._number("<Q")
-        begin = self._take(length, "a text")
-        return self._data[begin : begin + length].tobytes()
-
     def _text(self) -> str:
+        length = self._number("<Q")
+        begin = self._take(length, "a string")
         try:
-            return self._bytes().decode()
+            return self._data[begin : begin + length].tobytes().decode()
         except UnicodeDecodeError as error:
-            self._refuse(f"a text is not UTF-8 ({error})")
+            self._refuse(f"a string is not UTF-8 ({error})")
 
     def _name(self, what: str) -> str:
-        """The name of a key or tensor, which later errors give."""
+        """Read the name of a key or tensor, which later errors include."""
         name = self._text()
         if len(name) > MAX_NAME:
             self._refuse(f"the name of a {what} has {len(name)} characters")
@@ -169,12 +166,12 @@ class _Reader:
         try:
             return GGUFValueType(number)
         except ValueError:
-            self._refuse(f"unknown type of value, {number}")
+            self._refuse(f"unknown value type {number}")
 
     def _field(self, fields: dict[str, Any]) -> None:
         name = self._name("key")
         if name in fields:
-            self._refuse("the key is there twice")
+            self._refuse("this key occurs twice")
         kind = self._type()
         if kind is GGUFValueType.ARRAY:
             self._skip_array(1)
@@ -183,9 +180,9 @@ class _Reader:
             fields[name] = self._text() if kind is GGUFValueType.STRING else self._number(_FORMATS[kind])
 
     def _skip_array(self, depth: int) -> None:
-        """Passes over an array: nothing here needs the vocabulary, and the tokenizer comes from the model's folder."""
+        """Skip an array: only the vocabulary is stored in arrays, and the tokenizer comes from the model's folder."""
         if depth > MAX_DEPTH:
-            self._refuse(f"more than {MAX_DEPTH} arrays within each other")
+            self._refuse(f"more than {MAX_DEPTH} nested arrays")
         kind = self._type()
         if kind in _FORMATS:
             count, size = self._number("<Q"), struct.calcsize(_FORMATS[kind])
@@ -194,29 +191,29 @@ class _Reader:
         count = self._count("values", 8 if kind is GGUFValueType.STRING else 12, MAX_STRINGS)
         self._strings += count
         if self._strings > MAX_STRINGS:
-            self._refuse(f"more than {MAX_STRINGS} texts and arrays in all arrays")
+            self._refuse(f"more than {MAX_STRINGS} strings and arrays in all arrays")
         for _ in range(count):
             if kind is GGUFValueType.STRING:
-                self._take(self._number("<Q"), "a text")
+                self._take(self._number("<Q"), "a string")
             else:
                 self._skip_array(depth + 1)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], BlockType, int]:
-        """Name, shape, outermost dimension first, type, and offset from the end of the header."""
+        """Read a tensor's name, its shape, outermost dimension first, its type, and its offset from the end of the header."""
         self._where = "the list of tensors"
         name = self._name("tensor")
         dimensions = self._number("<I")
         if dimensions > MAX_DIMENSIONS:
-            self._refuse(f"{dimensions} dimensions, where {MAX_DIMENSIONS} are allowed")
+            self._refuse(f"{dimensions} dimensions, more than the {MAX_DIMENSIONS} that are supported")
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
         number, offset = self._number("<I"), self._number("<Q")
         try:
             return name, shape, BlockType(number), offset
         except ValueError:
-            self._refuse(f"unknown type of weights, {number}")
+            self._refuse(f"unknown tensor type {number}")
 
     def _aligned(self, fields: Mapping[str, Any]) -> int:
-        """Where the tensors begin."""
+        """Return the offset of the first tensor."""
         self._where = f"key {Keys.General.ALIGNMENT!r}"
         alignment = fields.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -228,10 +225,10 @@ class _Reader:
         if 0 in shape:
             self._refuse("a dimension of 0")
         if math.prod(shape[-1:]) % block:
-            self._refuse(f"rows of {math.prod(shape[-1:])} values are no whole blocks of {block}")
+            self._refuse(f"rows of {math.prod(shape[-1:])} values are no multiple of the block size, {block}")
         size = math.prod(shape) // block * block_bytes
         if begin + size > len(self._data):
-            self._refuse(f"it ends at byte {begin + size} and the file has {len(self._data)}")
+            self._refuse(f"the tensor ends at byte {begin + size}, and the file has {len(self._data)}")
         values = _VALUES.get(block_type)
         raw = self._data[begin : begin + size]
         if values is not None:

@@ -1,9 +1,4 @@
-"""A model in GGUF files: checked against the config, and every parameter found in it.
-
-What a model's parameters are called in GGUF files: llama.cpp's architectures and the tables of the package `gguf`.
-
-What is said of GGUF tensors that are not computed with as they are.
-"""
+"""A model in GGUF files: its tensors are checked against the config and matched with the model's parameters."""
 
 from __future__ import annotations
 
@@ -41,8 +36,8 @@ from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, StoredTypes, WeightSource
 
-# transformers' model types and llama.cpp's architectures. A family is here once its parameters are known to be stored as they are,
-# but for what `GgufWeights` undoes.
+# transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
+# `GgufWeights` does not undo must not be listed.
 ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -61,7 +56,7 @@ COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
 
 def architecture_of(model_type: str) -> str:
-    """llama.cpp's name for a family.
+    """Return llama.cpp's name of a family.
 
     Raises:
         UnsupportedModelError: GGUF files of this family cannot be loaded.
@@ -75,7 +70,7 @@ def architecture_of(model_type: str) -> str:
 
 
 class Names:
-    """The stored names of one model's parameters."""
+    """The tensor names of one model's parameters, from the tables of the package `gguf`."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         """
@@ -88,8 +83,8 @@ class Names:
         self._table = get_tensor_name_map(number, self.layers)
 
     def stored(self, parameter: str) -> str | None:
-        """The tensor that holds `parameter`, None where none can."""
-        # Two names that llama.cpp's converter changes before it looks them up.
+        """Return the tensor name of a parameter; None if GGUF files have none for it."""
+        # llama.cpp's converter changes these two names before it looks them up.
         if parameter.endswith(".e_score_correction_bias"):
             parameter = parameter.removesuffix("_bias") + ".bias"
         elif parameter.endswith(".sinks"):
@@ -98,7 +93,7 @@ class Names:
         return name
 
     def ignored(self, tensor: str) -> bool:
-        """Whether nothing in the model needs `tensor`: what is computed, and the layers after the last, which predict further tokens."""
+        """Whether the model does not need a tensor: rotary frequencies, and layers for multi-token prediction after the last layer."""
         block = BLOCK.match(tensor)
         return tensor.startswith(COMPUTED) or (block is not None and int(block[1]) >= self.layers)
 
@@ -110,7 +105,7 @@ def layer_of(module: str) -> int:
 
 
 def experts_name(layer: int, part: Part, *, fused: bool = False, expert: int | None = None) -> str:
-    """The tensor of a part: of all experts, `fused` with its neighbour, or, in files of before 2024-04, of one expert."""
+    """Return the tensor name of a part: of all experts, of gate and up together if `fused`, or of one expert in files before 2024-04."""
     matrix, _, bias = part.partition("_")
     suffix = "bias" if bias else "weight"
     if expert is not None:
@@ -121,20 +116,20 @@ def experts_name(layer: int, part: Part, *, fused: bool = False, expert: int | N
 logger = logging.getLogger(__name__)
 
 
-def tell_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
-    """Logs, once for what no kernel has and once for what only these rules, or this machine, have no kernel for.
+def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
+    """Log the stored types that no kernel supports, then those that only these rules or this machine do not support.
 
     Args:
-        tensors: that are not kept as they are.
-        dtype: of what no rule replaces.
+        tensors: the tensors that are converted.
+        dtype: of what is not replaced.
     """
     converted = [tensor for tensor in tensors if tensor.block_type in CONVERTED]
     rest = str(dtype).removeprefix("torch.")
     unknown = [tensor for tensor in converted if tensor.block_type not in SUPER_BLOCKS]
     if unknown:
         logger.warning(
-            "%s: no kernel computes with %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
-            "the rest to %s",
+            "%s: no kernel supports %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
+            "all other tensors to %s",
             path,
             _kinds(unknown),
             rest,
@@ -142,9 +137,9 @@ def tell_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtyp
     others = [tensor for tensor in converted if tensor.block_type in SUPER_BLOCKS]
     if others:
         logger.warning(
-            "%s: %d tensors in %s, the first of them %s, are converted through float32: what a rule replaces to its weight type "
-            "(int8 for 'stored'), the rest to %s; experts and linear layers without gpu and sparsity keep them as they are, where their "
-            "weights are 'stored' or of no fewer bits, as int8 is",
+            "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
+            "type (int8 for 'stored'), all others to %s; experts and linear layers without gpu and sparsity keep them unchanged if their "
+            "weights are 'stored' or have at least as many bits, such as int8",
             path,
             len(others),
             _kinds(others),
@@ -157,21 +152,21 @@ def _kinds(tensors: Sequence[BlockTensor]) -> str:
     return ", ".join(sorted({tensor.block_type.name for tensor in tensors}))
 
 
-EMBEDDINGS = "token_embd.weight"  # rows are looked up: no kernel computes with them
-# By what holds what without rounding that shows: codes of 4 bits are codes of 8 bits.
+EMBEDDINGS = "token_embd.weight"  # rows are looked up, and no kernel is needed
+# int8 holds all of these with little or no further rounding.
 _INTEGERS = ("int4", "int8", *SUPER_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The opened files of one model; nothing but headers is read yet."""
+    """The opened files of one model, of which only headers are read."""
 
     path: Path
     tensors: Mapping[str, BlockTensor]
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The dtype in which most of the weights are read: float32 for blocks."""
+        """The dtype that most of the weights are read as: float32 for blocks."""
         stored: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             stored[tensor.dtype] += tensor.elements
@@ -179,10 +174,13 @@ class GgufModel:
 
 
 def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
-    """Opens the files of the model at `path`, a file, any part of a split one, or a folder.
+    """Open the files of a model.
+
+    Args:
+        path: a file, any part of a split one, or a folder with the parts of one model.
 
     Raises:
-        CheckpointError: a file is damaged or missing, there are two models, or it is not the config's.
+        CheckpointError: a file is damaged or missing, there are several models, or the model does not fit the config.
         UnsupportedModelError: GGUF files of this family cannot be loaded.
     """
     architecture = architecture_of(config.model_type)
@@ -190,12 +188,12 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
     found = files[0].fields.get(Keys.General.ARCHITECTURE)
     if found != architecture:
         raise CheckpointError(
-            f"{files[0].path}: holds a model of architecture {str(found)[:100]!r} where the config's model type, '{config.model_type}', "
+            f"{files[0].path}: the architecture is {str(found)[:100]!r}, and that of the config's model type, '{config.model_type}', "
             f"is '{architecture}'; give the folder or hub id that this file was made from"
         )
     tensors = merge(files)
     if not tensors:
-        raise CheckpointError(f"{files[0].path}: no tensors in this file; it holds a vocabulary alone")
+        raise CheckpointError(f"{files[0].path}: this file has no tensors, only a vocabulary; give the file with the weights")
     for tensor in tensors.values():
         tensor.check_type()
     _check_layers(files[0], architecture, config)
@@ -206,7 +204,7 @@ def _check_layers(file: GgufFile, architecture: str, config: PretrainedConfig) -
     blocks = file.integer(f"{architecture}.block_count")
     further = file.integer(f"{architecture}.nextn_predict_layers") or 0
     if blocks is not None and blocks - further != config.num_hidden_layers:
-        raise CheckpointError(f"{file.path}: {blocks - further} layers where the config has {config.num_hidden_layers}")
+        raise CheckpointError(f"{file.path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
 
 
 def _narrowest(weight_types: set[str]) -> str:
@@ -216,13 +214,13 @@ def _narrowest(weight_types: set[str]) -> str:
 
 
 class GgufWeights:
-    """Every parameter of a model, found in its GGUF files.
+    """The parameters of a model in its GGUF files.
 
     Attributes:
         tensors: by the parameter's name.
 
     Raises:
-        CheckpointError: when made, if a tensor is missing, unknown or of the wrong shape.
+        CheckpointError: from the constructor, if a tensor is missing, unknown or of the wrong shape.
     """
 
     def __init__(self, gguf: GgufModel, skeleton: PreTrainedModel) -> None:
@@ -245,7 +243,7 @@ class GgufWeights:
         return KeyMap({name: Target(name, {"": [name]}) for name in self._stored}, unread=(), missing=())
 
     def source(self, path: str, kind: str) -> WeightSource:
-        """The weights for the operator that replaces the module at `path`."""
+        """Return the weights for an operator of `kind` that replaces the module at `path`."""
         if kind == "experts":
             return GgufExperts(*self._experts[path])
         assert kind == "linear", f"operators of kind {kind} take no weights"
@@ -264,10 +262,10 @@ class GgufWeights:
             for tensors, weight_type in zip(self._matrices(path), (name.partition("+")[0], name.rpartition("+")[2]), strict=True):
                 kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
-        tell_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
+        log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
 
     def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
-        """Those of gate and up and those of down, of experts or of a linear layer, which has the same one in both."""
+        """Return the tensors of gate and up and those of down; for a linear layer, its tensor as both."""
         if path in self._experts:
             parts = self._experts[path][1]
             gate_up = [tensor for name, part in parts.items() if name in ("gate", "up") for tensor in part.tensors]
@@ -277,17 +275,19 @@ class GgufWeights:
         return matrix, matrix
 
     def _held(self, path: str) -> dict[Part, Stored]:
-        """The parameters of a linear layer."""
+        """Return the stored parameters of a linear layer."""
         tied = self._skeleton.all_tied_weights_keys
         names: dict[Part, str] = {"weight": f"{path}.weight", "bias": f"{path}.bias"}
         held = {part: self._stored.get(name) or self._stored.get(tied.get(name, "")) for part, name in names.items()}
         return {part: stored for part, stored in held.items() if stored is not None}
 
-    def _take(self, name: str, expected: tuple[int, ...], feeds: str) -> BlockTensor:
+    def _take(self, name: str, expected: tuple[int, ...], parameter: str) -> BlockTensor:
+        """Return the tensor of a parameter, and mark it as read."""
         tensor = self._gguf.tensors.get(name)
         if tensor is None:
             raise CheckpointError(
-                f"{self._gguf.path}: '{name}' is missing, which feeds {feeds}; the file is incomplete or of another model than the config"
+                f"{self._gguf.path}: '{name}', the tensor of {parameter}, is missing; "
+                "the file is incomplete, or belongs to another model than the config"
             )
         check_shape(tensor, expected)
         self._read.add(name)
@@ -302,16 +302,16 @@ class GgufWeights:
             self._stored[f"{path}.{name}"] = FusedExperts(layout, own, tuple(parameter.shape))
 
     def _expert_part(self, path: str, layout: ExpertsLayout, part: Part) -> ExpertPart:
-        layer, shape, feeds = layer_of(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
+        layer, shape, parameter = layer_of(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
         whole, fused = experts_name(layer, part), experts_name(layer, part, fused=True)
         if not part.startswith("down") and whole not in self._gguf.tensors and fused in self._gguf.tensors:
-            both = self._take(fused, (layout.num_experts, 2 * shape[0], *shape[1:]), feeds)
+            both = self._take(fused, (layout.num_experts, 2 * shape[0], *shape[1:]), parameter)
             first = 0 if part.startswith("gate") else shape[0]
             return ExpertPart((both,), slice(first, first + shape[0]))
         if whole not in self._gguf.tensors and experts_name(layer, part, expert=0) in self._gguf.tensors:
             each = (experts_name(layer, part, expert=expert) for expert in range(layout.num_experts))
-            return ExpertPart(tuple(self._take(name, shape, feeds) for name in each))
-        return ExpertPart((self._take(whole, (layout.num_experts, *shape), feeds),))
+            return ExpertPart(tuple(self._take(name, shape, parameter) for name in each))
+        return ExpertPart((self._take(whole, (layout.num_experts, *shape), parameter),))
 
     def _find_rest(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._skeleton.state_dict().items()}
@@ -323,7 +323,7 @@ class GgufWeights:
             stored_name = self._names.stored(name)
             if stored_name is None:
                 raise UnsupportedModelError(
-                    f"{self._gguf.path}: files of this architecture have no tensor for {name}, which the config asks for"
+                    f"{self._gguf.path}: files of this architecture have no tensor for {name}, which the config requires"
                 )
             self._take(stored_name, shapes[name], name)
 
@@ -347,7 +347,7 @@ class GgufWeights:
         return rope_rows(shape[0], self._config.num_key_value_heads) if parameter.endswith(".k_proj.weight") else None
 
     def _split_key_value(self, name: str, parameter: str, shape: tuple[int, ...]) -> Stored | None:
-        """The two halves, where they stand for the whole; some files have both, of which the whole is read."""
+        """Return `kv_b` from its two halves; None if the file has the whole, which is read even if the halves are there as well."""
         key_name, value_name = name.replace("_kv_b", "_k_b"), name.replace("_kv_b", "_v_b")
         if name in self._gguf.tensors:
             self._read |= {key_name, value_name}
@@ -365,5 +365,5 @@ class GgufWeights:
         if unknown:
             more = f" (and {len(unknown) - 1} more tensors)" if len(unknown) > 1 else ""
             raise CheckpointError(
-                f"{unknown[0].origin}: nothing in the model reads this tensor{more}; is it of another model than the config?"
+                f"{unknown[0].origin}: the model has no parameter for this tensor{more}; check that file and config are of the same model"
             )

@@ -1,16 +1,10 @@
-"""A model's parameters made from GGUF tensors, with what llama.cpp's converter did to them undone.
-
-transformers reads them as slices of a file: `get_shape`, `get_dtype` and `[...]`, or `[expert]` of a fused parameter.
-
-The weights of one module in a GGUF file, for the operator that replaces it.
-"""
+"""A model's parameters from GGUF tensors, with the changes of llama.cpp's converter undone, and the weight sources of operators."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,25 +19,35 @@ from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Stored(Protocol):
-    """One parameter's storage."""
+class Stored:
+    """The storage of one parameter, with the interface of a safetensors slice: `get_shape`, `get_dtype` and `[...]`."""
+
+    shape: tuple[int, ...]
 
     @property
-    def tensors(self) -> Sequence[BlockTensor]: ...
+    def tensors(self) -> Sequence[BlockTensor]:
+        raise NotImplementedError
 
-    def get_shape(self) -> list[int]: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        return widest(tensor.dtype for tensor in self.tensors)
 
-    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
 
-    def __getitem__(self, index: EllipsisType) -> torch.Tensor: ...
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES[self.dtype]
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Stored as it is, but for dimensions of size 1, and for rows in another order.
+@dataclass(frozen=True)
+class Plain(Stored):
+    """A parameter in one tensor, which may have further dimensions of size 1, and rows in another order.
 
     Attributes:
-        rows: the stored row of each row of the parameter; None: the same.
+        rows: the stored row of each row of the parameter; None if the order is the same.
     """
 
     tensor: BlockTensor
@@ -53,12 +57,6 @@ class Plain:
     @property
     def tensors(self) -> Sequence[BlockTensor]:
         return (self.tensor,)
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPE_NAMES[self.tensor.dtype]
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         values = self.tensor.read().reshape(self.shape)
@@ -78,15 +76,15 @@ class Plain:
 
 
 def rope_rows(rows: int, heads: int) -> NDArray[np.int64]:
-    """Where the rows of a query or key projection are in files of llama.cpp's `llama` architecture.
+    """Return the stored row of each row of a query or key projection in files of llama.cpp's `llama` architecture.
 
-    Its rotary embedding turns neighbours, (0, 1), (2, 3), ...; transformers' turns row r of a head and row r + d/2.
+    llama.cpp's rotary embedding rotates the neighbouring rows (0, 1), (2, 3), ... of a head, and transformers' rows r and r + d/2.
     """
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitKeyValue:
+@dataclass(frozen=True)
+class SplitKeyValue(Stored):
     """`kv_b_proj` of DeepSeek's attention, stored as `attn_k_b (heads, rank, nope)` and `attn_v_b (heads, v_dim, rank)`."""
 
     key: BlockTensor
@@ -97,39 +95,28 @@ class SplitKeyValue:
     def tensors(self) -> Sequence[BlockTensor]:
         return (self.key, self.value)
 
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPE_NAMES[widest([self.key.dtype, self.value.dtype])]
-
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         key, value = self.key.read().transpose(1, 2), self.value.read()
-        dtype = widest([key.dtype, value.dtype])
-        return torch.cat([key.to(dtype), value.to(dtype)], dim=1).reshape(self.shape)
+        return torch.cat([key.to(self.dtype), value.to(self.dtype)], dim=1).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One part of all experts of a layer: one tensor (E, ...), rows of one that holds gate and up, or one tensor an expert."""
+    """One part of all experts of a layer: one tensor (E, ...), `rows` of a tensor with gate and up, or one tensor per expert."""
 
     tensors: tuple[BlockTensor, ...]
     rows: slice | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
-
     def at(self, expert: int) -> tuple[BlockTensor, Index]:
-        """The tensor that holds `expert`, and where in it."""
+        """Return the tensor that holds `expert`, and the expert's index in it."""
         if len(self.tensors) > 1:
             return self.tensors[expert], WHOLE
         return self.tensors[0], expert if self.rows is None else (expert, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class FusedExperts:
-    """A fused parameter of an experts module, `gate_up_proj` or `down_proj`, that no operator takes."""
+@dataclass(frozen=True)
+class FusedExperts(Stored):
+    """A fused parameter of an experts module that is not replaced: `gate_up_proj` or `down_proj`."""
 
     layout: ExpertsLayout
     parts: Mapping[Part, ExpertPart]
@@ -139,18 +126,8 @@ class FusedExperts:
     def tensors(self) -> Sequence[BlockTensor]:
         return tuple(dict.fromkeys(tensor for part in self.parts.values() for tensor in part.tensors))
 
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPE_NAMES[self._dtype]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return widest(tensor.dtype for part in self.parts.values() for tensor in part.tensors)
-
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        whole = torch.empty(self.shape, dtype=self._dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype)
         for expert in range(self.layout.num_experts):
             for name, part in self.parts.items():
                 tensor, where = part.at(expert)
@@ -159,7 +136,7 @@ class FusedExperts:
 
 
 def lazy(stored: Stored) -> LazyTensor:
-    """The parameter as the rest of the loading takes it."""
+    """Return a parameter as a `LazyTensor`."""
     first = stored.tensors[0]
     return LazyTensor(", ".join(tensor.name for tensor in stored.tensors[:2]), first.file, stored)
 
@@ -167,14 +144,14 @@ def lazy(stored: Stored) -> LazyTensor:
 def check_shape(tensor: BlockTensor, expected: tuple[int, ...]) -> None:
     """
     Raises:
-        CheckpointError: the tensor has another shape, dimensions of size 1 apart.
+        CheckpointError: the tensor has another shape, ignoring dimensions of size 1.
     """
     if [size for size in tensor.shape if size != 1] != [size for size in expected if size != 1]:
-        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape} where the model has {expected}")
+        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {expected}")
 
 
 class GgufExperts:
-    """A `WeightSource` and `CodedSource` over one experts module; each piece is read straight from the mapped file."""
+    """A `WeightSource` and `CodedSource` over one experts module; pieces are read from the mapped file."""
 
     def __init__(self, layout: ExpertsLayout, parts: Mapping[Part, ExpertPart]) -> None:
         self._layout = layout
@@ -187,7 +164,7 @@ class GgufExperts:
     @property
     def fingerprint(self) -> str | None:
         stored = [Plain(tensor, tensor.shape) for part in self._parts.values() for tensor in part.tensors]
-        return "gguf " + fingerprint([lazy(one) for one in stored])
+        return "gguf " + fingerprint(list(map(lazy, stored)))
 
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()
@@ -213,11 +190,11 @@ class GgufLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        return widest(tensor.dtype for tensor in self._parts["weight"].tensors)
+        return self._parts["weight"].dtype
 
     @property
     def fingerprint(self) -> str | None:
-        return "gguf " + fingerprint([lazy(stored) for stored in self._parts.values()])
+        return "gguf " + fingerprint(list(map(lazy, self._parts.values())))
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parts)

@@ -1,4 +1,4 @@
-"""One answer: from prompt tokens to streamed text, with its speed and the reason it ended."""
+"""The answer to one prompt: from tokens to streamed text, with its speed and the reason why it ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moegraft.injection.cli.chat.conversation import PromptCache
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
-from moegraft.injection.graft import Injection, decode_steps_of
+from moegraft.injection.injected import decode_steps_of, injection_of
 from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
@@ -31,9 +31,9 @@ class AnswerStats:
     """Token counts and seconds of one answer."""
 
     prompt_tokens: int
-    kept_tokens: int  # of the prompt, still known from the turn before
+    kept_tokens: int  # of the prompt, in the cache of the turn before
     generated_tokens: int
-    first_token_s: float  # from asking to the first token
+    first_token_s: float  # from the request to the first token
     decode_s: float  # from the first token to the last
 
     @property
@@ -42,7 +42,7 @@ class AnswerStats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """None for an answer of one token: there was no step to time."""
+        """The decode speed; None for an answer of one token, which has no decode step."""
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
 
     def line(self) -> str:
@@ -56,7 +56,7 @@ class AnswerStats:
 
 @dataclass(slots=True)
 class ChatStats:
-    """Sums over the answers of one program run."""
+    """Sums over the answers since the program started."""
 
     answers: int = 0
     computed_tokens: int = 0
@@ -89,11 +89,11 @@ def _tokens(count: int) -> str:
 
 
 class PromptInterrupted(Exception):
-    """The answer was stopped before its first token."""
+    """Generation was stopped before the first token."""
 
 
 class StopRequest(StoppingCriteria):
-    """Set by the first Ctrl-C; `generate` asks it after each token. A second Ctrl-C raises KeyboardInterrupt at once."""
+    """A stopping criterion that the first Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -105,15 +105,15 @@ class StopRequest(StoppingCriteria):
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Iterator[None]:
-        """Ctrl-C goes to this request while the body runs.
+        """Handle Ctrl-C while the body runs.
 
         Raises:
-            PromptInterrupted: stopped while the prompt was read, which can take minutes: between two layers of the model.
+            PromptInterrupted: stopped between two layers while the prompt was computed, which can take minutes.
         """
         hooks = [
             module.register_forward_pre_hook(self._between_layers)
             for module in model.modules()
-            if isinstance(module, GradientCheckpointingLayer)  # what transformers builds decoder layers on
+            if isinstance(module, GradientCheckpointingLayer)  # the base class of transformers' decoder layers
         ]
         main_thread = threading.current_thread() is threading.main_thread()  # others cannot set signal handlers
         previous = signal.signal(signal.SIGINT, self._request) if main_thread else None
@@ -135,18 +135,18 @@ class StopRequest(StoppingCriteria):
             raise PromptInterrupted
 
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for the first bytes of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers decode an incomplete character
 
 
 class AnswerStreamer(BaseStreamer):
-    """Calls `on_text` with each piece of the answer that can no longer change."""
+    """Decodes tokens to text, and calls `on_text` with each piece that later tokens cannot change."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         self._tokenizer = tokenizer
         self._on_text = on_text
         self._saw_prompt = False
-        self._shown = 0  # tokens whose text was passed on
-        self._context = 0  # tokens before this one do not change how the next are spelt
+        self._shown = 0  # the number of tokens whose text was passed on
+        self._context = 0  # tokens before this index do not affect the text of later ones
         self.token_ids: list[int] = []
         self.text = ""
         self.started_s = time.perf_counter()
@@ -154,7 +154,7 @@ class AnswerStreamer(BaseStreamer):
         self.last_token_s: float | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt first, then tokens in any number at a time."""
+        """Add tokens, any number at a time; the first call is with the prompt."""
         if not self._saw_prompt:
             self._saw_prompt = True
             return
@@ -168,7 +168,7 @@ class AnswerStreamer(BaseStreamer):
         self._advance(finished=True)
 
     def _advance(self, *, finished: bool) -> None:
-        # A token's text can depend on the one before it (a leading space), so some tokens before are always decoded with it.
+        # A token's text can depend on the one before (a leading space), so it is decoded together with some tokens before.
         known = self._decode(self.token_ids[self._context : self._shown])
         text = self._decode(self.token_ids[self._context :])
         if len(text) <= len(known) or (text.endswith(UNFINISHED) and not finished):
@@ -190,7 +190,7 @@ Ending = Literal["finished", "length", "context", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`stats` is None when the answer was stopped before its first token."""
+    """An answer's text; `stats` is None if it was stopped before the first token."""
 
     text: str
     ending: Ending
@@ -198,9 +198,9 @@ class Answer:
 
 
 class Answerer:
-    """Answers prompts with one model; keeps what the model knows of the conversation between them.
+    """Answers prompts with one model, and keeps its key-value cache between them.
 
-    Prompts longer than `prefill_chunk` tokens are read in chunks of so many; 0 reads them whole.
+    Prompts longer than `prefill_chunk` tokens are computed in chunks of this size; 0 computes them whole.
     """
 
     def __init__(
@@ -209,34 +209,36 @@ class Answerer:
         self._loaded = loaded
         self._cache = PromptCache()
         self._prefill_chunk = prefill_chunk
-        self._said_whole = False
+        self._warned = False
         own = loaded.model.generation_config
         assert own is not None, "a model that generates has a generation config"
-        self._arguments = sampling.overrides(model_samples=bool(own.do_sample)) | _ending_tokens(loaded)
+        sampled = sampling.overrides(model_samples=bool(own.do_sample), model_temperature=own.temperature)
+        ends, padding = end_tokens(loaded), pad_token(loaded)
+        self._arguments = {**sampled, "eos_token_id": ends or None, "pad_token_id": padding}
         self.max_new_tokens: int = sampling.max_new_tokens or own.max_new_tokens or DEFAULT_NEW_TOKENS
         self.seed = random.SystemRandom().getrandbits(31) if seed is None else seed
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the conversation and starts the random numbers anew, so that the same questions get the same answers."""
+        """Drop the cache and reset the random numbers, so that the same questions get the same answers."""
         self._cache.drop()
         torch.manual_seed(self.seed)
 
     @property
     def held(self) -> tuple[list[int], DynamicCache | None]:
-        """What the model has read of the conversation, in tokens and as its cache."""
+        """The tokens in the cache, and the cache."""
         return self._cache.held
 
     def resume(self, token_ids: list[int], cache: DynamicCache | None) -> None:
-        """Goes on from a cache that holds `token_ids`."""
+        """Continue from a cache that holds `token_ids`."""
         if cache is not None:
             self._cache.keep(token_ids, cache)
 
     def answer(self, token_ids: list[int], on_text: Callable[[str], None]) -> Answer:
-        """Streams the answer through `on_text`; Ctrl-C ends it early.
+        """Generate an answer and pass its text to `on_text`; Ctrl-C ends it early.
 
         Raises:
-            NotEnoughMemoryError: a GPU has no room left for the conversation.
+            NotEnoughMemoryError: the conversation does not fit in a GPU's memory.
         """
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
         cache, kept = self._cache.take(token_ids)
@@ -252,18 +254,18 @@ class Answerer:
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:
-            message = f"the GPU has no memory left for a conversation of {len(token_ids)} tokens; /reset starts a new one"
+            message = f"a conversation of {len(token_ids)} tokens does not fit in the GPU's memory; /reset starts a new one"
             raise NotEnoughMemoryError(message) from error
         finally:
             streamer.end()
         return Answer(streamer.text, self._ending(streamer, stop, room), _stats(streamer, len(token_ids), kept))
 
     def _read_ahead(self, token_ids: list[int], cache: DynamicCache | None) -> DynamicCache | None:
-        if self._prefill_chunk and len(token_ids) > self._prefill_chunk and not self._said_whole:
+        if self._prefill_chunk and len(token_ids) > self._prefill_chunk and not self._warned:
             reason = why_not_appendable(self._loaded.model)
             if reason is not None:
-                self._said_whole = True
-                logger.warning("long prompts are read whole, which takes memory: this model cannot read them in chunks, as %s", reason)
+                self._warned = True
+                logger.warning("long prompts are computed whole, which takes memory: this model does not support chunks (%s)", reason)
         return read_ahead(self._loaded.model, token_ids, cache, self._prefill_chunk)
 
     def _generate(self, token_ids: list[int], **arguments: Any) -> Any:
@@ -290,14 +292,18 @@ class Answerer:
         return "length" if room == self.max_new_tokens else "context"
 
 
-def _ending_tokens(loaded: LoadedModel) -> dict[str, Any]:
-    """The tokens that end an answer: the model's and its tokenizer's, as chat models are often published with the base model's alone."""
-    own = loaded.model.generation_config.eos_token_id
+def end_tokens(loaded: LoadedModel) -> list[int]:
+    """Return the tokens that end an answer: the model's and the tokenizer's, as many chat models have only the base model's own."""
+    own: Any = loaded.model.generation_config.eos_token_id
     ends = [own] if isinstance(own, int) else list(own or [])
-    if loaded.tokenizer.eos_token_id is not None and loaded.tokenizer.eos_token_id not in ends:
-        ends.append(loaded.tokenizer.eos_token_id)
+    of_tokenizer = loaded.tokenizer.eos_token_id
+    return ends if of_tokenizer is None or of_tokenizer in ends else [*ends, of_tokenizer]
+
+
+def pad_token(loaded: LoadedModel) -> int:
+    """Return the padding token that `generate` requires; its value has no effect on one sequence."""
     padding = loaded.tokenizer.pad_token_id
-    return {"eos_token_id": ends or None, "pad_token_id": padding if padding is not None else next(iter(ends), 0)}
+    return padding if padding is not None else next(iter(end_tokens(loaded)), 0)
 
 
 def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> AnswerStats | None:
@@ -313,9 +319,9 @@ def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> An
 
 
 def work_lines(model: PreTrainedModel) -> list[str]:
-    """A line for drafts, if there were any, and one for each device that experts share."""
-    injection: object = getattr(model, "moegraft", None)
-    if not isinstance(injection, Injection):
+    """Return a line on drafts, if there were any, and one for each device that experts share."""
+    injection = injection_of(model)
+    if injection is None:
         return []
     lines = []
     operator = injection.model_operator
@@ -330,18 +336,14 @@ def _drafts(found: Mapping[str, object]) -> str:
     seconds = {name: f"{_number(found[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
     shares = found["acceptance_by_position"]
     assert isinstance(shares, tuple), "a share for each position"
-    lossy = "" if found["agreement"] is None else f"; {_cost(found)}"
+    lossy = ""
+    if found["agreement"] is not None:
+        agreement, perplexity = _number(found["agreement"]), _number(found["perplexity"])
+        lossy = f"; {agreement:.1%} of tokens as in lossless decoding, perplexity {perplexity:.2f} under the full model"
     return (
         f"{found['rounds']} rounds of {_number(found['tokens_per_round']):.2f} tokens; accepted by position "
         f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
         f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}{lossy}"
-    )
-
-
-def _cost(found: Mapping[str, object]) -> str:
-    """Of a mode that changes what the model says."""
-    return (
-        f"{_number(found['agreement']):.1%} as lossless decoding has it, perplexity {_number(found['perplexity']):.2f} under the full model"
     )
 
 

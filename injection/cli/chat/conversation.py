@@ -1,7 +1,8 @@
-"""The messages of a chat, the tokens of its next prompt, the cache they share, and chats saved to a file."""
+"""A chat's messages, the tokens of its next prompt, the key-value cache that its prompts share, and chats saved to files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from safetensors.torch import save
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
-from moegraft.injection.fingerprint import fingerprint
+from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import why_not_appendable
 from moegraft.operators.errors import MoegraftError
 
@@ -24,7 +25,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class PromptRefusedError(MoegraftError):
-    """What was asked cannot become a prompt of this model."""
+    """The conversation cannot be encoded as a prompt of this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to answer, and how many of the oldest question-answer pairs were left out to make them fit."""
+    """The tokens of a prompt, and how many of the oldest question-answer pairs were left out to make it fit."""
 
     token_ids: list[int]
     left_out: int = 0
 
 
 class Conversation:
-    """The messages so far. A model with a chat template is asked through it, one without continues them as text."""
+    """The messages so far. They are encoded by the model's chat template, or as plain text if it has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None, system: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +66,7 @@ class Conversation:
         self._turns.append(Message("assistant", text))
 
     def withdraw(self) -> None:
-        """Takes back a question that got no answer: two questions in a row break most chat templates."""
+        """Remove a question that got no answer: most chat templates refuse two questions in a row."""
         assert self._turns and self._turns[-1].role == "user", "only a question can be withdrawn"
         self._turns.pop()
 
@@ -73,37 +74,37 @@ class Conversation:
         self._turns.clear()
 
     def restore(self, messages: list[Message]) -> None:
-        """Puts what was said, a system message included, in the place of what is here."""
+        """Replace all messages, the system message included."""
         self._head = [message for message in messages[:1] if message.role == "system"]
         self._turns = messages[len(self._head) :]
 
     def prompt(self, answer_tokens: int) -> Prompt:
-        """The tokens of the next prompt, with room for an answer of `answer_tokens` or half the context, whichever is less.
+        """Encode the next prompt, with room for an answer of `answer_tokens` or half the context, whichever is less.
 
         Raises:
-            PromptRefusedError: the last question alone leaves no room for an answer, has no tokens, or the chat template refuses.
+            PromptRefusedError: the last question alone leaves no room for an answer, has no tokens, or the chat template refuses it.
         """
         assert self._turns, "there is a question to answer"
         limit, left_out = self._context_tokens, 0
         token_ids = self._encode(self.messages)
         if not token_ids:
-            raise PromptRefusedError("this model's tokenizer makes no token of that prompt")
+            raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
         if limit is None:
             return Prompt(token_ids)
         while len(token_ids) + min(answer_tokens, limit // 2) > limit and left_out + 2 < len(self._turns):
             left_out += 2  # a question and its answer
             token_ids = self._encode([*self._head, *self._turns[left_out:]])
         if len(token_ids) >= limit:
-            raise PromptRefusedError(f"the prompt has {len(token_ids)} tokens and this model's context takes {limit}, its answer included")
+            raise PromptRefusedError(f"the prompt has {len(token_ids)} tokens, and this model's context {limit}, including the answer")
         return Prompt(token_ids, left_out // 2)
 
     def as_text(self) -> str:
-        """The messages run together, each question on a line of its own."""
-        return _run_together(self.messages)
+        """Return the messages as one text, each question on its own line."""
+        return _joined(self.messages)
 
     def _encode(self, messages: list[Message]) -> list[int]:
         if not self.has_template:
-            return list(self._tokenizer(_run_together(messages))["input_ids"])
+            return list(self._tokenizer(_joined(messages))["input_ids"])
         asked = [{"role": message.role, "content": message.content} for message in messages]
         try:
             encoded: Any = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
@@ -112,7 +113,7 @@ class Conversation:
         return list(encoded["input_ids"])
 
 
-def _run_together(messages: list[Message]) -> str:
+def _joined(messages: list[Message]) -> str:
     text = ""
     for message in messages:
         if message.role != "assistant" and text and not text.endswith("\n"):
@@ -126,30 +127,31 @@ KEPT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class PromptCache:
-    """One cache and the tokens it holds.
+    """A key-value cache and the tokens that it holds, kept between prompts.
 
-    Layers that attend to everything can be cut back to any earlier token. A sliding window that has moved on, and a quantised cache, can
-    only be continued, so a turn that changes what was said is read anew; recurrent states are not kept at all. The log says so, once.
+    Layers of full attention can be cropped to any earlier token. A sliding window that has dropped tokens, and a quantised cache, can
+    only be extended: a prompt that changes earlier tokens is computed from its beginning. Recurrent states are not kept. The log
+    reports each case once.
     """
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._cache: DynamicCache | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def held(self) -> tuple[list[int], DynamicCache | None]:
-        """The tokens that the cache has read, and the cache."""
+        """The tokens in the cache, and the cache."""
         return self._token_ids, self._cache
 
     def shared(self, token_ids: list[int]) -> int:
-        """How many tokens of this prompt need not be read; the last token always is."""
+        """Return how many tokens of a prompt the cache holds; its last token is never counted, as it has to be computed."""
         return _shared_tokens(self._token_ids, token_ids[:-1])
 
     def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
-        """The cache cut to what it shares with `token_ids`, and that many tokens; the last token is never shared.
+        """Return the cache cropped to the tokens that it shares with a prompt, and their number.
 
-        The cache is given away: what `generate` makes of it comes back through `keep`, or is lost with an interrupted answer.
+        The caller owns the cache from then on. `keep` gives it back; after an interrupted answer it is lost.
         """
         cache, held = self._cache, self._token_ids
         self.drop()
@@ -158,33 +160,33 @@ class PromptCache:
             return None, 0
         if shared < len(held):
             if isinstance(cache, QuantizedCache) or any(_moved_on(layer) for layer in cache.layers):
-                what = "in a quantised cache" if isinstance(cache, QuantizedCache) else "behind a sliding window"
-                self._say_once(f"the conversation changed {what}, which cannot go back: it is read anew")
+                kind = "a quantised cache" if isinstance(cache, QuantizedCache) else "a sliding window"
+                self._log_once(f"an earlier part of the conversation changed, and {kind} cannot be cropped: all of it is computed again")
                 return None, 0
             cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
         return cache, shared
 
     def keep(self, token_ids: list[int], cache: Any) -> None:
-        """Takes what `generate` returned; `token_ids` are prompt and answer, whose last token it has not read."""
+        """Keep the cache that `generate` returned; `token_ids` are prompt and answer, whose last token is not in the cache."""
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
         known = type(cache) is DynamicCache and kinds <= set(KEPT_LAYERS)
         if not known and not isinstance(cache, QuantizedCache):
             names = ", ".join(sorted(kind.__name__ for kind in kinds - set(KEPT_LAYERS))) or type(cache).__name__
-            self._say_once(f"each turn reads the whole conversation anew: a cache of {names} cannot be taken up again")
+            self._log_once(f"each turn computes the whole conversation again: a cache of {names} cannot be kept")
             return
         self._cache, self._token_ids = cache, token_ids[: cache.get_seq_length()]
 
     def drop(self) -> None:
         self._cache, self._token_ids = None, []
 
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             logger.warning("%s", message)
 
 
 def _moved_on(layer: Any) -> bool:
-    """Whether a sliding window has let tokens go."""
+    """Whether a sliding window has dropped tokens."""
     return type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
 
 
@@ -203,12 +205,12 @@ ROLES = ("system", "user", "assistant")
 
 
 class SavedChatError(MoegraftError):
-    """A file that is no saved chat, or one of another model."""
+    """The file is no saved chat, or belongs to another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """What was said, and a cache with the tokens that it holds; no cache where the model's cannot be kept."""
+    """The messages, and the cache with its tokens; None if the model's cache cannot be saved."""
 
     messages: list[Message]
     token_ids: list[int]
@@ -218,12 +220,12 @@ class SavedChat:
 def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
     """
     Raises:
-        FileExistsError: there is such a file; it is left as it was.
-        OSError: it cannot be written.
+        FileExistsError: the file exists; it is not changed.
+        OSError: the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
     lengths = []
-    # Of several kinds without a common type. A quantised cache is not saved: how it lies is its backend's affair.
+    # Layers have no common type. A quantised cache is not saved: its layout belongs to its backend.
     layers: list[Any] = chat.cache.layers if type(chat.cache) is DynamicCache else []
     for index, layer in enumerate(layers):
         lengths.append(layer.get_seq_length())
@@ -244,10 +246,10 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
 def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
     """
     Raises:
-        SavedChatError: it is not a saved chat, is damaged, or belongs to another model or other rules.
-        OSError: it cannot be read.
+        SavedChatError: the file is no saved chat, is damaged, or belongs to another model or other rules.
+        OSError: the file cannot be read.
     """
-    with path.open("rb"):  # says what is wrong with the path, as safetensors does not
+    with path.open("rb"):  # raises OSError with the reason, which safetensors does not give
         pass
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
@@ -255,9 +257,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
             if about.get("format") != FORMAT:
                 raise SavedChatError(f"{path}: not a chat; give a file that /save NAME{SUFFIX} wrote")
             if about["fingerprint"] != fingerprint(model):
-                raise SavedChatError(
-                    f"{path}: saved with another model, other rules or another --dtype; give those it was saved with, or start a new chat"
-                )
+                raise SavedChatError(f"{path}: saved with another model, other rules or another --dtype; use the same, or start a new chat")
             messages = [_message(entry) for entry in json.loads(about["messages"])]
             token_ids = [int(token) for token in json.loads(about["token_ids"])]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
@@ -274,6 +274,25 @@ def _message(entry: Any) -> Message:
     if entry["role"] not in ROLES or not isinstance(entry["content"], str):
         raise ValueError("a message without role or text")
     return Message(entry["role"], entry["content"])
+
+
+SAMPLED = 64  # elements of each parameter: enough to tell fine-tunes apart, and read in milliseconds
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return a SHA-256 of what keys and values depend on: the config, a sample of every parameter, and the operators' weights."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.numpy().tobytes())
+    injection = injection_of(model)
+    for swap in injection.plan.swaps if injection is not None else ():
+        digest.update(f"{swap.module} {swap.operator} {swap.operator_type.identity(swap.options)}".encode())
+    return digest.hexdigest()
 
 
 def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: list[int], tokens: int) -> DynamicCache | None:
@@ -293,7 +312,7 @@ def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: li
         keys, values = tensors[f"{index}.keys"].to(model.device), tensors[f"{index}.values"].to(model.device)
         sliding = type(layer) is DynamicSlidingWindowLayer
         held = min(tokens, layer.sliding_window - 1) if sliding else tokens
-        if length != tokens or any(one.ndim != 4 or one.shape[0] != 1 or one.shape[2] != held for one in (keys, values)):
+        if length != tokens or any(states.ndim != 4 or states.shape[0] != 1 or states.shape[2] != held for states in (keys, values)):
             raise ValueError(f"layer {index} does not hold {tokens} tokens")
         layer.update(keys, values)
         if sliding:

@@ -1,4 +1,4 @@
-"""The chat loop: reads what is typed, runs the commands that start with a slash, and answers everything else."""
+"""The chat loop: read a line, run it if it is a command that starts with a slash, else answer it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, ChatStats, work_lines
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChat, read_chat, write_chat
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.output import Terminal
 from moegraft.operators.errors import MoegraftError, error_sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`run` gets the chat and what follows the name; `argument` names that for the help, empty when there is none."""
+    """A command; `run` is called with the chat and the text after the name, which the help calls `argument` (empty: none)."""
 
     summary: str
     run: Callable[[Chat, str], None]
@@ -28,13 +28,13 @@ class Command:
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Does what a line such as `/save talk.md` says, or says what is wrong with it."""
+    """Run a command line such as `/save talk.md`, or report a mistake in it."""
     name, _, argument = line.strip().partition(" ")
     command = COMMANDS.get(ALIASES.get(name, name))
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "/help lists them"
-        chat.terminal.complain(f"no command {name}; {hint} (to send a line that starts with a slash, double it)")
+        hint = f"did you mean {near[0]}?" if near else "/help lists the commands"
+        chat.terminal.complain(f"unknown command {name}; {hint} (to send a line that starts with a slash, double it)")
     elif bool(argument.strip()) != bool(command.argument):
         chat.terminal.complain(f"usage: {name} {command.argument}".rstrip())
     else:
@@ -45,8 +45,8 @@ def _help(chat: Chat, argument: str) -> None:
     width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())
     lines = [f"{f'{name} {command.argument}':{width}}  {command.summary}" for name, command in COMMANDS.items()]
     lines += [
-        "Ctrl-C stops an answer; twice: at once. Ctrl-D leaves.",
-        'Several lines: end each but the last with \\, or put them between """ and """.',
+        "Ctrl-C stops an answer after the current token, a second Ctrl-C at once. Ctrl-D leaves.",
+        'For several lines, end each but the last with \\, or put them between """ and """.',
     ]
     chat.terminal.reply("\n".join(lines))
 
@@ -66,7 +66,7 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = Path(os.path.expanduser(argument))  # noqa: PTH111 (Path's own raises for a user that is none)
+    path = Path(os.path.expanduser(argument))  # noqa: PTH111 (Path's own method raises for an unknown user)
     messages = chat.conversation.messages
     if not messages:
         chat.terminal.complain("there is nothing to save yet")
@@ -78,7 +78,7 @@ def _save(chat: Chat, argument: str) -> None:
             with path.open("x", encoding="utf-8") as file:
                 file.write(_as_text(chat, as_json=path.suffix == ".json") + "\n")
     except FileExistsError:
-        chat.terminal.complain(f"{path} exists and was left as it is; give another name")
+        chat.terminal.complain(f"{path} exists and was not changed; give another name")
     except OSError as error:
         chat.terminal.complain(f"not saved: {error_sentence(error)}")
     else:
@@ -101,7 +101,7 @@ def _exit(chat: Chat, argument: str) -> None:
 COMMANDS = {
     "/help": Command("list the commands", _help),
     "/reset": Command("start a new conversation", _reset),
-    "/stats": Command("speed, seed, what runs where, and what drafts and devices did", _stats),
+    "/stats": Command("show speed, seed, placement, and statistics of drafts and devices", _stats),
     "/save": Command("write the conversation: .json as JSON, .safetensors with its cache for --resume, else text", _save, "FILE"),
     "/exit": Command("leave; also /quit", _exit),
 }
@@ -114,23 +114,23 @@ FIRST, NEXT = ">>> ", "... "
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """Something to act on; `command` for a line that starts with one slash."""
+    """A message, or a command: a line that starts with one slash."""
 
     text: str
     command: bool = False
 
 
 def prepare_editing() -> None:
-    """Gives `input` line editing, a history and lines of any length, where the system has readline."""
+    """Enable line editing, a history and lines of any length in `input`, if the system has readline."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
 
 def read_typed() -> Typed:
-    """The next thing typed.
+    """Read the next message or command.
 
     Raises:
-        EOFError: the input ended, also in the middle of several lines.
+        EOFError: the input ended.
         KeyboardInterrupt: Ctrl-C.
         UnicodeError: the line is not UTF-8 text.
     """
@@ -163,12 +163,12 @@ def _joined(line: str) -> str:
 def _line(mark: str) -> str:
     if sys.stdout.isatty():
         return _checked(input(mark))
-    print(mark, end="", file=sys.stderr, flush=True)  # stdout goes to a file: it takes answers alone
+    print(mark, end="", file=sys.stderr, flush=True)  # stdout is a file or pipe, for answers only
     return _checked(input())
 
 
 def _checked(line: str) -> str:
-    line.encode()  # some locales let bytes that are no text through as lone surrogates, which no tokenizer takes
+    line.encode()  # some locales decode invalid bytes to lone surrogates, which tokenizers refuse
     return line
 
 
@@ -188,7 +188,7 @@ class Chat:
         self._show_stats = show_stats
 
     def turn(self, question: str) -> Answer:
-        """Asks, streams the answer to stdout and what it cost to stderr; a question without an answer leaves no trace.
+        """Answer a question: the text goes to stdout, the statistics to stderr. A question without an answer is not kept.
 
         Raises:
             MoegraftError: the question cannot be answered.
@@ -203,44 +203,49 @@ class Chat:
             self.conversation.withdraw()
         else:
             self.conversation.answered(answer.text)
-            self._account(answer.stats)
-        self._explain(answer)
+            self.totals.add(answer.stats)
+            self.last = answer.stats
+        self._report(answer)
         return answer
 
     def reset(self) -> None:
-        """Starts the conversation anew, random numbers included."""
+        """Start a new conversation, and reset the random numbers."""
         self.conversation.reset()
         self.answerer.reset()
 
     def save(self, path: Path) -> None:
-        """Writes what was said and what the model knows of it.
+        """Write the messages and the cache to a file.
 
         Raises:
-            OSError: the file is there already, or cannot be written.
+            OSError: the file exists, or cannot be written.
         """
         token_ids, cache = self.answerer.held
         write_chat(path, self.loaded.model, SavedChat(self.conversation.messages, token_ids, cache))
 
     def resume(self, path: Path) -> None:
-        """Takes up a saved chat in the place of this one.
+        """Replace this conversation by a saved one.
 
         Raises:
-            SavedChatError: it is damaged or belongs to another model.
-            OSError: it cannot be read.
+            SavedChatError: the file is damaged or belongs to another model.
+            OSError: the file cannot be read.
         """
         saved = read_chat(path, self.loaded.model)
         self.conversation.restore(saved.messages)
         self.answerer.resume(saved.token_ids, saved.cache)
-        known = f"{len(saved.token_ids)} tokens known" if saved.cache is not None else "to be read anew"
-        self.terminal.notice(f"(resumed: {len(saved.messages)} messages, {known})")
+        cached = f"{len(saved.token_ids)} tokens cached" if saved.cache is not None else "no cache"
+        self.terminal.notice(f"(resumed: {len(saved.messages)} messages, {cached})")
 
     def run(self) -> None:
-        """Reads and answers until the user leaves or the input ends."""
+        """Read and answer until the user leaves or the input ends."""
         prepare_editing()
         self.terminal.notice("type a message; /help lists the commands")
         while not self.leaving:
             try:
-                self._next()
+                typed = read_typed()
+                if typed.command:
+                    run_command(self, typed.text)
+                elif typed.text.strip():
+                    self.turn(typed.text)
             except EOFError:
                 self.terminal.notice("")
                 return
@@ -251,18 +256,11 @@ class Chat:
             except MoegraftError as error:
                 self.terminal.complain(error_sentence(error))
 
-    def _next(self) -> None:
-        typed = read_typed()
-        if typed.command:
-            run_command(self, typed.text)
-        elif typed.text.strip():
-            self.turn(typed.text)
-
     def _answer(self) -> Answer:
         prompt = self.conversation.prompt(self.answerer.max_new_tokens)
         if prompt.left_out:
             self.terminal.notice(f"(the context is full: the oldest {prompt.left_out} questions and answers were left out)")
-        with self.terminal.waiting("reading the prompt") as stop_waiting:
+        with self.terminal.waiting("computing the prompt") as stop_waiting:
 
             def show(text: str) -> None:
                 stop_waiting()
@@ -273,11 +271,7 @@ class Chat:
             self.terminal.write("\n")
         return answer
 
-    def _account(self, stats: AnswerStats) -> None:
-        self.totals.add(stats)
-        self.last = stats
-
-    def _explain(self, answer: Answer) -> None:
+    def _report(self, answer: Answer) -> None:
         limit = self.loaded.context_tokens
         reasons = {
             "length": f"(stopped at {self.answerer.max_new_tokens} tokens; --max-new-tokens allows more)",
@@ -287,7 +281,7 @@ class Chat:
         if answer.ending in reasons:
             self.terminal.notice(reasons[answer.ending])
         elif not answer.text:
-            self.terminal.notice("(the model ended its answer at once)")
+            self.terminal.notice("(the answer is empty)")
         if answer.stats and self._show_stats:
             self.terminal.notice(f"[{answer.stats.line()}]")
             for line in self.loaded.placement():

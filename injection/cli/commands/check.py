@@ -1,4 +1,4 @@
-"""`moegraft check`: is this rule file right, by itself and for a model?"""
+"""`moegraft check`: report the mistakes of rule files, by themselves and for a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, OptionsError, TrustOption, VarOption, model_options
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
 from moegraft.injection.cli.output import (
     FINDINGS,
     USER_ERROR,
@@ -24,14 +24,13 @@ from moegraft.injection.cli.output import (
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
-    from moegraft.injection.cli.options import ModelOptions
     from moegraft.injection.meta_model import MetaModel
     from moegraft.operators.registry import OperatorRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The outcome for one file; `modules` and `bytes_by_device` are None where no model was given or an error stands in the way."""
+    """The outcome for one file; `modules` and `bytes_by_device` are None without a model, and after an error."""
 
     rules: str
     findings: tuple[Diagnostic, ...]
@@ -47,7 +46,8 @@ class Checked:
 def check(
     rules: Annotated[list[str], typer.Argument(metavar="RULES", help="Rule files, or names of shipped ones.")],
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Match the rules too: hub id or folder; its config.json is enough.")
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Check the rules for this model as well: hub id or folder; config.json is enough."),
     ] = None,
     var: VarOption = None,
     gguf: GgufOption = None,
@@ -55,42 +55,37 @@ def check(
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check rule files, and with --model what they take in that model; no weight is read.
+    """Check rule files, by themselves and with --model for that model. No weights are read.
 
-    Exit code 0: the rules are right; 1: they are not; 2: a file or the model cannot be read, or the command is wrong.
+    Exit code 0: no errors; 1: errors; 2: a file or the model cannot be read, or the command is wrong.
     """
     if gguf is not None and model is None:
-        raise OptionsError(f"--gguf {gguf}: give --model, the folder or hub id that has its config")
-    options = model_options(model, None, var, gguf=gguf, trust_remote_code=trust_remote_code)
-    from moegraft.injection.cli.loading import quiet_libraries
+        raise OptionsError(f"--gguf {gguf}: give --model, the folder or hub id that has the config of this file")
+    options = ModelOptions(model, var=var or [], gguf=gguf, trust_remote_code=trust_remote_code)
+    from moegraft.injection.cli.models import open_meta_model
     from moegraft.operators.registry import load_registry
 
-    quiet_libraries()
     registry = load_registry()
-    open_meta_model = _outline(model, options) if model is not None else None
-    checked = [_checked(file, options.vars(), open_meta_model, registry) for file in rules]
+    meta_model = open_meta_model(options) if model is not None else None
+    checked = [_checked(file, options.vars(), meta_model, registry) for file in rules]
     terminal = open_terminal()
     if json:
-        write_json(terminal, _as_json(checked, open_meta_model))
+        write_json(terminal, _as_json(checked, meta_model))
     else:
-        _write(checked, open_meta_model, terminal)
+        _write(checked, meta_model, terminal)
     code = max(_exit_code(outcome, strict=strict) for outcome in checked)
     if code:
         raise typer.Exit(code)
 
 
-def _outline(model: str, options: ModelOptions) -> MetaModel:
-    from moegraft.injection.meta_model import build_meta_model
+def _checked(file: str, variables: Mapping[str, object], meta_model: MetaModel | None, registry: OperatorRegistry) -> Checked:
+    from moegraft.injection.planning import plan
 
-    return build_meta_model(model, trust_remote_code=options.trust_remote_code, gguf=options.gguf)
-
-
-def _checked(file: str, variables: Mapping[str, object], open_meta_model: MetaModel | None, registry: OperatorRegistry) -> Checked:
     try:
         rule_file = read_rules(file, vars=variables, registry=registry)
-        if open_meta_model is None:
+        if meta_model is None:
             return Checked(file, rule_file.notices)
-        planned = open_meta_model.plan(rule_file, registry)
+        planned = plan(meta_model, rule_file, registry=registry)
     except RuleErrors as error:
         return Checked(file, error.diagnostics, readable=Path(error.diagnostics[0].position.file).is_file())
     return Checked(file, planned.notices, True, len(planned.swaps), planned.bytes_by_device)
@@ -103,8 +98,8 @@ def _exit_code(checked: Checked, *, strict: bool) -> int:
     return FINDINGS if "error" in severities or (strict and "warning" in severities) else 0
 
 
-def _write(checked: list[Checked], open_meta_model: MetaModel | None, terminal: Terminal) -> None:
-    from moegraft.injection.plan import bytes_text
+def _write(checked: list[Checked], meta_model: MetaModel | None, terminal: Terminal) -> None:
+    from moegraft.injection.planning import bytes_text
 
     for outcome in checked:
         for found in outcome.findings:
@@ -112,15 +107,15 @@ def _write(checked: list[Checked], open_meta_model: MetaModel | None, terminal: 
         if "error" in outcome.severities():
             continue
         taken = ""
-        if outcome.modules is not None and open_meta_model is not None:
+        if outcome.modules is not None and meta_model is not None:
             held = bytes_text(outcome.bytes_by_device or {})
-            taken = f"; it replaces {plural(outcome.modules, 'module')} of {open_meta_model.model_class}, which then holds {held}"
+            taken = f"; it replaces {plural(outcome.modules, 'module')} of {meta_model.model_class}, which then holds {held}"
         terminal.write(f"{outcome.rules}: no errors{taken}\n")
-    if open_meta_model is not None and open_meta_model.unloadable is not None:
-        terminal.notice(f"notice: {open_meta_model.unloadable}")
+    if meta_model is not None and meta_model.unloadable is not None:
+        terminal.notice(f"notice: {meta_model.unloadable}")
 
 
-def _as_json(checked: list[Checked], open_meta_model: MetaModel | None) -> Json:
+def _as_json(checked: list[Checked], meta_model: MetaModel | None) -> Json:
     files: list[dict[str, Any]] = []
     for outcome in checked:
         files.append(
@@ -135,6 +130,6 @@ def _as_json(checked: list[Checked], open_meta_model: MetaModel | None) -> Json:
     return {
         "ok": all(file["ok"] for file in files),
         "files": files,
-        "model_class": open_meta_model.model_class if open_meta_model else None,
-        "unloadable": open_meta_model.unloadable if open_meta_model else None,
+        "model_class": meta_model.model_class if meta_model else None,
+        "unloadable": meta_model.unloadable if meta_model else None,
     }

@@ -7,41 +7,42 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.commands.explain import LAYER, swap_json
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, TrustOption, model_options
+from moegraft.injection.cli.commands.explain import swap_json
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, TrustOption
 from moegraft.injection.cli.output import FINDINGS, Terminal, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
-    from moegraft.injection.plan import Plan, Swap
+    from moegraft.injection.planning import Plan, Swap
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A rule file, or the name of a shipped one.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The file to compare it with.")],
     model: ModelOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what changes for a model from rule file A to rule file B, module by module; no weights are read.
+    """Show what changes for a model from rule file A to rule file B, module by module. No weights are read.
 
-    Exit code 0: nothing changes; 1: something does, or the rules are wrong; 2: a file or the model cannot be read.
+    Exit code 0: nothing changes; 1: something changes, or the rules are wrong; 2: a file or the model cannot be read.
     """
-    from moegraft.injection.cli.loading import open_meta_model
+    from moegraft.injection.cli.models import open_meta_model
+    from moegraft.injection.planning import plan
     from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
     rules = [read_rules(file, registry=registry) for file in (before, after)]
-    meta_model = open_meta_model(model_options(model, gguf=gguf, trust_remote_code=trust_remote_code))
-    first, second = (meta_model.plan(one, registry) for one in rules)
+    meta_model = open_meta_model(ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code))
+    first, second = (plan(meta_model, rule_file, registry=registry) for rule_file in rules)
     found = differences(first, second)
     terminal = open_terminal()
     if json:
         modules = [
-            {"module": one.module, "before": one.before and swap_json(one.before), "after": one.after and swap_json(one.after)}
-            for one in found
+            {"module": pair.module, "before": pair.before and swap_json(pair.before), "after": pair.after and swap_json(pair.after)}
+            for pair in found
         ]
         sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
         write_json(terminal, {"same": not found, "modules": modules, **sums})
@@ -53,7 +54,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A module that the two plans treat differently; None: it is not replaced."""
+    """A module that differs between two plans; a swap is None where the plan does not replace it."""
 
     module: str
     before: Swap | None
@@ -61,7 +62,7 @@ class Difference:
 
 
 def differences(before: Plan, after: Plan) -> list[Difference]:
-    """Return every module whose operator, options or bytes differ, however the rules are written."""
+    """Return every module whose operator, options or bytes differ."""
     first, second = ({swap.module: swap for swap in plan.swaps} for plan in (before, after))
     pairs = [Difference(module, first.get(module), second.get(module)) for module in dict.fromkeys([*first, *second])]
     return [pair for pair in pairs if _effect(pair.before) != _effect(pair.after)]
@@ -72,16 +73,16 @@ def _effect(swap: Swap | None) -> object:
 
 
 def _write(found: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan], terminal: Terminal) -> None:
-    from moegraft.injection.plan import bytes_text
+    from moegraft.injection.planning import LAYER, bytes_text
     from moegraft.injection.rules.rule import grouped
 
     if not found:
         terminal.write("no module differs\n")
         return
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for one in found:
-        key = (LAYER.sub(".{}.", one.module, count=1), _text(one.before), _text(one.after))
-        groups.setdefault(key, []).append(one.module or "(the model)")
+    for pair in found:
+        key = (LAYER.sub(".{}.", pair.module, count=1), _text(pair.before), _text(pair.after))
+        groups.setdefault(key, []).append(pair.module or "(the model)")
     rows = [("modules", before[0], after[0])]
     rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
     rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
@@ -89,7 +90,7 @@ def _write(found: list[Difference], before: tuple[str, Plan], after: tuple[str, 
 
 
 def _text(swap: Swap | None) -> str:
-    from moegraft.injection.plan import bytes_text, given_options
+    from moegraft.injection.planning import bytes_text, given_options
 
     if swap is None:
         return "(stock)"

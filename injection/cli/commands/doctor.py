@@ -1,4 +1,4 @@
-"""`moegraft doctor`: what this machine and this installation have, and how to mend what is wrong."""
+"""`moegraft doctor`: show what this machine and this installation have, and how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 @user_errors(PROGRAM)
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and keep the rates for plan and init.")
+        bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what this machine and installation have, test the kernel, and say how to mend what is wrong.
+    """Show what this machine and installation have, test the kernel, and list the problems with their fixes.
 
-    Exit code 0: nothing stands in the way; 1: something does.
+    Exit code 0: no errors; 1: errors; 2: the kernel cannot be used.
     """
-    from moegraft.injection.cli.loading import quiet_libraries
+    from moegraft.injection.cli.models import quiet_libraries
     from moegraft.injection.doctor import find_problems, gather
     from moegraft.injection.estimate import measure as store
 
@@ -44,7 +44,7 @@ def doctor(
 
 
 def measure_and_save(terminal: Terminal) -> Measurements:
-    """Measures this machine and keeps the rates.
+    """Measure this machine's rates and save them.
 
     Raises:
         OSError: the cache folder cannot be written.
@@ -53,9 +53,11 @@ def measure_and_save(terminal: Terminal) -> Measurements:
     from moegraft.injection.estimate.measure import measure
 
     measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
-    terminal.notice(f"kept in {store.save(measured)}")
+    terminal.notice(f"saved in {store.save(measured)}")
     if measured.busy:
-        terminal.notice(f"other programs kept each core {measured.load:.1f} times busy: measure again when they are done", style="yellow")
+        terminal.notice(
+            f"other programs were running (load {measured.load:.1f} per core): measure again when they are done", style="yellow"
+        )
     return measured
 
 
@@ -95,7 +97,7 @@ def _kernel_text(facts: Facts) -> str:
 
 
 def _use_text(facts: Facts, isa: str) -> str:
-    """The first instruction set of `facts.isa` is in use for all but the weight types that another one computes."""
+    """Return the weight types that an instruction set is in use for; the first one of `facts.isa` serves all that no other one does."""
     if isa == facts.isa.partition("+")[0]:
         return ", in use"
     weights = [weight_type for weight_type, used in facts.tile_isas.items() if used == isa]
@@ -104,14 +106,14 @@ def _use_text(facts: Facts, isa: str) -> str:
 
 def _cores_text(facts: Facts) -> str:
     quota = f", {facts.quota_cores:g} by quota" if facts.quota_cores is not None else ""
-    return f"{facts.cores} to use{quota}; threads: {facts.kernel_threads} of the kernel, {facts.torch_threads} of PyTorch"
+    return f"{facts.cores} available{quota}; threads: {facts.kernel_threads} of the kernel, {facts.torch_threads} of PyTorch"
 
 
 def _memory_text(facts: Facts) -> str:
     limit = f", limit {_gib(facts.memory_limit_bytes)}" if facts.memory_limit_bytes is not None else ""
     pinned = "no limit" if facts.pinned_limit_bytes is None else f"{facts.pinned_limit_bytes >> 20} MiB"
     swap = f", {_gib(facts.swap_bytes)} of swap" if facts.swap_bytes else ", no swap"
-    return f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} free{limit}{swap}; may be locked: {pinned}"
+    return f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} free{limit}{swap}; lockable: {pinned}"
 
 
 def _gib(size: int) -> str:
@@ -123,7 +125,7 @@ def _measured_lines(measured: Measurements) -> list[str]:
     for kind, rates in (("experts", measured.experts), ("linear", measured.linear)):
         rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
     gpu = [measured.gpu.describe()] if measured.gpu is not None else []
-    return [*columns(rows, right=(1, 2)), *gpu, f"each decoder layer takes {measured.layer_overhead_ms:.2f} ms a token beside its weights"]
+    return [*columns(rows, right=(1, 2)), *gpu, f"overhead of a decoder layer: {measured.layer_overhead_ms:.2f} ms per token"]
 
 
 def _as_json(facts: Facts, problems: list[Problem], measured: Measurements | None) -> Json:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import (
-    PROGRAM,
-    GgufOption,
-    JsonOption,
-    ModelOption,
-    RulesArgument,
-    TrustOption,
-    VarOption,
-    model_options,
-)
-from moegraft.injection.cli.output import (
-    FINDINGS,
-    Json,
-    Terminal,
-    columns,
-    diagnostic_json,
-    open_terminal,
-    plural,
-    user_errors,
-    write_json,
-)
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, RulesArgument, TrustOption, VarOption
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, diagnostic_json, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
     from moegraft.injection.checks import Trial
     from moegraft.injection.meta_model import MetaModel
-    from moegraft.injection.plan import Plan, Swap
+    from moegraft.injection.planning import Plan, Swap
     from moegraft.injection.rules import Diagnostic, Rule, RuleFile
     from moegraft.injection.rules.matching import Assignment, ModelModules
     from moegraft.operators.registry import OperatorRegistry
 
-LAYER = re.compile(r"\.[0-9]+\.")
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
 
 
@@ -49,7 +27,7 @@ def explain(
     rules: RulesArgument = None,
     model: ModelOption = None,
     module: Annotated[
-        str | None, typer.Option("--module", metavar="PATH", help="Show for this module alone why each rule took it or did not.")
+        str | None, typer.Option("--module", metavar="PATH", help="Show for this module only why each rule takes it or does not.")
     ] = None,
     each: Annotated[bool, typer.Option("--each", help="Print a line for each module instead of one for a run of layers.")] = False,
     var: VarOption = None,
@@ -57,29 +35,30 @@ def explain(
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which rule takes which module of a model, with which operator, options and bytes; no weights are read.
+    """Show which rule takes which module of a model, with which operator, options and bytes. No weights are read.
 
     Exit code 0: the rules fit the model; 1: they do not; 2: a file or the model cannot be read, or the command is wrong.
     """
-    from moegraft.injection.cli.loading import model_and_rules
+    from moegraft.injection.cli.models import model_and_rules
 
     terminal = open_terminal()
-    given = model_and_rules(model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code))
-    found = explanation(given.meta_model, given.rules, given.registry)
+    options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
+    meta_model, rule_file, registry = model_and_rules(options)
+    found = explanation(meta_model, rule_file, registry)
     trials = found.trials(module) if module is not None else None
     if json:
-        write_json(terminal, _as_json(found, given.meta_model, trials))
+        write_json(terminal, _as_json(found, meta_model, trials))
     elif trials is not None and module is not None:
         _write_trials(module, trials, found, terminal)
     else:
-        _write_table(found, given.meta_model, each, terminal)
+        _write_table(found, meta_model, each, terminal)
     if found.plan is None:
         raise typer.Exit(FINDINGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A rule file on a model.
+    """The outcome of a rule file on a model.
 
     Attributes:
         plan: None if `findings` contains an error.
@@ -93,12 +72,12 @@ class Explanation:
 
     @property
     def left_alone(self) -> Iterator[tuple[Rule, Sequence[str]]]:
-        """The rules of class `default` that take modules, with these."""
+        """The rules of class `default` that take modules, with the modules' paths."""
         pairs = zip(self.rules.rules, self.assignment.taken, strict=True)
         return ((rule, taken) for rule, taken in pairs if rule.operator is None and taken)
 
     def trials(self, module: str) -> list[Trial]:
-        """Return what became of each rule on one module.
+        """Return the outcome of each rule on one module.
 
         Raises:
             UnsupportedModelError: the model has no such module.
@@ -116,21 +95,22 @@ class Explanation:
 
 
 def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
-    """Explain rules that could be read; errors for this model are among the findings."""
+    """Apply rules to a model; errors are among the findings."""
+    from moegraft.injection.planning import plan
     from moegraft.injection.rules import RuleErrors
     from moegraft.injection.rules.matching import ModelModules, assign
 
     modules = ModelModules(meta_model.skeleton)
     assignment = assign(rules.rules, modules, registry.in_place)
     try:
-        plan = meta_model.plan(rules, registry)
+        found = plan(meta_model, rules, registry=registry)
     except RuleErrors as error:
         return Explanation(rules, modules, assignment, None, error.diagnostics)
-    return Explanation(rules, modules, assignment, plan, plan.notices)
+    return Explanation(rules, modules, assignment, found, found.notices)
 
 
 def _write_table(found: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
-    from moegraft.injection.plan import bytes_text, human_bytes
+    from moegraft.injection.planning import bytes_text, human_bytes
 
     if found.plan is not None:
         rows = [HEADER, *_rows(found, found.plan, each)]
@@ -144,34 +124,22 @@ def _write_table(found: Explanation, meta_model: MetaModel, each: bool, terminal
 
 
 def _rows(found: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str, ...]]:
-    """The replaced modules, one row for a run of layers unless `each`, then those that rules leave alone."""
-    from moegraft.injection.plan import bytes_text, given_options, total_bytes
+    """Yield a row for each swap or, without `each`, each run of layers, then one for each rule that leaves its modules unchanged."""
+    from moegraft.injection.planning import swap_rows
     from moegraft.injection.rules.rule import grouped
 
-    groups: dict[tuple[str, int], list[Swap]] = {}
-    for swap in plan.swaps:
-        form = swap.module if each else LAYER.sub(".{}.", swap.module, count=1)
-        groups.setdefault((form, id(swap.rule)), []).append(swap)
-    for group in groups.values():
-        rule = group[0].rule
-        paths = " ".join(grouped(swap.module or "(the model)" for swap in group))
-        options = " ".join(given_options(rule.kwargs, group[0].options))
-        held = bytes_text(total_bytes(swap.footprint.by_device for swap in group))
-        yield paths, rule.id, _line(rule), group[0].operator, options, held
+    for paths, rule, *rest in swap_rows(plan.swaps, each=each):
+        yield paths, rule.id, rule.place_text, *rest
     for rule, taken in found.left_alone:
-        yield " ".join(grouped(path or "(the model)" for path in taken)), rule.id, _line(rule), "default", "", "(not replaced)"
-
-
-def _line(rule: Rule) -> str:
-    return f"{Path(rule.position.file).name}:{rule.position.line}"
+        yield " ".join(grouped(path or "(the model)" for path in taken)), rule.id, rule.place_text, "default", "", "(not replaced)"
 
 
 def _write_trials(module: str, trials: Sequence[Trial], found: Explanation, terminal: Terminal) -> None:
-    from moegraft.injection.plan import bytes_text
+    from moegraft.injection.planning import bytes_text
 
     kinds = ", ".join(sorted(found.modules.kinds(module)))
     terminal.write(f"{module or '(the model)'}: {type(found.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
-    rows = [(trial.outcome, f"{_line(trial.rule)}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
+    rows = [(trial.outcome, f"{trial.rule.place_text}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
     terminal.write("\n".join(f"  {line}" for line in columns(rows)) + "\n")
     swaps = found.plan.swaps if found.plan else ()
     swap = next((swap for swap in swaps if swap.module == module), None)
@@ -212,6 +180,6 @@ def _rule_json(rule: Rule) -> Mapping[str, object]:
 
 
 def swap_json(swap: Swap) -> Mapping[str, object]:
-    """An operator with all its options and the bytes it will hold."""
+    """Return an operator with all its options and the bytes it will hold."""
     options = asdict(swap.options)  # type: ignore[call-overload]
     return {"operator": swap.operator, "options": options, "bytes_by_device": dict(swap.footprint.by_device)}

@@ -1,4 +1,4 @@
-"""`moegraft init`: a rule file for this machine and this model, or one converted from KTransformers."""
+"""`moegraft init`: write a rule file for a machine and a model, or convert one of KTransformers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from moegraft.injection.cli.options import (
     JsonOption,
     LinkBandwidthOption,
     ModelOption,
+    ModelOptions,
     OptionsError,
+    RamOption,
     StatedMachine,
     TrustOption,
-    model_options,
     stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 
 if TYPE_CHECKING:
+    from moegraft.injection.candidates import Candidate
     from moegraft.injection.estimate.forecast import TargetMachine
-    from moegraft.injection.initial import Candidate
     from moegraft.injection.ktransformers import Outcome, Paths
     from moegraft.injection.meta_model import MetaModel
 
@@ -41,30 +42,30 @@ STANDARD_OUTPUT = Path("-")
 
 
 def from_ktransformers(source: Path, model: str | None, output: Path, terminal: Terminal, *, trust_remote_code: bool, json: bool) -> None:
-    """Reads their file, writes ours where at least one rule could be mapped, and says what was left out.
+    """Convert a KTransformers rule file, write the result if at least one rule is converted, and report the rules that are left out.
 
     Raises:
-        RuleErrors: their file cannot be read, or is none.
-        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
-        typer.Exit: with 1, where nothing is written.
+        RuleErrors: `source` cannot be read, or is no rule file of KTransformers.
+        CheckpointError, UnsupportedModelError: there is no such model, or it cannot be built.
+        typer.Exit: with 1, if nothing is written.
     """
-    from moegraft.injection.cli.loading import open_meta_model
-    from moegraft.injection.ktransformers import Paths, convert, diagnostics, read_their_rules, written
+    from moegraft.injection.cli.models import open_meta_model
+    from moegraft.injection.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
 
     rules = read_their_rules(source)
-    meta_model = open_meta_model(model_options(model, trust_remote_code=trust_remote_code)) if model is not None else None
+    meta_model = open_meta_model(ModelOptions(model, trust_remote_code=trust_remote_code)) if model is not None else None
     outcomes = convert(rules, Paths.typical() if meta_model is None else _paths(meta_model))
-    text = written(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
-    said = diagnostics(outcomes)
+    text = file_text(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
     mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
-    wrong = _wrong(text, meta_model) if mapped else ()
-    ok = mapped > 0 and not any(found.severity == "error" for found in wrong)
+    checked = _check(text, meta_model) if mapped else ()
+    findings = (*diagnostics(outcomes), *checked)
+    ok = mapped > 0 and not any(found.severity == "error" for found in checked)
     if ok and output != STANDARD_OUTPUT:
         output.write_text(text, encoding="utf-8")
     if json:
-        write_json(terminal, _converted_as_json(outcomes, (*said, *wrong), ok, output, text))
+        write_json(terminal, _converted_as_json(outcomes, findings, ok, output, text))
     else:
-        _write_converted(outcomes, (*said, *wrong), ok, output, text, terminal)
+        _write_converted(outcomes, findings, ok, output, text, terminal)
     if not ok:
         raise typer.Exit(FINDINGS)
 
@@ -78,8 +79,9 @@ def _paths(meta_model: MetaModel) -> Paths:
     return Paths(experts, linears)
 
 
-def _wrong(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
-    """What `check` says of the file before it is written."""
+def _check(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
+    """Return what `moegraft check` would report on the file."""
+    from moegraft.injection.planning import plan
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
@@ -88,18 +90,19 @@ def _wrong(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
         path.write_text(text, encoding="utf-8")
         try:
             rules = read_rules(path, registry=registry)
-            return meta_model.plan(rules, registry).notices if meta_model is not None else rules.notices
+            return plan(meta_model, rules, registry=registry).notices if meta_model is not None else rules.notices
         except RuleErrors as error:
             return error.diagnostics
 
 
 def _write_converted(
-    outcomes: Sequence[Outcome], said: Sequence[Diagnostic], ok: bool, output: Path, text: str, terminal: Terminal
+    outcomes: Sequence[Outcome], findings: Sequence[Diagnostic], ok: bool, output: Path, text: str, terminal: Terminal
 ) -> None:
-    for found in said:
+    for found in findings:
         terminal.notice(str(found))
     if not ok:
-        terminal.write("nothing is written: no rule could be mapped\n" if not any(o.operator for o in outcomes) else "nothing is written\n")
+        reason = "" if any(outcome.operator for outcome in outcomes) else ": no rule could be converted"
+        terminal.write(f"nothing is written{reason}\n")
         return
     if output == STANDARD_OUTPUT:
         terminal.write(text)
@@ -108,12 +111,12 @@ def _write_converted(
     doubtful = sum(outcome.doubtful for outcome in outcomes)
     terminal.write(
         f"{output}: {plural(len(mapped), 'rule')} of {len(outcomes)}; {len(outcomes) - len(mapped)} left out, "
-        f"{doubtful} of them because nothing here is known to stand for them\n"
+        f"{doubtful} of them because no equivalent is known\n"
     )
     terminal.notice(f"next: moegraft check {output} --model M, moegraft explain {output} --model M")
 
 
-def _converted_as_json(outcomes: Sequence[Outcome], said: Sequence[Diagnostic], ok: bool, output: Path, text: str) -> Json:
+def _converted_as_json(outcomes: Sequence[Outcome], findings: Sequence[Diagnostic], ok: bool, output: Path, text: str) -> Json:
     return {
         "ok": ok,
         "output": str(output) if ok else None,
@@ -129,7 +132,7 @@ def _converted_as_json(outcomes: Sequence[Outcome], said: Sequence[Diagnostic], 
             }
             for outcome in outcomes
         ],
-        "diagnostics": [diagnostic_json(found) for found in said],
+        "diagnostics": [diagnostic_json(found) for found in findings],
     }
 
 
@@ -149,34 +152,34 @@ def init(
     ] = None,
     goal: Annotated[
         Goal | None,
-        typer.Option("--goal", help="Fast answers (decode, as without it), fast prompts, or the most exact that fits."),
+        typer.Option("--goal", help="Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
     ] = None,
-    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
+    ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
     link_bandwidth: LinkBandwidthOption = None,
     context: Annotated[
-        int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens a sequence holds, prompt and answer; none: {CONTEXT}.")
+        int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write a rule file for this machine and this model: every combination of weight types is predicted and the best one taken.
+    """Write a rule file for this machine and this model: the best of all combinations of weight types, by prediction.
 
-    Measures this machine first where that has not been done (see doctor --measure). With a GPU, here or stated, all but the
-    experts go there, and as many experts as there is room for. With --from-ktransformers nothing is predicted: that file's
-    rules are said in ours, each with its line, and what is left out is listed. Exit code 0: it is written; 1: nothing fits, or
-    no rule can be mapped; 2: a file or the model cannot be read, or the command is wrong.
+    Measures this machine first if it has not been measured (see doctor --measure). With a GPU, of this machine or stated,
+    everything but the experts is placed there, and as many experts as fit. With --from-ktransformers nothing is predicted: the
+    rules of that file are converted one by one, and those left out are listed. Exit code 0: the file is written; 1: nothing fits,
+    or no rule can be converted; 2: a file or the model cannot be read, or the command is wrong.
     """
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        of_prediction = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
-        _refuse_with_ktransformers({**of_prediction, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
+        predicting = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
+        _refuse_with_ktransformers({**predicting, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
     else:
         wanted = Wanted(model, gguf, trust_remote_code, goal or "decode", context or CONTEXT, output)
@@ -185,7 +188,7 @@ def init(
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The file to write: for which model, to which end, where."""
+    """The file to write."""
 
     model: str | None
     gguf: str | None
@@ -196,25 +199,25 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """The model as comments name it."""
+        """The model's name in comments."""
         name = self.model or BUNDLED
         return name if self.gguf is None else f"{name} with the weights of {Path(self.gguf).name}"
 
 
 def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
-    from moegraft.injection.cli.loading import machinery_of, open_meta_model
+    from moegraft.injection.candidates import candidates, choose, file_text
+    from moegraft.injection.cli.models import open_meta_model, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.planned import Workload
-    from moegraft.injection.initial import candidates, choose, written
     from moegraft.operators.registry import load_registry
 
-    machinery_of(None, stated)  # what is wrong with it shows before anything is measured, which takes a minute
-    meta_model = open_meta_model(model_options(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
-    machinery = machinery_of(store.load() or measure_and_save(terminal), stated)
+    target_machine(None, stated)  # reports errors of the options before a measurement, which takes a minute
+    meta_model = open_meta_model(ModelOptions(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
+    target = target_machine(store.load() or measure_and_save(terminal), stated)
     load = Workload(wanted.context, 1, min(512, wanted.context))
-    tried = candidates(meta_model, load, machinery, load_registry())
+    tried = candidates(meta_model, load, target, load_registry())
     chosen = choose(tried, wanted.goal)
-    text = written(chosen, tried, meta_model, _about(wanted, meta_model, machinery), wanted.goal) if chosen else None
+    text = file_text(chosen, tried, meta_model, _about(wanted, meta_model, target), wanted.goal) if chosen else None
     if text is not None and wanted.output != STANDARD_OUTPUT:
         wanted.output.write_text(text, encoding="utf-8")
     if json:
@@ -230,20 +233,20 @@ def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal
 def _refuse_with_ktransformers(given: dict[str, object]) -> None:
     """
     Raises:
-        OptionsError: an option that a file to say again leaves nothing to do for.
+        OptionsError: an option has no effect when a file is converted.
     """
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if names:
-        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; see moegraft plan for that")
+        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
 
 
-def _about(wanted: Wanted, meta_model: MetaModel, machinery: TargetMachine) -> list[str]:
+def _about(wanted: Wanted, meta_model: MetaModel, target: TargetMachine) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
-    gpu = machinery.gpu
+    gpu = target.gpu
     lines = [
         f"Written by 'moegraft init' for {wanted.name} ({meta_model.model_class}), context {wanted.context:,} tokens,",
-        f"on a machine with {probe_machine().cores} cores and {machinery.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
+        f"on a machine with {probe_machine().cores} cores and {target.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
     if gpu is None:
         return [*lines[:-1], f"{lines[-1]}, without a GPU."]
@@ -272,8 +275,8 @@ def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> No
 
 def _refuse(tried: list[Candidate], terminal: Terminal) -> None:
     least = min(tried, key=lambda candidate: candidate.forecast.memory.needed).forecast
-    terminal.write(f"nothing fits: for the smallest of {len(tried)}, {gap_text(least)}; ")
-    terminal.write(f"what would fit: {'; '.join(least.would_fit)}\n")
+    terminal.write(f"nothing fits: for the smallest of {len(tried)} candidates, {gap_text(least)}; ")
+    terminal.write(f"changes that would make it fit: {'; '.join(least.would_fit)}\n")
 
 
 def _as_json(chosen: Candidate | None, tried: list[Candidate], meta_model: MetaModel, output: Path, text: str | None) -> Json:

@@ -1,4 +1,4 @@
-"""`moegraft plan`: does it fit this machine, and how fast will it be?"""
+"""`moegraft plan`: predict the memory and the speed of a model with a rule file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from moegraft.injection.cli.options import (
     JsonOption,
     LinkBandwidthOption,
     ModelOption,
+    ModelOptions,
+    RamOption,
     RulesArgument,
     TrustOption,
     VarOption,
-    model_options,
     stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
@@ -36,7 +37,7 @@ def plan(
     context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
     prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of a prompt, computed at once.")] = 512,
     batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1,
-    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, as 64GiB; none: what is free.")] = None,
+    ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
     link_bandwidth: LinkBandwidthOption = None,
@@ -45,34 +46,35 @@ def plan(
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show the memory a model takes by these rules, at rest, while loading and running, and its predicted speed; no weight is read.
+    """Show the memory that a model needs with these rules, at rest, while loading and running, and its predicted speed.
 
-    Speed is predicted from what `moegraft doctor --measure` measured. Rules that ask for a GPU are planned for the GPUs that are
-    here, or for one that --gpu-memory states. Exit code 0: it fits; 1: it does not, or the rules are wrong; 2: a file or the
-    model cannot be read, or the command is wrong.
+    No weights are read. The speed is predicted from the rates of `moegraft doctor --measure`. Rules that ask for a GPU are planned
+    for the GPUs of this machine, or those that --gpu-memory states. Exit code 0: the model fits; 1: it does not fit, or the rules
+    are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = model_options(model, rules, var, gguf=gguf, trust_remote_code=trust_remote_code)
+    options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
-    from moegraft.injection.cli.loading import machinery_of, model_and_rules
+    from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import forecast
     from moegraft.injection.estimate.planned import Workload
+    from moegraft.injection.planning import plan as make_plan
 
-    machinery = machinery_of(store.load(), stated)
-    found = model_and_rules(options)
-    planned = found.meta_model.plan(found.rules, found.registry)
-    figures = forecast(found.meta_model, planned, Workload(context, batch, min(prompt, context)), machinery, found.registry)
+    target = target_machine(store.load(), stated)
+    meta_model, rule_file, registry = model_and_rules(options)
+    planned = make_plan(meta_model, rule_file, registry=registry)
+    figures = forecast(meta_model, planned, Workload(context, batch, min(prompt, context)), target, registry)
     terminal = open_terminal()
     if json:
-        write_json(terminal, as_json(figures, found.meta_model))
+        write_json(terminal, as_json(figures, meta_model))
     else:
-        _write(figures, found.meta_model, terminal)
+        _write(figures, meta_model, terminal)
     if not figures.fits:
         raise typer.Exit(FINDINGS)
 
 
-def _write(figures: Forecast, open_meta_model: MetaModel, terminal: Terminal) -> None:
-    from moegraft.injection.plan import human_bytes
+def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None:
+    from moegraft.injection.planning import human_bytes
 
     memory, load = figures.memory, figures.load
     exact = "" if figures.cache.exact else ", from the config's numbers of heads"
@@ -84,39 +86,40 @@ def _write(figures: Forecast, open_meta_model: MetaModel, terminal: Terminal) ->
         ("running", human_bytes(memory.running), f"with about {human_bytes(memory.activations)} for a prompt of {load.prompt:,} tokens"),
         ("free", human_bytes(figures.available_bytes), ""),
     ]
-    lines = [f"{open_meta_model.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
+    lines = [f"{meta_model.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
     lines += speed_lines(figures)
     lines += [str(notice) for notice in figures.plan.notices]
-    if open_meta_model.unloadable is not None:
-        lines.append(f"notice: {open_meta_model.unloadable}")
+    if meta_model.unloadable is not None:
+        lines.append(f"notice: {meta_model.unloadable}")
     if not figures.fits:
-        lines += [f"it does not fit: {gap_text(figures)}; what would fit:", *(f"  - {sentence}" for sentence in figures.would_fit)]
+        lines += [f"it does not fit: {gap_text(figures)}; changes that would make it fit:"]
+        lines += [f"  - {sentence}" for sentence in figures.would_fit]
     terminal.write("\n".join(lines) + "\n")
 
 
 def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
-    """The same for each GPU."""
-    from moegraft.injection.plan import human_bytes
+    """Return the memory on each GPU."""
+    from moegraft.injection.planning import human_bytes
 
     gpu, load = figures.gpu, figures.load
     if gpu is None:
-        none = "no GPU is here and none is stated (--gpu-memory 24GiB): where a rule asks for one, the CPU computes, and so it is planned"
+        none = "the rules ask for a GPU, and this machine has none: everything is planned for the CPU (--gpu-memory 24GiB plans for a GPU)"
         return [none] if figures.without_gpu else []
     share = f" ({gpu.experts_with_slot / gpu.experts:.0%})" if gpu.experts else ""
     rows = [
         ("weights", human_bytes(gpu.weights), "all but the experts in host memory"),
         ("KV cache", human_bytes(gpu.kv_cache), f"{load.batch} x {load.context:,} tokens{exact}"),
-        ("reserve", human_bytes(gpu.reserve), "activations, and what PyTorch and the display take"),
+        ("reserve", human_bytes(gpu.reserve), "for activations, PyTorch and the display"),
         ("expert slots", human_bytes(gpu.slots), f"{gpu.experts_with_slot:,} of {gpu.experts:,} experts{share}"),
-        ("in all", human_bytes(gpu.needed), ""),
+        ("total", human_bytes(gpu.needed), ""),
         ("free", human_bytes(gpu.available), ""),
     ]
     return ["on the GPU:" if gpu.count == 1 else f"on each of {gpu.count} GPUs:", *columns(rows, right=(1,))]
 
 
 def gap_text(figures: Forecast) -> str:
-    """What is needed and what is free, where it does not fit."""
-    from moegraft.injection.plan import human_bytes
+    """Return the memory that is needed and that is free, on each device where the model does not fit."""
+    from moegraft.injection.planning import human_bytes
 
     parts = [(figures.memory.needed, figures.available_bytes, "")] if not figures.fits_host else []
     if figures.gpu is not None and not figures.gpu.fits:
@@ -125,28 +128,28 @@ def gap_text(figures: Forecast) -> str:
 
 
 def speed_lines(figures: Forecast) -> list[str]:
-    """The prediction in words."""
+    """Return the predicted speed as text."""
     from moegraft.injection.estimate.speed import tokens_text
 
     speed = figures.speed
     if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
         return [f"speed: {figures.no_speed}"]
-    each = f" in all {figures.load.batch} sequences" if figures.load.batch > 1 else ""
+    each = f" over {figures.load.batch} sequences" if figures.load.batch > 1 else ""
     rough = "; rough: other programs ran while the rates were measured" if figures.rough else ""
     decode, prefill = tokens_text(speed.decode_tokens_s), tokens_text(speed.prefill_tokens_s)
     lines = [f"predicted: decode {decode}{each}, prefill {prefill}{rough}"]
     if figures.gpu_rates is not None:
-        lines.append(f"  by {figures.gpu_rates.describe()}, and slots that hit as often as chance has it")
+        lines.append(f"  from {figures.gpu_rates.describe()}, and cache hits as with random routing")
     return lines
 
 
-def as_json(figures: Forecast, open_meta_model: MetaModel) -> Json:
-    """All figures, in bytes and tokens a second."""
+def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
+    """Return all figures, in bytes and tokens per second."""
     memory = figures.memory
     sums = {"at_rest": memory.at_rest, "peak_loading": memory.peak_loading, "running": memory.running, "needed": memory.needed}
     return {
         "ok": figures.fits,
-        "model_class": open_meta_model.model_class,
+        "model_class": meta_model.model_class,
         "load": asdict(figures.load),
         "memory_bytes": {**asdict(memory), **sums, "available": figures.available_bytes},
         "bytes_by_device": figures.bytes_by_device,
@@ -156,7 +159,7 @@ def as_json(figures: Forecast, open_meta_model: MetaModel) -> Json:
         "no_speed": figures.no_speed,
         "rough": figures.rough,
         "would_fit": figures.would_fit,
-        "unloadable": open_meta_model.unloadable,
+        "unloadable": meta_model.unloadable,
     }
 
 

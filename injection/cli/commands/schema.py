@@ -1,6 +1,6 @@
 """`moegraft schema`: the JSON Schema of rule files, for editors.
 
-It is made from the key lists of the grammar and from the options dataclass of every operator.
+It is derived from the key lists of the grammar and from the options dataclass of every operator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]  # JSON
 
-# Draft 7 is what the YAML language server of VS Code and other editors reads.
+# Draft 7, which the YAML language server of VS Code and other editors supports.
 DRAFT = "http://json-schema.org/draft-07/schema#"
 VARIABLE = {"$ref": "#/definitions/variable"}
 LAYERS = r"^\s*[0-9]{1,6}(\s*-\s*[0-9]{1,6})?\s*(,\s*[0-9]{1,6}(\s*-\s*[0-9]{1,6})?\s*)*$"
@@ -102,18 +102,18 @@ _MATCH: Schema = {
 
 @user_errors(PROGRAM)
 def schema() -> None:
-    """Print the JSON Schema of rule files with the options of every operator installed here, for editors."""
+    """Print the JSON Schema of rule files, with the options of every installed operator, for editors."""
     from moegraft.operators.registry import load_registry
 
     write_json(open_terminal(), rule_schema(load_registry()))
 
 
 def rule_schema(registry: OperatorRegistry) -> Schema:
-    """Return the schema of rule files that name the operators of `registry`; a bare list of rules is a valid file too.
+    """Return the schema of rule files with the operators of `registry`; a bare list of rules is also a valid file.
 
-    Checks that depend on a model, and those of an options dataclass itself, are left to `moegraft check`.
+    Only `moegraft check` makes checks that depend on a model, and those of the options dataclasses themselves.
     """
-    # Keywords for objects ignore lists and those for lists ignore objects, so that editors need not choose between two forms.
+    # Keywords for objects ignore lists, and those for lists ignore objects, so one schema covers both forms.
     return {
         "$schema": DRAFT,
         "title": "moegraft rule file",
@@ -168,7 +168,7 @@ def _options(options_type: type[Any]) -> Schema:
 
 
 def _type(hint: Any) -> Schema:
-    """Return the schema of one of the types that options may have (see `read_options`)."""
+    """Return the schema of a type that options may have (see `read_options`)."""
     if hint in _SCALARS:
         return _SCALARS[hint]
     arguments = get_args(hint)

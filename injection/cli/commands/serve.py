@@ -1,4 +1,4 @@
-"""`moegraft serve`: a model behind OpenAI's interface, with a chat page."""
+"""`moegraft serve`: serve a model through OpenAI's HTTP interface, with a chat page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-LEAVING_S = 5  # what streams get to end in when the server stops
+SHUTDOWN_S = 5  # how long streams may take to end when the server stops
 
 
 def _option(name: str, metavar: str, about: str, **bounds: Any) -> Any:
@@ -25,42 +25,43 @@ def _option(name: str, metavar: str, about: str, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the server listens and how much it takes."""
+    """The server's address, key and limits."""
 
-    host: Annotated[str, _option("--host", "ADDRESS", "Where to listen; 0.0.0.0: every network.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", "N", "0: any that is free.", min=0, max=65535)] = 8000
+    host: Annotated[str, _option("--host", "ADDRESS", "Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1"
+    port: Annotated[int, _option("--port", "N", "Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
     api_key: Annotated[
-        str | None, _option("--api-key", "KEY", "Clients must send it; better given in the environment.", envvar="MOEGRAFT_API_KEY")
+        str | None, _option("--api-key", "KEY", "Key that clients must send; better set in the environment.", envvar="MOEGRAFT_API_KEY")
     ] = None
-    max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; more are refused with 429.", min=1)] = 64
+    max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; others are refused with 429.", min=1)] = 64
     max_batch: Annotated[int, _option("--max-batch", "N", "Requests answered at once; each holds its own context.", min=1)] = 32
-    max_tokens: Annotated[int, _option("--max-tokens", "N", "Tokens of the longest answer.", min=1)] = 4096
-    max_body: Annotated[int, _option("--max-body", "BYTES", "The longest request; longer ones are refused with 413.", min=1)] = 1 << 20
+    max_tokens: Annotated[int, _option("--max-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = 4096
+    max_body: Annotated[int, _option("--max-body", "BYTES", "Maximum request size; larger ones are refused with 413.", min=1)] = 1 << 20
     prefill_chunk: Annotated[
-        int, _option("--prefill-chunk", "N", "Prompt tokens read between two steps of the others' answers; 0: all.", min=0)
+        int, _option("--prefill-chunk", "N", "Prompt tokens computed between two decode steps of other answers; 0: all.", min=0)
     ] = 512
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("--api-key is empty; give a key, or leave it out")
         if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
-            raise ValueError("--api-key has spaces or letters beyond ASCII, which not every client can send; give another")
+            raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
 
 
 @user_errors(PROGRAM)
 @takes_options(ModelOptions, ServeOptions)
 def serve(model: ModelOptions, options: ServeOptions) -> None:
-    """Serve a model to programs that speak OpenAI's chat and text completions, and a chat page at /.
+    """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
 
-    Requests are decoded together where the model allows it, else one at a time, which the log says. /v1/chat/completions,
-    /v1/completions, /v1/models, /v1/status, /health, /metrics. Needs the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C ends it.
+    Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
+    /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /health, /metrics. Needs the extra 'serve'
+    (pip install 'moegraft[serve]'). Ctrl-C stops the server.
     """
     _require_server()
     terminal = open_terminal()
-    # Before weights are read: an address that is taken shows at once.
+    # Before weights are read, so that an address in use is reported at once.
     listening = _listen(options.host, options.port)
     with listening, library_log(terminal):
-        from moegraft.injection.cli.loading import load_model
+        from moegraft.injection.cli.models import load_model
         from moegraft.injection.cli.serve.service import Limits, Service
 
         limits = Limits(options.max_queue, options.max_tokens, options.max_body, options.max_batch, options.prefill_chunk)
@@ -74,7 +75,7 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
 def _require_server() -> None:
     """
     Raises:
-        OptionsError: what serves is not installed.
+        OptionsError: a package of the extra `serve` is not installed.
     """
     try:
         import fastapi  # noqa: F401
@@ -86,7 +87,7 @@ def _require_server() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """
     Raises:
-        OptionsError: it cannot listen there.
+        OptionsError: the address cannot be used.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -102,8 +103,8 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{listening.getsockname()[1]}"
     if options.host not in LOOPBACK and options.api_key is None:
-        terminal.notice("anyone who reaches this address may use the model: give --api-key to ask for a key", style="yellow")
-    terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C ends it")
+        terminal.notice("anyone who can reach this address may use the model: --api-key sets a key", style="yellow")
+    terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     app = make_app(service, options.api_key)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVING_S)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
     uvicorn.Server(config).run(sockets=[listening])

@@ -1,7 +1,4 @@
-"""The HTTP side: routes, keys, limits and streams. Imports fastapi: the command imports this when it runs.
-
-The chat page: one answer to `/`, with its style and scripts in it, and a policy under which nothing else may run or be fetched.
-"""
+"""The HTTP application: routes, API keys, limits, streams and the chat page. The command imports this, and fastapi, when it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -30,16 +26,11 @@ from moegraft.injection.cli.serve.service import Service
 SCRIPTS = ("page_text.js", "page.js")
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """HTML and the headers that go with it."""
+def chat_page() -> tuple[str, dict[str, str]]:
+    """Return the chat page as one HTML document, with its headers.
 
-    html: str
-    headers: dict[str, str]
-
-
-def chat_page() -> Page:
-    """The page's files as one document. The policy names each script and the style by its hash, so what a model writes cannot run."""
+    The content security policy allows only the page's scripts and style, by their hashes, so that text of a model cannot run.
+    """
     folder = files("moegraft.injection.cli.serve")
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
     scripts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS]
@@ -55,15 +46,12 @@ def chat_page() -> Page:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    return Page(
-        html,
-        {
-            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-        },
-    )
+    return html, {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
 
 def _hash(text: str) -> str:
@@ -71,12 +59,12 @@ def _hash(text: str) -> str:
 
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.2  # how often to look whether the client is still there
-OPEN = ("/", "/favicon.ico", "/health")  # need no key
+POLL_S = 0.2  # how often to check whether the client has disconnected
+OPEN = ("/", "/favicon.ico", "/health")  # routes without a key
 
 
 class KeyCheck:
-    """Lets requests with the key through. Plain ASGI: starlette's own middleware hides from a route that its client left."""
+    """Refuses requests without the key. Plain ASGI, as a route behind starlette's own middleware cannot detect a disconnect."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -86,27 +74,27 @@ class KeyCheck:
         if scope["type"] == "http" and scope["path"] not in OPEN:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._wanted):
-                refusal = _error(401, "give this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
+                refusal = _error(401, "send this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def make_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """The application; whoever makes it closes the service."""
+    """Create the application; the caller closes the service."""
     app = FastAPI(title="moegraft", openapi_url=None)
     _add_errors(app)
     if api_key:
         app.add_middleware(KeyCheck, api_key=api_key)
-    page = chat_page()
+    html, headers = chat_page()
 
     @app.get("/")
     async def root() -> Response:
-        return HTMLResponse(page.html, headers=page.headers)
+        return HTMLResponse(html, headers=headers)
 
     @app.get("/favicon.ico")
     async def icon() -> Response:
-        return Response(status_code=204)  # browsers ask for one, and there is none
+        return Response(status_code=204)  # browsers request an icon, and there is none
 
     @app.get("/health")
     async def health() -> Response:
@@ -124,7 +112,7 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         if model_id != service.model_id:
-            raise RequestError(404, f"no model {model_id[:80]!r} here; this server has {service.model_id!r}", code="model_not_found")
+            raise RequestError(404, f"unknown model {model_id[:80]!r}; this server has {service.model_id!r}", code="model_not_found")
         return JSONResponse(_model(service))
 
     @app.get("/v1/status")
@@ -181,7 +169,7 @@ def _error(status: int, message: str, code: str | None = None, param: str | None
 async def _body(request: Request, most: int) -> bytes:
     """
     Raises:
-        RequestError: it is no JSON (a form of another site's page would not be), or longer than `most` bytes.
+        RequestError: the body is not JSON, which forms of other sites cannot send, or longer than `most` bytes.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
@@ -189,7 +177,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
-            raise RequestError(413, f"the body is longer than the {most} bytes that this server takes")
+            raise RequestError(413, f"the body is longer than this server's limit of {most} bytes")
     return bytes(body)
 
 
@@ -201,14 +189,14 @@ async def _complete(service: Service, kind: Kind, request: Request) -> Response:
         if not loop.is_closed():
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    # A long prompt takes a tokenizer a while: others' streams go on meanwhile.
+    # In a thread, as encoding a long prompt would stop the streams of other requests.
     job = await asyncio.to_thread(service.job, asked, listen)
     try:
         service.engine.submit(job)
     except QueueFullError:
-        raise RequestError(429, "too many requests wait; try again in a moment", code="queue_full") from None
+        raise RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full") from None
     except StoppedError:
-        raise RequestError(503, "the server is going down, or has to be started again") from None
+        raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     reply, answer = Reply(kind, service.model_id), _pieces(request, job, pieces)
     if asked.stream:
         lines = _stream(reply, job, answer, include_usage=asked.include_usage)
@@ -216,17 +204,17 @@ async def _complete(service: Service, kind: Kind, request: Request) -> Response:
     text = "".join([piece.text async for piece in answer])
     if job.ending == "failed":
         return _error(500, job.error)
-    if job.ending == "cancelled":  # nobody reads this, unless the server is going down
+    if job.ending == "cancelled":  # read by a client only if the server is shutting down
         return _error(503, "the request was cancelled")
     return JSONResponse(reply.whole(text, job))
 
 
 async def _pieces(request: Request, job: Job, pieces: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
-    """The answer as it comes; cancels the job when the client leaves."""
+    """Yield the pieces of an answer; cancel the job when the client disconnects."""
     try:
         while True:
             try:
-                piece = await asyncio.wait_for(pieces.get(), LOOK_S)
+                piece = await asyncio.wait_for(pieces.get(), POLL_S)
             except TimeoutError:
                 piece = Piece("")
             if await request.is_disconnected():
@@ -235,11 +223,11 @@ async def _pieces(request: Request, job: Job, pieces: asyncio.Queue[Piece]) -> A
             if piece.ending is not None:
                 return
     finally:
-        job.cancel()  # of no effect on an answer that has ended
+        job.cancel()  # no effect on an answer that has ended
 
 
 async def _stream(reply: Reply, job: Job, answer: AsyncIterator[Piece], *, include_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events."""
+    """Yield the answer as server-sent events."""
     if reply.kind == "chat":
         yield _event(reply.chunk(None))
     async for piece in answer:

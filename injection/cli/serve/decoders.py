@@ -1,11 +1,4 @@
-"""Answers requests one at a time through the model's own `generate`, which serves every model and every operator.
-
-Answers several requests at once: one forward pass makes a token for each of them.
-
-The next token of each of several answers, every one by its own request's rules and random numbers.
-
-What the model knows of the conversations that were last served.
-"""
+"""The two decoders of the server: one request at a time through the model's `generate`, or several in one forward pass."""
 
 from __future__ import annotations
 
@@ -19,25 +12,20 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection.cli.chat.conversation import PromptCache
+from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import Batch, cut
 from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job
-from moegraft.injection.graft import decode_steps_of
+from moegraft.injection.injected import decode_steps_of, injection_of
 from moegraft.injection.prefill import read_ahead
 
 
-def generator(seed: int, device: torch.device) -> torch.Generator:
-    made = torch.Generator(device=device)
-    made.manual_seed(seed)
-    return made
-
-
 def usable(logits: torch.Tensor) -> torch.Tensor:
-    """Whether a token can be chosen after each row of `logits` (..., V): (...) bool, false of NaN, +inf, or nothing but -inf."""
+    """Return (...) bool, whether a token can be chosen from each row of `logits` (..., V): no NaN, no +inf, and not only -inf."""
     return logits.amax(-1).isfinite()  # a NaN is the largest of its row
 
 
 def choose(logits: torch.Tensor, ask: Ask, numbers: torch.Generator) -> int:
-    """The token after `logits` (V,) float32: the likeliest, or one drawn as `ask` says."""
+    """Return the token that `logits` (V,) float32 and the options of a request give: the likeliest, or a random one."""
     if ask.greedy:
         return int(logits.argmax())
     scores = logits / ask.temperature
@@ -53,7 +41,7 @@ def choose(logits: torch.Tensor, ask: Ask, numbers: torch.Generator) -> int:
 
 
 class _Tokens(BaseStreamer):
-    """Hands tokens to a job as they come; a draft brings several, of which a stop string may leave the last unused."""
+    """Passes tokens to a job. A draft gives several at once, and a stop string may end the answer before the last of them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -81,7 +69,7 @@ class _Ended(StoppingCriteria):
 
 
 class _Usable(LogitsProcessor):
-    """Fails the job where no token can be chosen. The zeros it returns then let `generate` come to its end with a cache that is whole."""
+    """Fails the job if no token can be chosen, and returns zeros, with which `generate` ends and leaves a complete cache."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -94,7 +82,7 @@ class _Usable(LogitsProcessor):
 
 
 class SequentialDecoder:
-    """The one request being answered, and what is known of the conversation before it."""
+    """Answers one request at a time with the model's `generate`, which supports every operator, and keeps the last cache."""
 
     def __init__(self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
@@ -115,7 +103,7 @@ class SequentialDecoder:
         self._job = job
 
     def step(self) -> None:
-        """Answers the request, to its end."""
+        """Answer the request to its end."""
         job = self._job
         if job is None:
             return
@@ -144,21 +132,21 @@ class SequentialDecoder:
         known = made.past_key_values
         self._kept.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(self._model, known))
         job.finish("cancelled" if job.cancelled else "stop")
-        if job.ending == "failed":  # what it added may be bad, what it had taken over is not
+        if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
             cache, shared = self._kept.take(ids[: job.kept_tokens + 1])
             if shared == job.kept_tokens:
                 self._kept.keep(ids, cache)
         self._job = None
 
     def forget(self) -> None:
-        """Gives up everything, after a failure that may have left the cache half-written."""
+        """Drop the request and the cache, after a failure that may have left the cache incomplete."""
         self._kept.drop()
         self._job = None
 
 
 def _sampling(job: Job) -> dict[str, Any]:
     if job.ask.greedy:
-        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # neutral, over the model's own
+        return {**NEUTRAL, "do_sample": False}
     return {"do_sample": True, "temperature": job.ask.temperature, "top_p": job.ask.top_p, "top_k": job.ask.top_k}
 
 
@@ -166,17 +154,17 @@ KEPT = 4  # conversations; each holds at most a context of keys and values
 
 
 class KeptConversations:
-    """A few caches, of which a request takes the one that shares most with its prompt."""
+    """A few caches; a request uses the one that shares most with its prompt."""
 
     def __init__(self, most: int = KEPT) -> None:
         self._most = most
-        self._caches: list[PromptCache] = []  # the one used last at the end
+        self._caches: list[PromptCache] = []  # the most recently used one last
 
     def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
-        """A cache that holds the beginning of `token_ids`, and how much of it."""
+        """Return a cache with the beginning of `token_ids`, and how many of them it holds."""
         best = max(self._caches, key=lambda cache: cache.shared(token_ids), default=None)
         if best is None or 2 * best.shared(token_ids) < len(best.held[0]):
-            return None, 0  # a common greeting is no reason to cut another conversation short
+            return None, 0  # a short common beginning is not worth cropping another conversation
         self._caches.remove(best)
         return best.take(token_ids)
 
@@ -191,29 +179,28 @@ class KeptConversations:
 
 
 logger = logging.getLogger(__name__)
-# What a model's own generation config may ask of every token, which only `generate` does.
+# Options of a generation config that only `generate` applies, with the values that mean "off".
 PROCESSED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0, "typical_p": 1.0, "bad_words_ids": None}
 
 
 def batching_obstacle(model: PreTrainedModel) -> str | None:
-    """Why requests for this model are answered one at a time, or None when they can be decoded together."""
-    injection: Any = getattr(model, "moegraft", None)
-    operator = getattr(injection, "model_operator", None)
-    if operator is not None:
-        return f"{operator.name} decodes one text at a time"
+    """Return the reason why requests for this model cannot be decoded together; None if they can."""
+    injection = injection_of(model)
+    if injection is not None and injection.model_operator is not None:
+        return f"{injection.model_operator.name} decodes one sequence at a time"
     if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
-        return "the model does not take positions and a mask"
+        return "the model's forward pass has no arguments for positions and an attention mask"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     if getattr(model, "_is_stateful", False) or any(type(layer) is not DynamicLayer for layer in layers):
-        return "not all of the model's layers attend to everything, and caches of texts of different lengths cannot be joined"
+        return "not all of the model's layers are of full attention, and the caches of others cannot be joined at different lengths"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
-    return f"the model's generation config asks for {', '.join(asked)}" if asked else None
+    return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
 
 class BatchedDecoder:
-    """Texts under way and the prompt being read. Between two steps of the texts at most a chunk of a prompt is read.
+    """Decodes several sequences in one forward pass, and computes at most one chunk of one prompt between two steps.
 
-    An answer that fails ends alone; a forward pass that fails ends the answers that it computes. The caches of all others stay.
+    A failure of one answer ends it alone; a failed forward pass ends the answers in it. The caches of the others stay valid.
     """
 
     def __init__(self, model: PreTrainedModel, *, most: int, prefill_chunk: int) -> None:
@@ -239,13 +226,13 @@ class BatchedDecoder:
         return self._reading is None and len(self._jobs) < self._most
 
     def admit(self, job: Job) -> None:
-        """Begins with a request; only where there is room."""
-        assert self._reading is None, "one prompt is read at a time"
+        """Start a request; `has_room` must be true."""
+        assert self._reading is None, "one prompt is computed at a time"
         self._read, job.kept_tokens = self._kept.take(job.ask.token_ids)
         self._reading = job
 
     def step(self) -> None:
-        """Reads a chunk of a prompt, and makes a token for each text."""
+        """Decode a token of each sequence, then compute a chunk of the prompt."""
         for row in reversed(range(len(self._jobs))):
             if self._jobs[row].cancelled:
                 self._jobs[row].finish("cancelled")
@@ -256,7 +243,7 @@ class BatchedDecoder:
             self._read_on(self._reading)
 
     def forget(self) -> None:
-        """Gives up everything, after a failure that may have left caches half-written."""
+        """Drop all requests and caches, after a failure that may have left caches incomplete."""
         self._drop_texts()
         self._reading = self._read = None
         self._kept.drop()
@@ -265,10 +252,10 @@ class BatchedDecoder:
         try:
             logits = self._batch.step([job.token_ids[-1] for job in self._jobs])
             good = usable(logits).tolist()
-            likeliest = logits.argmax(-1).tolist()  # for all greedy texts at once
-        except torch.AcceleratorError:  # the device computes nothing after it
+            likeliest = logits.argmax(-1).tolist()  # for all greedy requests at once
+        except torch.AcceleratorError:  # the device cannot be used after it
             raise
-        except Exception as error:  # whatever it is, other prompts and the requests that wait are to be served
+        except Exception as error:  # any error must leave other prompts and waiting requests running
             logger.exception("serve: a forward pass failed; the %d answers in it end", len(self._jobs))
             for job in self._jobs:
                 job.fail(error)
@@ -291,12 +278,12 @@ class BatchedDecoder:
         if job.ending != "failed" or job.kept_tokens:
             try:
                 self._keep(job, self._batch.copy(row))
-            except RuntimeError:  # for lack of memory
-                logger.exception("serve: the keys and values of an answer are not kept")
+            except RuntimeError:  # out of memory
+                logger.exception("serve: the cache of an answer is not kept")
         self._batch.remove(row)
 
     def _keep(self, job: Job, cache: DynamicCache) -> None:
-        """Keeps what the model knows of an answer that ended; of one that failed what it had taken over, as the rest may be bad."""
+        """Keep the cache of an answer that ended; after a failure only the part from an earlier request, as later parts may be wrong."""
         if job.ending != "failed":
             self._kept.keep(job.token_ids, cache)
         elif job.kept_tokens:
@@ -330,7 +317,7 @@ class BatchedDecoder:
         logits = output.logits[0, -1].float()
         if not usable(logits):
             raise BadLogitsError
-        numbers = generator(job.seed, logits.device)
+        numbers = torch.Generator(device=logits.device).manual_seed(job.seed)
         if not job.take(choose(logits, job.ask, numbers)):
             self._batch.add(cache)
             self._jobs.append(job)

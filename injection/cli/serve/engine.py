@@ -1,40 +1,60 @@
-"""The thread that owns the model: takes requests from a bounded queue and answers them, several at once where that works."""
+"""The thread that owns the model: it answers the requests of a bounded queue, several at once where the model supports it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from moegraft.injection.cli.serve.counts import Counts, Times, difference
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 
 logger = logging.getLogger(__name__)
-WINDOW_S = 10.0  # over which tokens/s are taken
+WINDOW_S = 10.0  # of which tokens/s are the mean
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+Counts = Mapping[str, int]  # of the model's work, by name; counts only grow
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Times in seconds, counted by the first of `BOUNDS_S` that is not below them; the last count is of longer times."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+def difference(after: Counts, before: Counts) -> dict[str, int]:
+    """Return the counts that grew, with their growth."""
+    return {name: added for name, count in after.items() if (added := count - before.get(name, 0)) > 0}
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class StoppedError(Exception):
-    """The server is going down, or the thread that owns the model has ended."""
+    """The server is shutting down, or the thread that owns the model has ended."""
 
 
 class Decoder(Protocol):
-    """Answers the jobs it admitted, a step at a time. A job whose own work fails ends alone, without an exception."""
+    """Answers admitted jobs, one step at a time. A failure of one job ends that job, without an exception."""
 
     @property
     def jobs(self) -> list[Job]: ...
     @property
     def has_room(self) -> bool: ...
     def admit(self, job: Job) -> None:
-        """Begin with a job; where that raises, the job is not among `jobs`."""
+        """Start a job; after an exception the job is not in `jobs`."""
         ...
 
     def step(self) -> None: ...
@@ -42,27 +62,27 @@ class Decoder(Protocol):
 
 
 class Engine:
-    """Starts its thread when made; `close` ends it. `submit` may be called from any thread.
+    """The queue of requests and the thread that answers them, from the constructor to `close`. `submit` may be called from any thread.
 
-    A request that fails ends alone, or with those in the same forward pass where that fails; the engine goes on. Where it cannot, the
-    requests that run or wait fail and later ones are refused. Requests are taken in the order they came.
+    Requests start in the order in which they came. A request that fails ends alone; if a forward pass fails, all requests in it end. The
+    engine continues after both. If its thread has to end, all running and waiting requests fail, and later ones are refused.
 
     Args:
-        counts: what the model did so far; asked between steps.
+        counts: returns the model's work so far; called between steps.
     """
 
     def __init__(self, decoder: Decoder, *, max_queue: int, counts: Callable[[], Counts] = dict) -> None:
         self._decoder = decoder
         self._max_queue = max_queue
         self._counts = counts
-        self._before: dict[Job, Counts] = {}  # what the model had done when each job began
+        self._before: dict[Job, Counts] = {}  # the model's work when each job started
         self._waiting: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self.endings: dict[Ending, int] = {"stop": 0, "length": 0, "cancelled": 0, "failed": 0}
         self.rejected = self.prompt_tokens = self.kept_tokens = self.completion_tokens = 0
-        self.first_token_s = Times()
-        self.work: Counts = {}  # what the model had done when an answer last began or ended
+        self.first_token_s = Histogram()
+        self.work: Counts = {}  # the model's work when a job last started or ended
         self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of each step in the window
         self._thread = threading.Thread(target=self._run, name="moegraft-serve", daemon=True)
         self._thread.start()
@@ -77,12 +97,12 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens made in the last seconds, of all requests together."""
+        """Tokens per second of all requests together, over the last seconds."""
         now = time.perf_counter()
         with self._wake:
             recent = [(when, tokens) for when, tokens in self._recent if now - when <= WINDOW_S]
@@ -93,8 +113,8 @@ class Engine:
     def submit(self, job: Job) -> None:
         """
         Raises:
-            QueueFullError: too many wait already.
-            StoppedError: nobody would answer it.
+            QueueFullError: the queue is full.
+            StoppedError: the engine has ended.
         """
         with self._wake:
             self._drop_cancelled()
@@ -107,7 +127,7 @@ class Engine:
             self._wake.notify()
 
     def close(self) -> None:
-        """Ends every request and the thread."""
+        """Cancel every request, and end the thread."""
         with self._wake:
             self._closing = True
             for job in [*self._waiting, *self._decoder.jobs]:
@@ -120,11 +140,11 @@ class Engine:
         try:
             while self._admit():
                 self._step()
-        except BaseException:  # nothing is above this frame that could tell those who wait
-            logger.critical("serve: the thread that owns the model ends; the server has to be started again", exc_info=True)
-            error = AnswerError("the model cannot be used any more; the server has to be started again")
+        except BaseException:  # no caller could report it to the waiting clients
+            logger.critical("serve: the thread that owns the model has failed; restart the server", exc_info=True)
+            error = AnswerError("the model cannot be used any more; restart the server")
         with self._wake:
-            self._closing = True  # from here on no job is added
+            self._closing = True  # no job is added after this
             jobs = list(dict.fromkeys([*self._before, *self._decoder.jobs, *self._waiting]))
         for job in jobs:
             if error is not None:
@@ -139,24 +159,24 @@ class Engine:
         try:
             with torch.inference_mode():
                 self._decoder.step()
-        except torch.AcceleratorError:  # the device computes nothing after it
+        except torch.AcceleratorError:  # the device cannot be used after it
             raise
-        except Exception as error:  # whatever it was, the other requests are to be served
-            logger.exception("serve: a step failed; its requests are ended and the server goes on")
+        except Exception as error:  # any error must leave the other requests running
+            logger.exception("serve: a step failed; its requests end and the server continues")
             for job in jobs:
                 job.fail(error)
             self._decoder.forget()
         self._account(jobs, before)
 
     def _settle(self, job: Job) -> None:
-        """Count an answer that ended and tell its listener."""
+        """Count an answer that ended, and report it to its listener."""
         assert job.ending is not None, "the answer has ended"
         self.endings[job.ending] += 1
         self._before.pop(job, None)
         job.tell_end()
 
     def _begin(self, jobs: list[Job]) -> None:
-        """Notes what the model had done before the jobs that are new, and which jobs are not alone."""
+        """Record the model's work before new jobs, and which jobs run together."""
         new = [job for job in jobs if job not in self._before]
         if new:
             self._before |= dict.fromkeys(new, self._counts_now())
@@ -166,18 +186,18 @@ class Engine:
     def _counts_now(self) -> Counts:
         try:
             self.work = self._counts()
-        except Exception:  # a figure for people is no reason to end answers
-            logger.exception("serve: what the model did cannot be counted")
+        except Exception:  # statistics must not end answers
+            logger.exception("serve: the model's work cannot be counted")
         return self.work
 
     def _admit(self) -> bool:
-        """Waits for work and takes what there is room for; False when closing."""
+        """Wait for requests, and start those that there is room for; return False when closing."""
         with self._wake:
             while not self._closing and not self._waiting and not self._decoder.jobs:
                 self._wake.wait()
             self._drop_cancelled()
             while self._waiting and self._decoder.has_room:
-                job = self._waiting[0]  # among those that wait until it is admitted, so that it ends with them if the thread does
+                job = self._waiting[0]  # in the queue until it is admitted, so that it ends with the queue if the thread fails
                 with job.failing_alone():
                     self._decoder.admit(job)
                 self._waiting.popleft()
@@ -186,7 +206,7 @@ class Engine:
             return not self._closing
 
     def _drop_cancelled(self) -> None:
-        """Makes room where clients left while they waited."""
+        """Remove waiting requests whose clients have left."""
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
             job.finish("cancelled")

@@ -1,7 +1,4 @@
-"""One request on its way through the engine: what is asked, and the text that comes of it.
-
-Stop strings: text is held back while it could be the beginning of one.
-"""
+"""One request in the engine: its prompt and options, and its answer as tokens and text, with stop strings."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
-from moegraft.injection.cli.options import LEAST_TEMPERATURE
+from moegraft.injection.cli.options import is_greedy
 
 
 class StopText:
-    """Passes text on up to the first stop string, which is not passed on itself."""
+    """Cuts text before the first stop string. Text that may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -29,7 +26,7 @@ class StopText:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """What is safe to show of the text so far and was not shown yet."""
+        """Add text, and return the text that may be shown now."""
         if self.stopped:
             return ""
         self._held += text
@@ -44,13 +41,13 @@ class StopText:
         return safe
 
     def rest(self) -> str:
-        """What was held back, at the end of a text that no stop string ended."""
+        """Return the text that is held back, at the end of an answer."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are the beginning of `stop`."""
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -61,11 +58,11 @@ LEAST_TOP_P = torch.finfo(torch.float32).tiny
 
 
 class AnswerError(Exception):
-    """A failure of one answer whose message is safe to show to the client."""
+    """A failure of one answer; the message may be shown to the client."""
 
 
 class BadLogitsError(AnswerError):
-    """No token can be chosen."""
+    """The logits have NaN or infinite values, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits for this request are not numbers (NaN or infinite)")
@@ -73,7 +70,7 @@ class BadLogitsError(AnswerError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt and how to go on from it; top_k 0 draws from all tokens."""
+    """A prompt and the options of its answer; top_k 0 samples from all tokens."""
 
     token_ids: list[int]
     max_tokens: int
@@ -85,27 +82,27 @@ class Ask:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: asked for by 0, and by values that a float32 step cannot divide by or tell from 0."""
-        return self.temperature < LEAST_TEMPERATURE or self.top_p < LEAST_TOP_P
+        """Whether the likeliest token is taken: temperature or top_p is 0, or too small for float32."""
+        return is_greedy(self.temperature) or self.top_p < LEAST_TOP_P
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that can no longer change; the last one says why there is no more."""
+    """A piece of the answer's text; the last piece has the reason why the answer ends."""
 
     text: str
     ending: Ending | None = None
 
 
 class Job:
-    """An `Ask` being answered. The engine's thread writes; whoever asked may call `cancel` from any other.
+    """An `Ask` and its answer so far. Only the engine's thread changes it; `cancel` may be called from any thread.
 
-    A failure in the answer's own work, such as decoding its tokens to text, ends it with "failed" and raises nothing.
+    A failure of this answer alone, such as in decoding its tokens to text, ends it with "failed" and raises nothing.
 
     Attributes:
-        error: the message for the client of an answer that failed.
-        work: what the model did between the job's first step and its last, by name; None until its end.
-        together: others were answered meanwhile, so that `work` is theirs too.
+        error: the message for the client if the answer failed.
+        work: the counts of the model's work from the job's first step to its last, by name; None until its end.
+        together: whether other jobs ran at the same time, so that `work` includes theirs.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class Job:
         self.listener = listener
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
-        self.kept_tokens = 0  # of the prompt, known from an earlier request
+        self.kept_tokens = 0  # tokens of the prompt in the cache of an earlier request
         self.completion_tokens = 0
         self.ending: Ending | None = None
         self.error = FAILED
@@ -128,14 +125,14 @@ class Job:
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
         self._streamer = AnswerStreamer(tokenizer, self._spell)
-        self._streamer.put(torch.empty(0))  # it takes the prompt first
+        self._streamer.put(torch.empty(0))  # the first call is for the prompt
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more."""
+        """End the answer at the next step."""
         self.cancelled = True
 
     def take(self, token: int) -> bool:
-        """Takes the next token of the answer; whether the answer ends with it."""
+        """Add the next token of the answer; return whether the answer ends with it."""
         assert self.ending is None, "nothing follows the end of an answer"
         self.token_ids.append(token)
         self.completion_tokens += 1
@@ -155,7 +152,7 @@ class Job:
         return self.ending is not None
 
     def finish(self, ending: Ending) -> None:
-        """Ends the answer, once; `tell_end` says so."""
+        """End the answer, if it has not ended; `tell_end` reports it."""
         if self.ending is not None:
             return
         with self.failing_alone():
@@ -163,7 +160,7 @@ class Job:
         self.ending = self.ending or ending
 
     def fail(self, error: Exception) -> None:
-        """End the answer with an error. Shows no text that is held back: decoding it may be what failed."""
+        """End the answer with an error, without the text that is held back: decoding it may have failed."""
         if self.ending is None:
             self.ending = "failed"
             if isinstance(error, AnswerError):
@@ -180,12 +177,12 @@ class Job:
             yield
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # whatever it is, the other answers go on
-            logger.exception("serve: a request failed; the others go on")
+        except Exception as error:  # any error must leave the other answers running
+            logger.exception("serve: a request failed; the others continue")
             self.fail(error)
 
     def tell_end(self) -> None:
-        """Tells the listener of the end, once, with the text that was held back."""
+        """Send the listener the last piece, once, with the text that was held back."""
         assert self.ending is not None, "the answer has ended"
         if not self._told:
             self._told = True
@@ -193,12 +190,12 @@ class Job:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From asking to the first token, the wait in the queue included."""
+        """The time from the request to the first token, including the wait in the queue."""
         return 1e3 * (self._first_s - self._asked_s) if self._first_s else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """From the first token to the last; None of an answer of one token."""
+        """The decode speed; None for an answer of one token."""
         taken_s = self._last_s - self._first_s
         return (self.completion_tokens - 1) / taken_s if self.completion_tokens > 1 and taken_s > 0 else None
 
@@ -212,7 +209,7 @@ class Job:
             return
         try:
             self.listener(piece)
-        except Exception:  # whoever asked cannot be reached, for example because its event loop is closed
-            logger.exception("serve: nobody takes an answer any more; it is cancelled")
+        except Exception:  # such as a closed event loop
+            logger.exception("serve: an answer cannot be delivered; it is cancelled")
             self.listener = None
             self.cancel()

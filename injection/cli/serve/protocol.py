@@ -1,4 +1,4 @@
-"""The requests and answers of OpenAI's chat and text completions, as far as they are served here; the rest is refused by name."""
+"""Requests and answers in the form of OpenAI's chat and text completions. Unsupported parameters are refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moegraft.injection.cli.serve.job import Job
 Kind = Literal["chat", "text"]
 ROLES: dict[str, Any] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MOST_STOPS = 16
-# What would change the answer and is not served, with the values that ask for nothing.
+# Unsupported parameters that would change the answer, with the values that mean "off".
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -49,7 +49,7 @@ KNOWN = {*TAKEN, "stream", "stream_options", *REFUSED, *OF_NO_EFFECT}
 
 
 class RequestError(Exception):
-    """A request that is not served; `status` is its HTTP status."""
+    """A request that is refused; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A body that was understood; None leaves the server's or the model's own value."""
+    """A parsed request; None means the server's or the model's own value."""
 
     kind: Kind
     model: str | None
@@ -79,7 +79,7 @@ class Request:
 def read_request(kind: Kind, body: bytes) -> Request:
     """
     Raises:
-        RequestError: 400 for what is malformed, 422 for what is well-formed and not served.
+        RequestError: 400 for a malformed request, 422 for an unsupported one.
     """
     try:
         data = json.loads(body)
@@ -92,7 +92,7 @@ def read_request(kind: Kind, body: bytes) -> Request:
             shown = name[:60].encode(errors="replace").decode()  # a reply cannot hold the lone surrogates that JSON can
             raise RequestError(422, f"unknown parameter {shown!r}", param=shown)
         if name in REFUSED and data[name] not in REFUSED[name]:
-            raise RequestError(422, f"{name} is not served here", param=name)
+            raise RequestError(422, f"{name} is not supported", param=name)
     options = _typed(data, "stream_options", dict) or {}
     asked_tokens = _number(data, "max_completion_tokens", 1, integer=True) or _number(data, "max_tokens", 1, integer=True)
     return Request(
@@ -132,10 +132,10 @@ def _number(data: Mapping[str, Any], name: str, low: float, high: float | None =
 def _stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     stop = data.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise RequestError(400, "stop is neither a string nor a list of strings", param="stop")
     if len(stops) > MOST_STOPS:
-        raise RequestError(422, f"stop has {len(stops)} strings, of which {MOST_STOPS} are served", param="stop")
+        raise RequestError(422, f"stop has {len(stops)} strings; at most {MOST_STOPS} are supported", param="stop")
     return tuple(stops)
 
 
@@ -145,7 +145,7 @@ def _messages(data: Mapping[str, Any]) -> list[Message]:
         raise RequestError(400, "messages is not a list of messages", param="messages")
     messages = [_message(entry) for entry in entries]
     if messages[-1].role != "user":
-        raise RequestError(422, "the last message is to be the user's", param="messages")
+        raise RequestError(422, "the last message must be the user's", param="messages")
     return messages
 
 
@@ -154,12 +154,12 @@ def _message(entry: Mapping[str, Any]) -> Message:
     if not isinstance(role, str):
         raise RequestError(400, "a message has no role", param="messages")
     if role not in ROLES:
-        raise RequestError(422, f"messages of role {role[:40]!r} are not served", param="messages")
+        raise RequestError(422, f"messages of role {role[:40]!r} are not supported", param="messages")
     if isinstance(content, list):
         if not all(isinstance(part, dict) for part in content):
             raise RequestError(400, "a message's content is not a list of parts", param="messages")
         if any(part.get("type") != "text" for part in content):
-            raise RequestError(422, "only text is served in messages", param="messages")
+            raise RequestError(422, "only text is supported in messages", param="messages")
         texts = [part.get("text") for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
@@ -173,10 +173,10 @@ def _prompt(data: Mapping[str, Any]) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return _text(prompt)
-    if isinstance(prompt, list) and prompt and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
-        raise RequestError(422, "several prompts in one request are not served; send one at a time", param="prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
+        raise RequestError(422, "several prompts in one request are not supported; send one at a time", param="prompt")
     raise RequestError(400, "prompt is neither text nor a list of tokens", param="prompt")
 
 
@@ -184,13 +184,13 @@ def _text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(400, "the text has lone surrogates, which are no characters") from error
+        raise RequestError(400, "the text has lone surrogates, which are not valid Unicode") from error
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answers in OpenAI's form, all of one request."""
+    """The answers to one request in OpenAI's form."""
 
     kind: Kind
     model: str
@@ -201,10 +201,10 @@ class Reply:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": job.ending}
         choice |= {"text": text} if self.kind == "text" else {"message": {"role": "assistant", "content": text}}
         head = self._head("text_completion" if self.kind == "text" else "chat.completion")
-        return {**head, "choices": [choice], "usage": usage(job), "moegraft": made(job)}
+        return {**head, "choices": [choice], "usage": usage(job), "moegraft": figures(job)}
 
     def chunk(self, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
-        """A piece of the answer; text None opens a chat's."""
+        """Return a piece of the answer; None for `text` starts the answer of a chat."""
         if self.kind == "text":
             choice: dict[str, Any] = {"text": text or ""}
         elif text is None:
@@ -214,7 +214,7 @@ class Reply:
         return {**self._chunk_head(), "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]}
 
     def usage_chunk(self, job: Job) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": usage(job), "moegraft": made(job)}
+        return {**self._chunk_head(), "choices": [], "usage": usage(job), "moegraft": figures(job)}
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("text_completion" if self.kind == "text" else "chat.completion.chunk")
@@ -234,8 +234,8 @@ def usage(job: Job) -> dict[str, Any]:
     }
 
 
-def made(job: Job) -> dict[str, Any]:
-    """How an answer was made, beside what OpenAI's interface has: times on this side, and the model's work meanwhile."""
+def figures(job: Job) -> dict[str, Any]:
+    """Return figures beyond OpenAI's interface: the server's times, and the model's work for the answer."""
     first_ms, rate = job.first_token_ms, job.tokens_per_s
     return {
         "first_token_ms": None if first_ms is None else round(first_ms, 2),

@@ -1,4 +1,4 @@
-"""What the server serves: one loaded model, its engine, and how a request becomes a job."""
+"""A loaded model with the engine that serves it, and the conversion of requests to jobs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
-from moegraft.injection.cli.loading import LoadedModel
-from moegraft.injection.cli.serve.counts import work_counts
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
+from moegraft.injection.cli.serve.metrics import work_counts
 from moegraft.injection.cli.serve.protocol import Request, RequestError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one server takes: requests that wait, tokens of one answer, bytes of one body, answers at once, tokens read at once."""
+    """The limits of one server.
+
+    Attributes:
+        max_queue: requests that may wait.
+        max_tokens: of one answer.
+        max_body: bytes of one request.
+        max_batch: requests answered at once.
+        prefill_chunk: prompt tokens computed between two decode steps; 0: all.
+    """
 
     max_queue: int = 64
     max_tokens: int = 4096
@@ -33,14 +42,14 @@ class Limits:
 
 
 class Service:
-    """Made once; `close` ends its thread."""
+    """One loaded model and its engine, whose thread starts with the constructor and ends with `close`."""
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
         self.loaded = loaded
         self.limits = limits
         self.model_id = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
-        self.placement = loaded.placement()  # as it is before any request; what operators did is in their statistics
-        self.ends = _end_tokens(loaded)
+        self.placement = loaded.placement()  # before any request; the work of operators is in their statistics
+        self.ends = end_tokens(loaded)
         self.alone_because = batching_obstacle(loaded.model)
         self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
 
@@ -48,9 +57,7 @@ class Service:
         loaded, limits = self.loaded, self.limits
         if self.alone_because:
             logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
-            padding = loaded.tokenizer.pad_token_id
-            pad_token = padding if padding is not None else next(iter(self.ends), 0)
-            return SequentialDecoder(loaded.model, pad_token=pad_token, prefill_chunk=limits.prefill_chunk)
+            return SequentialDecoder(loaded.model, pad_token=pad_token(loaded), prefill_chunk=limits.prefill_chunk)
         return BatchedDecoder(loaded.model, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
 
     def close(self) -> None:
@@ -59,10 +66,10 @@ class Service:
     def job(self, request: Request, listener: Callable[[Piece], None] | None = None) -> Job:
         """
         Raises:
-            RequestError: it asks for another model, or for more than fits.
+            RequestError: the request names another model, or exceeds a limit.
         """
         if request.model is not None and request.model != self.model_id:
-            raise RequestError(404, f"no model {request.model[:80]!r} here; this server has {self.model_id!r}", code="model_not_found")
+            raise RequestError(404, f"unknown model {request.model[:80]!r}; this server has {self.model_id!r}", code="model_not_found")
         return Job(self._ask(request, self._token_ids(request)), self.loaded.tokenizer, self.ends, listener)
 
     def _token_ids(self, request: Request) -> list[int]:
@@ -70,7 +77,7 @@ class Service:
             embeddings: Any = self.loaded.model.get_input_embeddings()
             size = embeddings.weight.shape[0]
             if not all(0 <= token < size for token in request.prompt):
-                raise RequestError(400, f"prompt has tokens outside of 0 to {size - 1}", param="prompt")
+                raise RequestError(400, f"prompt has tokens outside of the range from 0 to {size - 1}", param="prompt")
             return request.prompt
         if request.kind == "text":
             token_ids = list(self.loaded.tokenizer(request.prompt)["input_ids"])
@@ -87,17 +94,19 @@ class Service:
     def _ask(self, request: Request, token_ids: list[int]) -> Ask:
         context, limit = self.loaded.context_tokens, self.limits.max_tokens
         if request.max_tokens is not None and request.max_tokens > limit:
-            raise RequestError(422, f"max_tokens is {request.max_tokens}, and this server makes at most {limit}", param="max_tokens")
+            raise RequestError(422, f"max_tokens is {request.max_tokens}, and this server's limit is {limit}", param="max_tokens")
         room = limit if context is None else context - len(token_ids)
         if room < 1:
-            message = f"the prompt has {len(token_ids)} tokens, and the model's context takes {context}, the answer included"
+            message = f"the prompt has {len(token_ids)} tokens, and the model's context {context}, including the answer"
             raise RequestError(422, message, code="context_length_exceeded")
         own: Any = self.loaded.model.generation_config
-        temperature = request.temperature if request.temperature is not None else _own_temperature(own)
+        temperature = request.temperature
+        if temperature is None:
+            temperature = _own(own, "temperature", 1.0) if own.do_sample else 0.0
         return Ask(
             token_ids=token_ids,
             max_tokens=min(request.max_tokens or own.max_new_tokens or limit, limit, room),
-            temperature=float(temperature),  # generate refuses an integer
+            temperature=float(temperature),  # `generate` requires a float
             top_p=float(request.top_p if request.top_p is not None else _own(own, "top_p", 1.0)),
             top_k=request.top_k if request.top_k is not None else _own(own, "top_k", 0),
             seed=None if request.seed is None else request.seed & ((1 << 63) - 1),
@@ -105,18 +114,7 @@ class Service:
         )
 
 
-def _own_temperature(config: GenerationConfig) -> float:
-    return float(_own(config, "temperature", 1.0)) if config.do_sample else 0.0
-
-
 def _own(config: GenerationConfig, name: str, neutral: Any) -> Any:
-    """The model's own value, which it means for drawing alone."""
+    """Return the model's own value of a sampling option, which has no effect if the model does not sample."""
     value = getattr(config, name, None)
     return value if config.do_sample and value is not None else neutral
-
-
-def _end_tokens(loaded: LoadedModel) -> list[int]:
-    own: Any = loaded.model.generation_config
-    ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else list(own.eos_token_id or [])
-    spoken = loaded.tokenizer.eos_token_id
-    return ends if spoken is None or spoken in ends else [*ends, spoken]

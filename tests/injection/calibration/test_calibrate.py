@@ -71,7 +71,7 @@ def test_progress_adds_up(folder: Path, text_ids: torch.Tensor) -> None:
     assert sum(done) == work_tokens(model, text_ids[:500], options) == 400 + 100 * 3
 
 
-def test_the_file_says_what_it_was_made_from(thresholds: Thresholds) -> None:
+def test_the_file_records_its_model_and_text(thresholds: Thresholds) -> None:
     assert (thresholds.model, thresholds.model_type, thresholds.top_k) == ("tiny", "qwen2_moe", 2)
     assert list(thresholds.layers) == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
     first, second = thresholds.layers.values()
@@ -101,7 +101,7 @@ def test_windows_do_not_exceed_what_the_model_was_made_for(folder: Path) -> None
 
 
 def test_too_little_text(folder: Path, calibrate_folder: Calibrate) -> None:
-    with pytest.raises(UnsupportedModelError, match="the text has 63 tokens; 64 are needed"):
+    with pytest.raises(UnsupportedModelError, match="the text has 63 tokens; at least 64 are needed"):
         calibrate_folder(folder, torch.arange(63))
 
 
@@ -126,7 +126,7 @@ def test_rules_without_such_an_operator(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text("- match: {kind: linear}\n  replace: {class: quantized_linear}\n")
     registry = load_registry()
-    with pytest.raises(UnsupportedModelError, match="none of its rules names an operator that can leave neurons out"):
+    with pytest.raises(UnsupportedModelError, match="no operator of these rules can leave neurons out"):
         sparse_rules(read_rules(path, registry=registry), registry)
 
 

@@ -116,7 +116,7 @@ def test_every_setting_is_the_cpu_alone(more: str, weights: str, tmp_path: Path)
     assert counts_of(model) == counts_of(alone)
 
 
-def test_devices_are_told_what_a_token_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_get_the_share_of_neurons_that_a_token_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an emulated one charges for what is computed, and plans balance that."""
     model = load("qwen3_moe", tmp_path, "gpu: emulated, cache: {slots: 2}, schedule: fixed")
     told: dict[str, set[Neurons | None]] = {"submit_cpu": set(), "launch": set()}

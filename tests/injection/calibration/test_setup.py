@@ -58,7 +58,7 @@ def test_without_a_file_a_calibration_finds_the_quantiles(
         exact = float(np.quantile(magnitudes[path], 0.7, method="inverted_cdf"))
         assert exact / 1.001 < threshold <= exact * BIN * 1.001, path  # sums in another order move a value a little
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert message.startswith("sparsity: no thresholds file, so 2 layers were calibrated on ")
+    assert message.startswith("sparsity: there is no thresholds file, so 2 layers were calibrated on ")
     assert f"on {len(byte_tokenizer()(read_text('calibration'))['input_ids'])} tokens of a bundled text" in message
 
 
@@ -76,7 +76,7 @@ def test_biases_clamps_and_interleaved_weights_calibrate_too(load: Load, oss_fol
     assert len(found) == OSS.num_hidden_layers
 
 
-def test_a_file_gives_its_thresholds(load: Load, file: Path, thresholds: Thresholds, caplog: pytest.LogCaptureFixture) -> None:
+def test_thresholds_come_from_the_file(load: Load, file: Path, thresholds: Thresholds, caplog: pytest.LogCaptureFixture) -> None:
     model = load(f"target: 0.85, scope: routed, thresholds: '{file}'")
     for path, threshold in thresholds_of(model).items():
         assert threshold == pytest.approx(thresholds.threshold(path, 0.85, "layer"), rel=1e-5)
@@ -126,7 +126,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_loads")
 def test_other_weights_are_refused_before_any_is_read(load: Load, file: Path, other_weights: Path) -> None:
-    with pytest.raises(ThresholdsError, match=r"made from other weights: those of model.layers.1.mlp.experts are not the ones of 'tiny'"):
+    with pytest.raises(ThresholdsError, match=r"made from the weights of 'tiny', and those of model.layers.1.mlp.experts differ"):
         load(f"target: 0.5, scope: routed, thresholds: '{file}'", other_weights)
 
 
@@ -159,7 +159,7 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
 @pytest.mark.parametrize(
     ("sparsity", "at", "message"),
     [
-        ("target: 0.5", "{target", "option 'sparsity.scope' of hybrid_experts must be given"),
+        ("target: 0.5", "{target", "option 'sparsity.scope' of hybrid_experts is missing"),
         (
             "target: 85, scope: routed",
             "85",
@@ -199,9 +199,7 @@ def test_a_target_beyond_the_file_is_refused(load: Load, file: Path) -> None:
 
 def test_no_tokenizer_to_calibrate_with(load: Load, folder: Path, file: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")))
-    with pytest.raises(
-        ThresholdsError, match=r"sparsity has no thresholds, and cannot calibrate: .*; give the file's path as 'thresholds'"
-    ):
+    with pytest.raises(ThresholdsError, match=r"sparsity has no thresholds, and a calibration is not possible: .*; set 'thresholds'"):
         load("target: 0.5, scope: routed", bare)
     load(f"target: 0.5, scope: routed, thresholds: '{file}'", bare)
 
@@ -211,18 +209,18 @@ def test_a_model_in_memory(load: Load, folder: Path, file: Path, other_weights: 
     assert all(thresholds_of(model).values())
     model = load(f"target: 0.5, scope: routed, thresholds: '{file}'", stock(folder))
     assert all(thresholds_of(model).values())
-    with pytest.raises(ThresholdsError, match="made from other weights"):
+    with pytest.raises(ThresholdsError, match="made from the weights of 'tiny'"):
         load(f"target: 0.5, scope: routed, thresholds: '{file}'", stock(other_weights))
     nameless = AutoModelForCausalLM.from_config(SHARED)
     nameless.config.name_or_path = ""
-    with pytest.raises(ThresholdsError, match="this model no folder with a tokenizer to calibrate with"):
+    with pytest.raises(ThresholdsError, match="the model has no folder with a tokenizer to calibrate with"):
         load("target: 0.5, scope: routed", nameless)
 
 
 def test_rules_that_were_read_already(folder: Path, rules: Callable[..., Path]) -> None:
     read = read_rules(rules("target: 0, scope: routed"), registry=load_registry())
     assert sparse_layers(optimize_and_load(folder, read, progress=False))
-    with pytest.raises(UnsupportedModelError, match="these rules have been read with theirs"):
+    with pytest.raises(UnsupportedModelError, match="this rule file is read already"):
         optimize_and_load(folder, read, vars={"a": 1}, progress=False)
 
 

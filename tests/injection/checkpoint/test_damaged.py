@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint import weight_files
+from moegraft.injection.checkpoint.files import weight_files
 from moegraft.operators.errors import CheckpointError, MoegraftError, UnsupportedModelError
 
 INDEX = "model.safetensors.index.json"
@@ -142,8 +142,8 @@ def test_an_index_names_only_files_of_its_folder(form: str, whole: Path, tmp_pat
     for act in (lambda: optimize_and_load(folder, "cpu-exact", progress=False), lambda: weight_files(folder)):
         with pytest.raises(CheckpointError) as caught:
             act()
-        assert str(caught.value).startswith(f"{folder / INDEX}: '{EXPERT}' is said to be in ")
-        assert "nothing is read outside it" in str(caught.value)
+        assert str(caught.value).startswith(f"{folder / INDEX}: the index lists '{EXPERT}' in ")
+        assert "which is outside of this folder and is not read" in str(caught.value)
         str(caught.value).encode()
 
 
@@ -243,11 +243,11 @@ def test_wrong_shape_of_a_fused_parameter(tmp_path: Path) -> None:
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     state["model.layers.0.mlp.experts.down_proj"] = state["model.layers.0.mlp.experts.down_proj"][:3].contiguous()
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=re.escape("(3, 32, 24) where the model has (4, 32, 24)")):
+    with pytest.raises(CheckpointError, match=re.escape("(3, 32, 24), and the model has (4, 32, 24)")):
         optimize_and_load(tmp_path, "cpu-exact", progress=False)
 
 
-def test_quantised_checkpoint_says_what_is_supported(whole: Path, tmp_path: Path) -> None:
+def test_the_refusal_of_a_quantised_checkpoint_lists_what_is_supported(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(whole, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -102,68 +102,71 @@ def array(kind: int, count: int, items: bytes = b"") -> bytes:
 
 
 DAMAGED_HEADERS = {
-    "version": (b"GGUF" + number(9, "<I") + bytes(99), "version 9, where 2 and 3 can be read"),
-    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(99), "a big-endian GGUF file"),
-    "keys without end": (header(counts=(0, 1 << 40)), "the header: 1099511627776 keys are announced and the file has"),
-    "tensors without end": (header(counts=(1 << 63, 0)), "the header: 9223372036854775808 tensors are announced"),
-    "more keys than any file": (header(data=1 << 20, counts=(0, 70_000)), "70000 keys are announced and 65536 can be read"),
-    "long key": (header(number(1 << 50), counts=(0, 1)), "the header: a text needs 1125899906842624 bytes and the file has"),
-    "key that is no text": (header(text(b"\xff") + bytes(9)), "the header: a text is not UTF-8"),
-    "unknown type": (header(field("a", 99, b"")), "key 'a': unknown type of value, 99"),  # type: ignore[arg-type] # as files may have
-    "long text": (header(field("a", KIND.STRING, number(1 << 62))), "key 'a': a text needs 4611686018427387904 bytes and the file has"),
-    "key twice": (header(ARCHITECTURE, ARCHITECTURE), "key 'general.architecture': the key is there twice"),
+    "version": (b"GGUF" + number(9, "<I") + bytes(99), "version 9 is not supported, only 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(99), "this GGUF file is big-endian"),
+    "keys without end": (header(counts=(0, 1 << 40)), "the header: a count of 1099511627776 keys, and the file has"),
+    "tensors without end": (header(counts=(1 << 63, 0)), "the header: a count of 9223372036854775808 tensors"),
+    "more keys than any file": (header(data=1 << 20, counts=(0, 70_000)), "a count of 70000 keys, more than the 65536 that are supported"),
+    "long key": (header(number(1 << 50), counts=(0, 1)), "the header: a string needs 1125899906842624 bytes, and the file has"),
+    "key that is no text": (header(text(b"\xff") + bytes(9)), "the header: a string is not UTF-8"),
+    "unknown type": (header(field("a", 99, b"")), "key 'a': unknown value type 99"),  # type: ignore[arg-type] # as files may have
+    "long text": (header(field("a", KIND.STRING, number(1 << 62))), "key 'a': a string needs 4611686018427387904 bytes, and the file has"),
+    "key twice": (header(ARCHITECTURE, ARCHITECTURE), "key 'general.architecture': this key occurs twice"),
     "array of numbers without end": (
         header(field("a", KIND.ARRAY, array(KIND.UINT8, 1 << 40))),
         "key 'a': an array of 1099511627776 values needs 1099511627776 bytes",
     ),
     "array of texts without end": (
         header(field("a", KIND.ARRAY, array(KIND.STRING, 1 << 40))),
-        "key 'a': 1099511627776 values are announced",
+        "key 'a': a count of 1099511627776 values",
     ),
     "array of arrays without end": (
         header(field("a", KIND.ARRAY, array(KIND.ARRAY, 1 << 40))),
-        "key 'a': 1099511627776 values are announced",
+        "key 'a': a count of 1099511627776 values",
     ),
     "nested arrays": (
         header(field("a", KIND.ARRAY, array(KIND.ARRAY, 1) * 3000 + array(KIND.UINT8, 0))),
-        "key 'a': more than 8 arrays within each other",
+        "key 'a': more than 8 nested arrays",
     ),
     "text of block_count": (
         header(ARCHITECTURE, field("olmoe.block_count", KIND.STRING, text("two")), tensors=(tensor(),)),
-        "'olmoe.block_count' must be a whole number, not 'two'",
+        "'olmoe.block_count' must be an integer, not 'two'",
     ),
     "array of block_count": (
         header(ARCHITECTURE, field("olmoe.block_count", KIND.ARRAY, array(KIND.UINT32, 1, number(2, "<I"))), tensors=(tensor(),)),
-        "'olmoe.block_count' must be a whole number, not an array",
+        "'olmoe.block_count' must be an integer, not an array",
     ),
     "fraction of nextn_predict_layers": (
         header(ARCHITECTURE, field("olmoe.nextn_predict_layers", KIND.FLOAT32, struct.pack("<f", 0.5)), tensors=(tensor(),)),
-        "'olmoe.nextn_predict_layers' must be a whole number, not 0.5",
+        "'olmoe.nextn_predict_layers' must be an integer, not 0.5",
     ),
     "text of split.count": (
         header(ARCHITECTURE, field("split.count", KIND.STRING, text("many")), tensors=(tensor(),)),
-        "'split.count' must be a whole number, not 'many'",
+        "'split.count' must be an integer, not 'many'",
     ),
-    "architecture that is a number": (header(field("general.architecture", KIND.UINT32, number(5, "<I"))), "a model of architecture '5'"),
+    "architecture that is a number": (header(field("general.architecture", KIND.UINT32, number(5, "<I"))), "the architecture is '5'"),
     "alignment of 0": (
         header(field("general.alignment", KIND.UINT32, number(0, "<I"))),
         "key 'general.alignment': the alignment must be a power of two, not 0",
     ),
     "alignment in words": (header(field("general.alignment", KIND.STRING, text("wide"))), "must be a power of two, not 'wide'"),
-    "long name of a tensor": (header(tensors=(number(1 << 40),), counts=(1, 0)), "the list of tensors: a text needs 1099511627776 bytes"),
-    "dimensions": (header(tensors=(tensor(dimensions=(1,) * 5),)), "tensor 'x': 5 dimensions, where 4 are allowed"),
+    "long name of a tensor": (header(tensors=(number(1 << 40),), counts=(1, 0)), "the list of tensors: a string needs 1099511627776 bytes"),
+    "dimensions": (header(tensors=(tensor(dimensions=(1,) * 5),)), "tensor 'x': 5 dimensions, more than the 4 that are supported"),
     "many dimensions": (header(tensors=(text("x") + number(1 << 31, "<I") + bytes(20),)), "tensor 'x': 2147483648 dimensions"),
     "dimension of 0": (header(tensors=(tensor(dimensions=(1 << 63, 0)),)), "tensor 'x': a dimension of 0"),
-    "large tensor": (header(tensors=(tensor(dimensions=(1 << 63, 1 << 63, 4)),)), "tensor 'x': it ends at byte"),
-    "tensor past the end": (header(tensors=(tensor(offset=32),)), "tensor 'x': it ends at byte 224 and the file has 192"),
-    "offset past the end": (header(tensors=(tensor(offset=(1 << 64) - 64),)), "tensor 'x': it ends at byte 18446744073709551"),
-    "unknown type of weights": (header(tensors=(tensor(kind=999),)), "tensor 'x': unknown type of weights, 999"),
+    "large tensor": (header(tensors=(tensor(dimensions=(1 << 63, 1 << 63, 4)),)), "tensor 'x': the tensor ends at byte"),
+    "tensor past the end": (header(tensors=(tensor(offset=32),)), "tensor 'x': the tensor ends at byte 224, and the file has 192"),
+    "offset past the end": (header(tensors=(tensor(offset=(1 << 64) - 64),)), "tensor 'x': the tensor ends at byte 18446744073709551"),
+    "unknown type of weights": (header(tensors=(tensor(kind=999),)), "tensor 'x': unknown tensor type 999"),
     "part of a block": (
         header(tensors=(tensor(dimensions=(33,), kind=BlockType.Q8_0),)),
-        "'x': rows of 33 values are no whole blocks",
+        "'x': rows of 33 values are no multiple of the block size",
     ),
-    "no row of blocks": (header(tensors=(tensor(dimensions=(), kind=BlockType.Q8_0),)), "tensor 'x': rows of 1 values are no whole blocks"),
-    "tensor twice": (header(tensors=(tensor(), tensor())), "tensor 'x': the name is there twice"),
+    "no row of blocks": (
+        header(tensors=(tensor(dimensions=(), kind=BlockType.Q8_0),)),
+        "tensor 'x': rows of 1 values are no multiple",
+    ),
+    "tensor twice": (header(tensors=(tensor(), tensor())), "tensor 'x': this name occurs twice"),
 }
 
 
@@ -194,7 +197,7 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     assert found.fields == {"general.architecture": "olmoe", "a": None, "general.alignment": 64, "b": True}
     assert found.tensors["x"].data.tolist() == values.reshape(2, 8).tolist()
     assert found.tensors["y"].shape == (32,) and found.tensors["y"].data.tolist() == [0] * 34
-    with pytest.raises(CheckpointError, match="'b' must be a whole number, not True"):
+    with pytest.raises(CheckpointError, match="'b' must be an integer, not True"):
         found.integer("b")
 
 
@@ -210,12 +213,15 @@ def test_a_header_cut_anywhere(cut: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model-00001-of-00000.gguf", "by its name this is part 1 of 0"),
-        ("model-00004-of-00003.gguf", "by its name this is part 4 of 3"),
-        ("model-00001-of-99999.gguf", "model-00002-of-99999.gguf, model-00003-of-99999.gguf, model-00004-of-99999.gguf and 99995 more of"),
+        ("model-00001-of-00000.gguf", "the name means part 1 of 0"),
+        ("model-00004-of-00003.gguf", "the name means part 4 of 3"),
+        (
+            "model-00001-of-99999.gguf",
+            "model-00002-of-99999.gguf, model-00003-of-99999.gguf, model-00004-of-99999.gguf and 99995 more",
+        ),
     ],
 )
-def test_names_of_parts_that_cannot_be(name: str, said: str, folder: Path) -> None:
+def test_names_of_impossible_parts(name: str, said: str, folder: Path) -> None:
     (folder / name).write_bytes(header(ARCHITECTURE))
     assert said in refusal(folder, name)
 
@@ -261,9 +267,13 @@ def foreign_part(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "path", "said"),
     [
-        (lose_part, PARTS, r"model-00002-of-00003\.gguf of a model in 3 parts is missing; download it"),
-        (rename_part, "model.gguf", r"model\.gguf: its header calls it part 1 of 3; give it back its name, NAME-00001-of-00003\.gguf"),
-        (double_part, PARTS, r"model-00002-of-00003\.gguf: its header calls it part 1 of 3, its name part 2 of 3; download it again"),
+        (lose_part, PARTS, r"parts of this model, which has 3, are missing: model-00002-of-00003\.gguf; download them"),
+        (rename_part, "model.gguf", r"model\.gguf: this is part 1 of 3 by its header; rename it to NAME-00001-of-00003\.gguf"),
+        (
+            double_part,
+            PARTS,
+            r"model-00002-of-00003\.gguf: this is part 1 of 3 by its header and part 2 of 3 by its name",
+        ),
         (foreign_part, PARTS, r"model-00002-of-00003\.gguf: \S+: also in model-00001-of-00003\.gguf"),
     ],
 )
@@ -280,7 +290,7 @@ def test_missing_tensor(name: str, folder: Path, model: PreTrainedModel) -> None
     del tensors[name]
     write_gguf(folder / "model.gguf", model, tensors=tensors)
     message = refusal(folder)
-    assert f"model.gguf: '{name}' is missing, which feeds model." in message
+    assert f"model.gguf: '{name}', the tensor of model." in message
 
 
 def test_missing_expert(folder: Path, model: PreTrainedModel) -> None:
@@ -288,7 +298,7 @@ def test_missing_expert(folder: Path, model: PreTrainedModel) -> None:
     for number, values in enumerate(tensors.pop("blk.0.ffn_down_exps.weight")[:3]):
         tensors[f"blk.0.ffn_down.{number}.weight"] = values
     write_gguf(folder / "model.gguf", model, tensors=tensors)
-    assert "'blk.0.ffn_down.3.weight' is missing" in refusal(folder)
+    assert "'blk.0.ffn_down.3.weight', the tensor of model.layers.0.mlp.experts.down_proj, is missing" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.1.ffn_gate_exps.weight"])
@@ -296,23 +306,23 @@ def test_misshaped_tensor(name: str, folder: Path, model: PreTrainedModel) -> No
     tensors = tensors_of(model)
     tensors[name] = np.ascontiguousarray(tensors[name][:-1])
     write_gguf(folder / "model.gguf", model, tensors=tensors)
-    assert re.search(rf"model\.gguf: {re.escape(name)}: shape \(\d+, .*\) where the model has \(", refusal(folder))
+    assert re.search(rf"model\.gguf: {re.escape(name)}: shape \(\d+, .*\), and the model has \(", refusal(folder))
 
 
 def test_unknown_tensor(folder: Path, model: PreTrainedModel) -> None:
     write_gguf(folder / "model.gguf", model, tensors=tensors_of(model) | {"blk.0.attn_q.bias": np.ones(64, np.float32)})
-    assert "model.gguf: blk.0.attn_q.bias: nothing in the model reads this tensor" in refusal(folder)
+    assert "model.gguf: blk.0.attn_q.bias: the model has no parameter for this tensor" in refusal(folder)
 
 
 def test_another_architecture(folder: Path, model: PreTrainedModel) -> None:
     write_gguf(folder / "model.gguf", model, architecture="qwen3moe")
-    assert "architecture 'qwen3moe' where the config's model type, 'olmoe', is 'olmoe'" in refusal(folder)
+    assert "the architecture is 'qwen3moe', and that of the config's model type, 'olmoe', is 'olmoe'" in refusal(folder)
 
 
 def test_another_number_of_layers(folder: Path, model: PreTrainedModel) -> None:
     write_gguf(folder / "model.gguf", model)
     model.config.__class__(**{**model.config.to_dict(), "num_hidden_layers": 3}).save_pretrained(folder)
-    assert refusal(folder).endswith("model.gguf: 2 layers where the config has 3")
+    assert refusal(folder).endswith("model.gguf: 2 layers, and the config has 3")
 
 
 def test_a_type_that_holds_no_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -322,7 +332,7 @@ def test_a_type_that_holds_no_weights(folder: Path, model: PreTrainedModel) -> N
 
 def test_a_vocabulary_alone(folder: Path) -> None:
     write_as_it_is(folder / "model.gguf", {}, BlockType.F32)
-    assert "no tensors in this file" in refusal(folder)
+    assert "this file has no tensors" in refusal(folder)
 
 
 def test_a_family_that_is_not_mapped(tmp_path: Path, model: PreTrainedModel) -> None:

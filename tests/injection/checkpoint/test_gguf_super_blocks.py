@@ -100,7 +100,7 @@ def test_what_is_kept_is_what_the_quantiser_wrote(tmp_path: Path) -> None:
         assert (packed.unpack(2, part) == expected).all()
 
 
-def test_nothing_is_said_of_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unconverted_tensors_are_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(saved(tmp_path, MEDIUM), linear="int8")
     assert not [record.message for record in caplog.records if "_K" in record.message]
@@ -115,7 +115,7 @@ def test_nothing_is_said_of_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptu
     ],
     ids=["emulated GPU", "bfloat16", "gate unlike up"],
 )
-def test_what_is_converted_is_said_once(
+def test_conversions_are_logged_once(
     kinds: Mapping[str, BlockType], options: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(tmp_path, kinds)

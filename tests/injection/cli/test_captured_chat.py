@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 
 RULES = """

@@ -19,7 +19,7 @@ from support import ROOT
 from support.browser import Tab, browsing, find_chromium
 from support.serving import PATIENCE_S, Server, serving, until
 
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.app import chat_page
 from moegraft.injection.cli.serve.service import Limits
 
@@ -49,7 +49,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    found = Elements(chat_page().html)
+    found = Elements(chat_page()[0])
     for tag, attrs in found.tags:
         assert not {"src", "href", "style", "srcset", "action", "background"} & attrs.keys(), (tag, attrs)
         assert not any(name.startswith("on") for name in attrs), "the policy would not run it"
@@ -81,7 +81,7 @@ def test_text_is_never_set_as_html() -> None:
 
 
 def test_what_is_labelled_and_named_is_there() -> None:
-    html = chat_page().html
+    html = chat_page()[0]
     attributes = [attrs for _, attrs in Elements(html).tags]
     ids = [attrs["id"] for attrs in attributes if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -155,7 +155,7 @@ IDLE = "document.getElementById('send').textContent === 'Send'"
 
 
 @with_chromium
-def test_a_person_asks_and_is_told_what_it_took(tab: Tab, server: Server) -> None:
+def test_the_page_shows_the_figures_of_an_answer(tab: Tab, server: Server) -> None:
     tab.look(**PHONE, dark=True)
     tab.requested.clear()
     tab.errors.clear()
@@ -234,7 +234,7 @@ def test_a_new_chat_leaves_nothing_of_the_answer_that_was_coming(tab: Tab, loade
 
 
 @with_chromium
-def test_a_key_is_asked_for_and_errors_are_said(tab: Tab, loaded: LoadedModel) -> None:
+def test_the_page_asks_for_a_key_and_shows_errors(tab: Tab, loaded: LoadedModel) -> None:
     with serving(loaded, Limits(max_tokens=5, max_body=300), key="secret") as server:
         tab.open(f"{server.address}/")
         tab.until("document.getElementById('status').textContent === 'this server wants its key'")

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 
 
 def test_history_goes_through_the_chat_template(loaded: LoadedModel) -> None:
@@ -50,11 +50,11 @@ def test_a_question_may_take_the_room_of_its_answer_but_not_all(loaded: LoadedMo
     assert len(conversation.prompt(50).token_ids) == 63
     conversation.withdraw()
     conversation.ask("x" * 61)
-    with pytest.raises(PromptRefusedError, match="the prompt has 64 tokens and this model's context takes 64"):
+    with pytest.raises(PromptRefusedError, match="the prompt has 64 tokens, and this model's context 64"):
         conversation.prompt(50)
 
 
-def test_a_template_that_refuses_says_why(text_folder: Path) -> None:
+def test_a_refusal_of_the_template_has_its_reason(text_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(text_folder)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     conversation = Conversation(tokenizer, system="be brief")

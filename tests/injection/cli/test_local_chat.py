@@ -46,7 +46,7 @@ def test_the_answer_alone_is_on_stdout(run: Run) -> None:
     assert "\x1b" not in result.stderr, "no colour, no spinner where nobody looks"
 
 
-def test_quiet_says_nothing_else(run: Run) -> None:
+def test_quiet_prints_nothing_else(run: Run) -> None:
     assert run("--prompt", "hello", "--quiet", *ANSWER).stderr == ""
     assert "tokens/s" not in run("--prompt", "hello", "--no-stats", *ANSWER).stderr
 
@@ -73,7 +73,22 @@ def test_a_seed_repeats_an_answer(run: Run) -> None:
     assert first == again != other
 
 
-def test_a_model_without_a_template_goes_on_with_the_text(run: Run, text_folder: Path) -> None:
+def test_a_tiny_temperature_of_the_model_is_greedy(run: Run, chat_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, "temperature": 1e-6}))
+    asked = ["--prompt", "hello", "--max-new-tokens", "12"]
+    greedy = run(*asked, "--no-do-sample").stdout
+    assert [run(*asked, "--seed", seed, model=folder).stdout for seed in ("1", "2")] == [greedy, greedy]
+
+
+def test_an_unknown_instruction_set_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGRAFT_ISA", "mmx")
+    assert "set MOEGRAFT_ISA to one of these, or unset it" in refused(run("--prompt", "hello", "--quiet"))
+
+
+def test_a_model_without_a_template_continues_the_text(run: Run, text_folder: Path) -> None:
     result = run("--prompt", "once upon", *ANSWER, model=text_folder)
     assert result.exit_code == 0
     assert "no chat template" in result.stderr
@@ -130,7 +145,7 @@ def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
     assert "wieght" in refused(run("--prompt", "hello", "--var", "wieght=int4"))
 
 
-def test_what_the_plan_warns_of_is_said_once(run: Run, tmp_path: Path) -> None:
+def test_warnings_of_the_plan_are_logged_once(run: Run, tmp_path: Path) -> None:
     rules = tmp_path / "mine.yaml"
     rules.write_text("""- match: {kind: experts, layers: "0-1,7"}\n  replace: {class: hybrid_experts}\n""")
     result = run("--prompt", "hello", "--rules", rules, *ANSWER)
@@ -139,7 +154,7 @@ def test_what_the_plan_warns_of_is_said_once(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.injection.graft.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
+    monkeypatch.setattr("moegraft.injection.grafting.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
     message = refused(run("--prompt", "hello", "--quiet"))
     assert "memory" in message and message.count("\n") == 1
 
@@ -155,8 +170,8 @@ def test_a_pipe_without_a_prompt(run: Run, stdin: bytes, said: str) -> None:
 def test_a_prompt_that_cannot_be(run: Run, tmp_path: Path) -> None:
     assert refused(run("--prompt-file", tmp_path / "none")) == f"local_chat: error: {tmp_path / 'none'}: No such file or directory\n"
     assert "the prompt is empty" in refused(run("--prompt", ""))
-    assert "give one of them" in refused(run("--prompt", "a", "--prompt-file", "b"))
-    assert "this model's context takes 4096" in refused(run("--prompt", "x" * 5000))
+    assert "give only one of them" in refused(run("--prompt", "a", "--prompt-file", "b"))
+    assert "this model's context 4096" in refused(run("--prompt", "x" * 5000))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +205,7 @@ def test_a_reader_that_leaves_is_no_error(program: list[str], chat_folder: Path)
     assert "Traceback" not in said and "Broken pipe" not in said
 
 
-def test_a_trace_shows_who_worked_when(run: Run, tmp_path: Path) -> None:
+def test_a_trace_shows_the_work_of_each_device(run: Run, tmp_path: Path) -> None:
     rules = tmp_path / "emulated.yaml"
     rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
     path = tmp_path / "trace.json"
@@ -224,11 +239,11 @@ def test_a_trace_shows_the_rounds_of_drafts(run: Run, tmp_path: Path, gpu: str) 
 def test_with_the_cpu_alone_there_is_nothing_to_trace(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     result = run("--prompt", "hello", "--rules", "cpu-exact", "--trace", path, *ANSWER)
-    assert result.exit_code == 0 and "experts run on the CPU alone" in result.stderr
+    assert result.exit_code == 0 and "no GPU and no drafts are in use" in result.stderr
     assert not path.exists()
 
 
-def test_a_trace_that_cannot_be_written_is_told_before_the_answer(run: Run, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported_before_the_answer(run: Run, tmp_path: Path) -> None:
     rules = tmp_path / "emulated.yaml"
     rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
     assert str(tmp_path / "no") in refused(run("--prompt", "hello", "--rules", rules, "--trace", tmp_path / "no" / "trace.json", *ANSWER))

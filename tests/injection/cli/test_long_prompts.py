@@ -18,7 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3NextConfig, Qwe
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChatError
 from moegraft.injection.cli.chat.session import Chat, run_command
-from moegraft.injection.cli.loading import LoadedModel, load_model
+from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
 
@@ -108,17 +108,17 @@ def test_chunks_change_no_answer(kind: str, chunk: int, passes: list[int], reque
     assert chunked.turn("and on").text == whole.turn("and on").text
 
 
-def test_a_recurrent_model_reads_its_prompt_whole_and_says_so_once(recurrent: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recurrent_model_computes_its_prompt_whole_with_one_warning(recurrent: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     chat, plain = open_chat(recurrent, 16), open_chat(recurrent)
     for question in ["x" * 61, "again"]:
         anew = plain.turn(question)
         assert chat.turn(question).text == anew.text
-    assert sum("cannot read them in chunks" in record.message for record in caplog.records) == 1
-    assert sum("reads the whole conversation anew" in record.message for record in caplog.records) == 2, "each chat says it once"
+    assert sum("does not support chunks" in record.message for record in caplog.records) == 1
+    assert sum("computes the whole conversation again" in record.message for record in caplog.records) == 2, "each chat logs it once"
     assert chat.last is not None and chat.last.kept_tokens == 0
 
 
-def test_a_sliding_window_goes_on_and_is_read_anew_when_history_changes(sliding: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sliding_window_is_kept_until_the_history_changes(sliding: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     kept, anew = open_chat(sliding), open_chat(sliding)
     for question in ["hello, a long question", "and then?"]:
         anew.answerer._cache.drop()
@@ -129,11 +129,11 @@ def test_a_sliding_window_goes_on_and_is_read_anew_when_history_changes(sliding:
     anew.answerer._cache.drop()
     assert kept.turn("hello, a long story").text == anew.turn("hello, a long story").text
     assert kept.last.kept_tokens == 0
-    assert sum("cannot go back" in record.message for record in caplog.records) == 1
+    assert sum("cannot be cropped" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("kind", ["loaded", "sliding"])
-def test_a_saved_chat_goes_on_where_it_was(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_saved_chat_is_resumed(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     loaded = request.getfixturevalue(kind)
     chat, later = open_chat(loaded), open_chat(loaded)
     chat.turn("hello there, you")
@@ -147,7 +147,7 @@ def test_a_saved_chat_goes_on_where_it_was(kind: str, request: pytest.FixtureReq
     assert found.stats.kept_tokens == wanted.stats.kept_tokens > 0
     before = (tmp_path / "talk.safetensors").read_bytes()
     run_command(chat, f"/save {tmp_path / 'talk.safetensors'}")
-    assert "exists and was left as it is" in shown(chat)
+    assert "exists and was not changed" in shown(chat)
     assert (tmp_path / "talk.safetensors").read_bytes() == before
 
 
@@ -176,7 +176,7 @@ def test_a_saved_chat_of_another_model_or_a_damaged_one_is_refused(loaded: Loade
         open_chat(loaded).resume(tmp_path / "none.safetensors")
 
 
-def test_drafting_goes_on_from_chunks_and_kept_caches(chat_folder: Path, tmp_path: Path) -> None:
+def test_drafting_continues_from_chunks_and_kept_caches(chat_folder: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     draft = "{match: {kind: model}, replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 3, schedule: fixed}}}"
     rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {draft}\n")

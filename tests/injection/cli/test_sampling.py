@@ -28,12 +28,29 @@ def test_options_become_arguments_of_generate(given: dict[str, Any], model_sampl
 
 
 @pytest.mark.parametrize(
+    ("given", "model_temperature", "samples"),
+    [
+        ({}, 1e-6, False),
+        ({"do_sample": True}, 1e-6, False),
+        ({"top_p": 0.9}, 1e-6, False),
+        ({"temperature": 0.7}, 1e-6, True),  # the user's temperature replaces the model's
+        ({}, 0.7, True),
+        ({}, None, True),
+    ],
+)
+def test_a_tiny_temperature_of_the_model_is_greedy(given: dict[str, Any], model_temperature: float | None, samples: bool) -> None:
+    arguments = SamplingOptions(**given).overrides(model_samples=True, model_temperature=model_temperature)
+    assert arguments["do_sample"] is samples
+    assert samples or arguments["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"do_sample": False, "top_p": 0.9}, "--no-do-sample leaves --top-p without effect"),
-        ({"do_sample": True, "temperature": 0.0}, "give one of them"),
+        ({"do_sample": True, "temperature": 0.0}, "give only one of them"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty must be above 0"),
-        ({"do_sample": True, "temperature": 1e-40}, "give one of them"),
+        ({"do_sample": True, "temperature": 1e-40}, "give only one of them"),
         ({"repetition_penalty": 1e-40}, "--repetition-penalty must be above 0"),
         ({"repetition_penalty": float("nan")}, "--repetition-penalty must be a finite number"),
         ({"temperature": float("nan")}, "--temperature must be a finite number"),

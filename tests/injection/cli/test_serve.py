@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation
-from moegraft.injection.cli.loading import LoadedModel, load_model
+from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
@@ -74,7 +74,7 @@ def test_an_answer_is_that_of_the_chat(server: Server, loaded: LoadedModel) -> N
     assert json.loads(server.get("/health")) == {"status": "ok"}
 
 
-def test_a_stream_says_the_same(server: Server, loaded: LoadedModel) -> None:
+def test_a_stream_has_the_same_text(server: Server, loaded: LoadedModel) -> None:
     chunks = list(ask(server, "hello", stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -95,7 +95,7 @@ def test_a_conversation_is_not_read_again(server: Server, loaded: LoadedModel) -
     assert reply.usage.prompt_tokens - reply.usage.prompt_tokens_details.cached_tokens == 1 + 2 + len("a last one") + 2
 
 
-def test_text_goes_on(server: Server, loaded: LoadedModel) -> None:
+def test_text_is_continued(server: Server, loaded: LoadedModel) -> None:
     client, model = server.client(), server.service.model_id
     text = client.completions.create(model=model, prompt="once upon", max_tokens=8)
     tokens = client.completions.create(model=model, prompt=loaded.tokenizer("once upon")["input_ids"], max_tokens=8)
@@ -218,13 +218,13 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400, "temperature"),
         ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
         ({**CHAT, "max_tokens": True}, 400, "max_tokens"),
-        ({**CHAT, "max_tokens": 100_000}, 422, "at most 4096"),
+        ({**CHAT, "max_tokens": 100_000}, 422, "limit is 4096"),
         ({**CHAT, "stop": [1]}, 400, "stop"),
-        ({**CHAT, "n": 2}, 422, "n is not served"),
+        ({**CHAT, "n": 2}, 422, "n is not supported"),
         ({**CHAT, "tools": [{}]}, 422, "tools"),
         ({**CHAT, "temprature": 1}, 422, "'temprature'"),
         (b'{"\\ud800": 1}', 422, "unknown parameter"),
-        ({**CHAT, "model": "gpt-5"}, 404, "no model 'gpt-5'"),
+        ({**CHAT, "model": "gpt-5"}, 404, "unknown model 'gpt-5'"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 422, "4096"),
     ],
 )
@@ -246,7 +246,7 @@ def test_bodies_and_paths_have_limits(server: Server) -> None:
     assert post(server, b"{}", "/health")[0] == 405
 
 
-def test_a_key_is_asked_for(loaded: LoadedModel) -> None:
+def test_a_key_is_required(loaded: LoadedModel) -> None:
     with serving(loaded, key="secret") as server:
         assert post(server, json.dumps(CHAT).encode())[0] == 401
         with pytest.raises(openai.AuthenticationError):
@@ -336,7 +336,7 @@ def test_without_fastapi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     assert "pip install 'moegraft[serve]'" in result.stderr
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])], prog_name="moegraft")
     assert result.exit_code == 2

@@ -16,7 +16,7 @@ import pytest
 from support.serving import PATIENCE_S, Server, ask, messages, serving, until
 
 from moegraft.injection.cli.commands.serve import ServeOptions
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.service import Limits
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -157,7 +157,7 @@ def test_a_body_without_an_announced_length_has_the_same_limit(server: Server) -
 def test_a_model_is_found_by_its_id(server: Server) -> None:
     client = server.client()
     assert client.models.retrieve(server.service.model_id).id == server.service.model_id
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-5'"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-5'"):
         client.models.retrieve("gpt-5")
 
 
@@ -186,7 +186,7 @@ def test_a_request_that_cannot_be_begun_fails_alone(server: Server, monkeypatch:
     assert server.service.engine.endings["failed"] == 1
 
 
-def test_a_server_that_is_going_down_says_so(loaded: LoadedModel) -> None:
+def test_a_server_that_shuts_down_refuses_requests(loaded: LoadedModel) -> None:
     with serving(loaded) as server:
         server.service.engine.close()
         with pytest.raises(openai.InternalServerError) as refused:

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 from support.serving import Server, ask, serving
 
-from moegraft.injection.cli.loading import LoadedModel, load_model
+from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve.counts import BOUNDS_S, Times, difference, work_counts
+from moegraft.injection.cli.serve.engine import BOUNDS_S, Histogram, difference
+from moegraft.injection.cli.serve.metrics import work_counts
 from moegraft.injection.cli.serve.service import Limits
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
@@ -68,7 +69,7 @@ def shared(chat_folder: Path) -> Iterator[Server]:
         yield server
 
 
-def test_an_answer_says_what_it_took(shared: Server) -> None:
+def test_an_answer_has_its_figures(shared: Server) -> None:
     before = work_counts(shared.service.loaded.model)
     whole = ask(shared, "What news from Rome?", temperature=0)
     chunks = list(ask(shared, "Speak of the king.", temperature=0, stream=True, stream_options={"include_usage": True}))
@@ -130,7 +131,7 @@ def test_series_keep_their_names(shared: Server) -> None:
 
 
 def test_a_histogram_counts_each_time_once() -> None:
-    times = Times()
+    times = Histogram()
     for seconds in (0.0, BOUNDS_S[0], BOUNDS_S[0] + 1e-9, BOUNDS_S[-1] + 1):
         times.add(seconds)
     assert times.counts[:2] == [2, 1] and times.counts[-1] == 1 and sum(times.counts) == 4

@@ -14,7 +14,7 @@ from rich.console import Console
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
 from moegraft.injection.cli.chat.session import Chat, run_command
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.cli.output import Terminal
 
@@ -105,7 +105,7 @@ def test_sampling_reaches_generate(loaded: LoadedModel, monkeypatch: pytest.Monk
     assert (seen["repetition_penalty"], seen["no_repeat_ngram_size"]) == (1.1, 4)
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(loaded: LoadedModel) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(loaded: LoadedModel) -> None:
     handler = signal.getsignal(signal.SIGINT)
     out = Interrupting()
     chat = open_chat(loaded, SamplingOptions(do_sample=False, max_new_tokens=60), out=out)
@@ -159,7 +159,7 @@ def test_an_answer_without_text_is_an_answer(loaded: LoadedModel, monkeypatch: p
     monkeypatch.setattr(loaded.tokenizer, "decode", lambda *args, **options: "")  # as of an ending token
     answer = chat.turn("hello")
     assert (answer.ending, answer.text) == ("finished", "")
-    assert "ended its answer at once" in shown(chat) and "answer: 1 token]" in shown(chat)
+    assert "the answer is empty" in shown(chat) and "answer: 1 token]" in shown(chat)
     assert [message.role for message in chat.conversation.messages] == ["user", "assistant"]
 
 
@@ -178,8 +178,8 @@ def test_a_full_context_ends_the_answer(loaded: LoadedModel) -> None:
     [
         ("/help", "/save FILE"),
         ("/stats", "no answer yet"),
-        ("/sats", "no command /sats; did you mean /stats?"),
-        ("/frobnicate", "/help lists them"),
+        ("/sats", "unknown command /sats; did you mean /stats?"),
+        ("/frobnicate", "/help lists the commands"),
         ("/save", "usage: /save FILE"),
         ("/reset now", "usage: /reset"),
         ("/save talk.md", "there is nothing to save yet"),
@@ -221,7 +221,7 @@ def test_save_writes_once(loaded: LoadedModel, tmp_path: Path) -> None:
     assert "not saved: /no/such/folder/file: No such file or directory" in shown(chat)
     chat.turn("more")
     run_command(chat, f"/save {tmp_path / 'talk.md'}")
-    assert "exists and was left as it is" in shown(chat)
+    assert "exists and was not changed" in shown(chat)
     assert (tmp_path / "talk.md").read_text() == f"user: hello\n\nassistant: {answer}\n"
 
 

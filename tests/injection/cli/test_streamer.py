@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
-from moegraft.injection.cli.loading import LoadedModel
+from moegraft.injection.cli.models import LoadedModel
 
 TEXT = "Ça va ? 你好 \N{GRINNING FACE}!"  # characters of 1, 2, 3 and 4 bytes, each byte a token
 

@@ -29,7 +29,7 @@ def test_a_conversation(person: Callable[..., Any], chat_folder: Path, tmp_path:
     assert "answers so far: 2;" in someone.sees(PROMPT)
 
     record = tmp_path / "talk.md"
-    for reply in ("saved 4 messages", "was left as it is"):
+    for reply in ("saved 4 messages", "was not changed"):
         someone.say(f"/save {record}")
         assert reply in someone.sees(PROMPT)
     assert record.read_text().startswith("user: hello\n\nassistant: ")
@@ -50,7 +50,7 @@ def test_a_conversation(person: Callable[..., Any], chat_folder: Path, tmp_path:
     someone.say("")
     someone.sees(PROMPT)
     someone.say("x" * 6000)  # longer than a terminal's own line buffer
-    assert "6003 tokens" in someone.sees("its answer included")
+    assert "6003 tokens" in someone.sees("including the answer")
     someone.sees(PROMPT)
 
     someone.type("half a line")
@@ -66,7 +66,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(person: Callable[..., Any], ch
     someone = person("--model", str(chat_folder), "--no-do-sample", "--max-new-tokens", "3000", environment={"NO_COLOR": "1"})
     someone.sees(PROMPT)
     someone.say("hello")
-    someone.sees("\x1b[2K")  # the spinner is wiped when the answer begins
+    someone.sees("\x1b[2K")  # the spinner is erased when the answer begins
     time.sleep(0.3)
     someone.type(STOP)
     stopped = someone.sees(PROMPT)

@@ -23,7 +23,7 @@ def tiny() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("who", ["any", "resident"])
-def test_all_together_says_what_the_stock_model_says_and_tells_of_it(who: str, tmp_path: Path) -> None:
+def test_all_features_together_equal_the_stock_model_and_are_reported(who: str, tmp_path: Path) -> None:
     stock = tiny().generate(prompt(8), do_sample=False, max_new_tokens=40)
     rules = tmp_path / "exact.yaml"  # int8 linear layers would round
     rules.write_text("extends: all\nrules:\n- {id: linears, match: {kind: linear}, replace: {class: default}}\n")
@@ -45,7 +45,7 @@ def test_leaving_neurons_out_goes_with_drafts() -> None:
 
 
 @pytest.mark.parametrize("who", ["any", "resident"])
-def test_drafts_leave_out_more_neurons_where_the_shipped_file_is_told_to(who: str) -> None:
+def test_drafts_leave_out_more_neurons_by_a_variable_of_the_shipped_file(who: str) -> None:
     given = VARS | {"target": 0.3, "draft_sparsity": 0.8, "draft_top_k": 4, "draft_experts": who}
     model = optimize_and_load(demo_path(), "all", vars=given, progress=False, threads=1)
     assert model.generate(prompt(8), do_sample=False, max_new_tokens=30).shape[1] > 20
@@ -55,7 +55,7 @@ def test_drafts_leave_out_more_neurons_where_the_shipped_file_is_told_to(who: st
     assert model.moegraft.model_operator.statistics()["rounds"] > 0
 
 
-def test_a_mode_that_changes_the_text_says_by_how_much(tmp_path: Path) -> None:
+def test_a_lossy_mode_reports_its_agreement(tmp_path: Path) -> None:
     rules = tmp_path / "lossy.yaml"
     draft = "{class: speculative_draft, kwargs: {schedule: fixed, mode: adaptive, tolerance: 0.9}}"
     rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- match: {{kind: model}}\n  replace: {draft}\n")
@@ -64,7 +64,7 @@ def test_a_mode_that_changes_the_text_says_by_how_much(tmp_path: Path) -> None:
     found = model.moegraft.model_operator.statistics()
     (drafts,) = work_lines(model)
     assert drafts.endswith(
-        f"{found['agreement']:.1%} as lossless decoding has it, perplexity {found['perplexity']:.2f} under the full model"
+        f"{found['agreement']:.1%} of tokens as in lossless decoding, perplexity {found['perplexity']:.2f} under the full model"
     )
 
 

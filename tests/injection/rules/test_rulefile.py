@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 from support.rule_support import REGISTRY, CacheOptions, DraftOptions, ExpertsOptions, plan_for, read, write
 
-from moegraft.injection.plan import given_options
-from moegraft.injection.rules import Match, Position, RuleFile, default_rules, read_rules
+from moegraft.injection.planning import given_options
+from moegraft.injection.rules import Match, Position, RuleFile, read_rules
 from moegraft.injection.rules.document import parse_value
 from moegraft.injection.rules.rule import KINDS, Layers, grouped, layer_of, runs
 from moegraft.operators.base import Kind
@@ -216,7 +216,6 @@ def test_an_unnamed_rule_replaces_none_of_the_same_number(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", sorted(FORMER_NAMES))
 def test_the_former_file_of_a_family_is_cpu_with_a_notice(name: str, tmp_path: Path) -> None:
-    assert default_rules(name) == "cpu"
     registry = load_registry()
     named, cpu = read_rules(name, registry=registry), read_rules("cpu", registry=registry)
     assert named.rules == cpu.rules and named.files == cpu.files and not cpu.notices
@@ -228,7 +227,7 @@ def test_the_former_file_of_a_family_is_cpu_with_a_notice(name: str, tmp_path: P
     assert [str(notice) for notice in extending.notices] == [f"{path}:2:10: {message}"]
 
 
-def test_a_shipped_name_and_a_path_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_name_and_a_path_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cpu-exact").mkdir()  # a folder of a shipped file's name is not in its way
     assert Path(read_rules("cpu-exact", registry=REGISTRY).files[0]).name == "cpu-exact.yaml"

@@ -10,36 +10,36 @@ from support.rule_support import findings_of, read, write
 RULE = "- match: {kind: experts}\n  replace: {class: hybrid_experts}\n"
 
 THEIRS = (
-    ("ktransformers.operators.experts.KTransformersExperts", "hybrid_experts does that: write 'match: {kind: experts}'"),
-    ("ktransformers.operators.experts.KTransformersExpertsV2", "hybrid_experts does that"),
-    ("KExpertsCPU", "hybrid_experts does that"),
-    ("ktransformers.operators.experts.KDeepseekV3MoE", "hybrid_experts does that"),
-    ("ktransformers.operators.experts.KQwen3MoeSparseMoeBlock", "hybrid_experts does that"),
-    ("ktransformers.operators.linear.KTransformersLinear", "quantized_linear does that"),
-    ("KLinearMarlin", "quantized_linear does that"),
-    ("ktransformers.operators.gate.KMoEGate", "nothing is needed: routers stay"),
-    ("ktransformers.operators.RoPE.YarnRotaryEmbeddingV3", "nothing is needed: rotary embeddings stay"),
-    ("ktransformers.operators.attention.KDeepseekV2Attention", "nothing is needed: attention layers stay"),
-    ("ktransformers.operators.balance_serve_attention.flashinfer_attn", "nothing is needed: attention layers stay"),
-    ("ktransformers.operators.models.KDeepseekV2Model", "nothing is needed: models stay"),
-    ("ktransformers.operators.layernorm.RMSNorm", "nothing is needed: norms stay"),
-    ("ktransformers.operators.mlp.kDeepseekV3MLP", "nothing is needed: dense MLPs stay"),
-    ("ktransformers.operators.other.Thing", "nothing is needed: such modules stay"),
+    ("ktransformers.operators.experts.KTransformersExperts", "use hybrid_experts: write 'match: {kind: experts}'"),
+    ("ktransformers.operators.experts.KTransformersExpertsV2", "use hybrid_experts"),
+    ("KExpertsCPU", "use hybrid_experts"),
+    ("ktransformers.operators.experts.KDeepseekV3MoE", "use hybrid_experts"),
+    ("ktransformers.operators.experts.KQwen3MoeSparseMoeBlock", "use hybrid_experts"),
+    ("ktransformers.operators.linear.KTransformersLinear", "use quantized_linear"),
+    ("KLinearMarlin", "use quantized_linear"),
+    ("ktransformers.operators.gate.KMoEGate", "no replacement is needed, routers stay"),
+    ("ktransformers.operators.RoPE.YarnRotaryEmbeddingV3", "no replacement is needed, rotary embeddings stay"),
+    ("ktransformers.operators.attention.KDeepseekV2Attention", "no replacement is needed, attention layers stay"),
+    ("ktransformers.operators.balance_serve_attention.flashinfer_attn", "no replacement is needed, attention layers stay"),
+    ("ktransformers.operators.models.KDeepseekV2Model", "no replacement is needed, models stay"),
+    ("ktransformers.operators.layernorm.RMSNorm", "no replacement is needed, norms stay"),
+    ("ktransformers.operators.mlp.kDeepseekV3MLP", "no replacement is needed, dense MLPs stay"),
+    ("ktransformers.operators.other.Thing", "no replacement is needed, such modules stay"),
 )
 
 
 @pytest.mark.parametrize(("name", "advice"), THEIRS, ids=lambda value: value if "." in value else None)
-def test_a_class_of_ktransformers_says_what_to_write(name: str, advice: str, tmp_path: Path) -> None:
+def test_a_class_of_ktransformers_is_refused_with_advice(name: str, advice: str, tmp_path: Path) -> None:
     path = write(tmp_path, f'- match: {{name: "x"}}\n  replace:\n    class: {name}\n    kwargs: {{generate_device: "cpu"}}\n')
     (found,) = findings_of(lambda: read(path))
-    assert str(found).startswith(f"{path}:3:12: error: '{name}' is KTransformers': {advice}")
+    assert str(found).startswith(f"{path}:3:12: error: '{name}' is a class of KTransformers: {advice}")
 
 
 @pytest.mark.parametrize("name", ["hybrid_experts", "default"])
-def test_an_argument_of_ktransformers_says_what_stands_for_it(name: str, tmp_path: Path) -> None:
+def test_an_argument_of_ktransformers_is_refused_with_advice(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"- match: {{kind: experts}}\n  replace: {{class: {name}, kwargs: {{prefill_device: cuda}}}}\n")
     (found,) = findings_of(lambda: read(path))
-    assert "'prefill_device' is KTransformers'" in found.message
+    assert "'prefill_device' is an argument of KTransformers" in found.message
     assert "device_map= of optimize_and_load" in found.message
 
 
@@ -96,9 +96,9 @@ def test_a_near_path_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cahce": 1}, "variable 'cahce' was given, and this rule file does not have it; did you mean 'cache'?"),
-        ({"cache": "a\0b"}, "variable 'cache' was given, and character U+0000 is not allowed in a rule file"),
-        ({"cache": [1]}, "variable 'cache' was given as a list; it must be text, a number, true, false or null"),
+        ({"cahce": 1}, "this rule file has no variable 'cahce'; did you mean 'cache'?"),
+        ({"cache": "a\0b"}, "the value of variable 'cache': character U+0000 is not allowed in a rule file"),
+        ({"cache": [1]}, "the value of variable 'cache' is a list; it must be text, a number, true, false or null"),
     ],
 )
 def test_variables_that_are_given_wrongly(given: dict[str, object], message: str, tmp_path: Path) -> None:

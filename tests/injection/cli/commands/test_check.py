@@ -108,7 +108,7 @@ def test_what_cannot_be_read_is_no_finding(run: Run, rules: Write, tmp_path: Pat
         assert says in result.output
 
 
-def test_a_quantised_checkpoint_is_matched_and_said_not_to_load(run: Run, rules: Write, config_folder: Path, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_matched_and_reported_as_unloadable(run: Run, rules: Write, config_folder: Path, tmp_path: Path) -> None:
     text = (config_folder / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
     result = run("check", rules(RIGHT), "--model", tmp_path)

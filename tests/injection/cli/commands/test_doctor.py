@@ -85,7 +85,7 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
         (
             {"instruction_sets": (InstructionSet("avx2", True, {"int8": 0.5}),)},
             "error",
-            "wrong results here in int8",
+            "wrong results with int8 weights",
             "ISA=scalar",
         ),
         ({"instruction_sets": (InstructionSet("avx2", True, {"int8": float("nan")}),)}, "error", "int8", "report"),
@@ -95,15 +95,15 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
             "has avx512",
             "g++ 12",
         ),
-        ({"isa": "scalar", "forced_isa": "scalar"}, "warning", "runs as scalar, which MOEGRAFT_ISA forces", "unset MOEGRAFT_ISA"),
-        ({**AMX_MACHINE, "instruction_sets": AMX_REFUSED}, "warning", "does not let this process use it", "Linux 5.16"),
+        ({"isa": "scalar", "forced_isa": "scalar"}, "warning", "MOEGRAFT_ISA forces the kernel to run as scalar", "unset MOEGRAFT_ISA"),
+        ({**AMX_MACHINE, "instruction_sets": AMX_REFUSED}, "warning", "does not allow this process to use it", "Linux 5.16"),
         ({"torch_threads": 1, "omp_num_threads": "1"}, "warning", "1 of 8 cores", "OMP_NUM_THREADS=8"),
         ({"numa_nodes": 2}, "warning", "2 NUMA nodes", "numactl --interleave=all"),
         ({"available_bytes": GIB}, "warning", "1.0 GiB", "end other programs"),
         ({"gpu_device": True}, "warning", "this PyTorch is a CPU build", "CUDA build"),
         ({"gpus": GPU, "pinned_limit_bytes": 8 << 20}, "warning", "lock 8 MiB", "ulimit -l unlimited"),
-        ({"gpus": GPU}, "notice", "experts on a GPU are new", "hybrid"),
-        ({"quota_cores": 2.0}, "notice", "2 of the 8 cores", "more CPUs"),
+        ({"gpus": GPU}, "notice", "have not been run on a GPU yet", "hybrid"),
+        ({"quota_cores": 2.0}, "notice", "2 of 8 cores", "more CPUs"),
         ({"compiler": None}, "notice", "no C++ compiler was found", "apt install g++"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -119,7 +119,7 @@ def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
     assert "no GPU is visible" in find_problems(healthy)[0].what
 
 
-def test_only_a_forced_instruction_set_is_to_be_unset(healthy: Facts) -> None:
+def test_only_a_forced_instruction_set_is_a_problem(healthy: Facts) -> None:
     """What the kernel chooses on a machine with AMX is not the richest instruction set alone, and MOEGRAFT_ISA not the reason."""
     machine = replace(healthy, **AMX_MACHINE)
     for forced in (None, ""):
@@ -149,7 +149,7 @@ def test_the_facts_are_this_machine() -> None:
     assert facts.isa == facts.default_isa or facts.forced_isa
 
 
-def test_packages_are_held_to_what_is_asked_for() -> None:
+def test_packages_are_compared_with_the_required_version() -> None:
     assert package("torch", ">=1.0").ok
     assert not package("torch", ">=1000").ok
     assert package("no-such-package", ">=1") == Package("no-such-package", None, ">=1", False)
@@ -173,7 +173,15 @@ def test_every_instruction_set_is_right_and_a_wrong_one_is_found(run: Run, monke
     assert all(isa.wrong == tuple(LIMITS) for isa in self_test.instruction_sets() if isa.usable)
     result = run("doctor")
     assert result.exit_code == 1
-    assert "error: the kernel's scalar version computes wrong results here" in result.stdout
+    assert "error: the kernel's scalar version computes wrong results with float32" in result.stdout
+
+
+def test_an_unknown_instruction_set_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGRAFT_ISA", "mmx")
+    result = run("doctor")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "moegraft: error: unknown instruction set 'mmx' (from MOEGRAFT_ISA); this CPU has scalar" in result.stderr
+    assert "set MOEGRAFT_ISA to one of these, or unset it" in result.stderr
 
 
 MEASURED = Measurements(40.0, {"int8": Rate(30.0, 900.0)}, {"bfloat16": Rate(35.0, 500.0)}, 0.25, 1.05)
@@ -210,7 +218,7 @@ def test_rates_of_another_machine_are_not_taken(damage: Callable[[str], str], ca
     assert store.load() is None
 
 
-def test_measuring_gives_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJson, cache: Path) -> None:
+def test_measuring_returns_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJson, cache: Path) -> None:
     """Small sizes: what the rates are is no test, that there is one for every weight type is."""
     from moegraft.injection.estimate import measure
 

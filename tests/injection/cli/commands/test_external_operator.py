@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
-from moegraft.injection.api import build_meta_model, graft, load, plan
+from moegraft.injection import build_meta_model, graft, load, plan
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from moegraft.injection.ktransformers import Outcome, Paths, convert, read_their_rules, written
+from moegraft.injection.ktransformers import Outcome, Paths, convert, file_text, read_their_rules
 from moegraft.injection.rules import RuleErrors
 
 Run = Callable[..., Result]
@@ -79,7 +79,7 @@ def test_every_rule_is_named_and_the_file_is_right(run: Run, run_json: RunJson, 
     assert "models stay" in notices[17] and "device_map" in notices[19]
 
 
-def test_a_model_says_how_many_and_what_is_not_there(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
+def test_with_a_model_matches_are_counted_and_misses_reported(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     source.write_text(WHOLE + f"- match: {{name: '^vision.*', class: torch.nn.Linear}}\n  {LINEAR}\n")
     found = run_json("init", "--from-ktransformers", source, "--model", config_folder, "--out", target)
@@ -87,7 +87,7 @@ def test_a_model_says_how_many_and_what_is_not_there(run: Run, run_json: RunJson
     # Twelve layers with four projections of attention; three of the dense MLP of layer 0; the others have experts.
     assert [rule["expect"] for rule in data["rules"]] == [12 * 4 + 3, 11]
     (last,) = [row for row in found["diagnostics"] if row["severity"] == "warning"]
-    assert last["message"].endswith("name '^vision.*' fits no linear layer of this model")
+    assert last["message"].endswith("name '^vision.*' matches no linear layer of this model")
     assert run("check", target, "--strict", "--model", config_folder).exit_code == 0
 
 
@@ -114,8 +114,8 @@ def test_two_gpus_are_one_set_of_slots(tmp_path: Path) -> None:
     )
     found = outcomes(text, tmp_path)
     assert [rule_of(outcome)["match"]["layers"] for outcome in found] == ["0-9", "10-39"]
-    assert "decided by its slots" in found[1].notes[1] and len(found[0].notes) == 1
-    assert yaml.safe_load(written(found, Path("x.yaml"), None))["vars"]["gpu"] == "cuda:0,cuda:1"
+    assert "with a slot on the GPU" in found[1].notes[1] and len(found[0].notes) == 1
+    assert yaml.safe_load(file_text(found, Path("x.yaml"), None))["vars"]["gpu"] == "cuda:0,cuda:1"
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cuda", "auto"), ("cuda:1", "cuda:1"), ("cpu", None), ("xpu", None)])
@@ -123,7 +123,7 @@ def test_linear_layers_stay_on_their_device(device: str, gpu: str | None, tmp_pa
     rule = f"replace: {{class: KTransformersLinear, kwargs: {{generate_device: '{device}', generate_op: KLinearMarlin}}}}"
     (found,) = outcomes(f"- match: {{name: '_proj$', class: torch.nn.Linear}}\n  {rule}\n", tmp_path)
     assert rule_of(found)["replace"]["kwargs"] == {"weights": "${linear}"} | ({"gpu": gpu} if gpu else {})
-    assert any("device_map says where its layer is" in note for note in found.notes) == (device == "cuda:1")
+    assert any("device_map places the layer around it" in note for note in found.notes) == (device == "cuda:1")
 
 
 def test_experts_on_the_cpu_alone_ask_for_no_gpu(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_experts_on_the_cpu_alone_ask_for_no_gpu(tmp_path: Path) -> None:
         "- match: {name: experts$}\n  replace: {class: KTransformersExperts, kwargs: {generate_device: cpu, backend: AMXInt8}}\n", tmp_path
     )
     assert rule_of(found)["replace"]["kwargs"] == {"weights": "int8"}
-    assert "vars" not in yaml.safe_load(written([found], Path("x.yaml"), None))
+    assert "vars" not in yaml.safe_load(file_text([found], Path("x.yaml"), None))
 
 
 def test_a_block_alone_is_its_experts(tmp_path: Path) -> None:
@@ -176,43 +176,43 @@ def test_experts_that_a_default_keeps_stay(tmp_path: Path) -> None:
         ),
         (f"- match: {{clas: x}}\n  {EXPERTS}\n", "line 1: KTransformers has no key 'clas' in match; did you mean 'class'?"),
         (f"- macth: {{name: x}}\n  {EXPERTS}\n", "line 1: KTransformers has no key 'macth' in a rule; did you mean 'match'?"),
-        (f"- match: {{name: '['}}\n  {EXPERTS}\n", "name '[' is no regular expression"),
-        (f"- match: {{name: {'x' * 501}}}\n  {EXPERTS}\n", "it has 501 characters and 500 are allowed"),
+        (f"- match: {{name: '['}}\n  {EXPERTS}\n", "name '[' is not a valid regular expression"),
+        (f"- match: {{name: {'x' * 501}}}\n  {EXPERTS}\n", "it has 501 characters, and at most 500 are allowed"),
         (f"- match: {{name: 7}}\n  {EXPERTS}\n", "name must be text"),
         (f"- {EXPERTS}\n", "match is missing"),
         ("- match: {name: x}\n  replace: {kwargs: {}}\n", "replace has no 'class'"),
-        (f"- match: {{name: expertz}}\n  {EXPERTS}\n", "name 'expertz' fits no experts under the name that transformers 5 gives them"),
-        (f"- match: {{class: mine.Attention}}\n  {LINEAR}\n", "class 'mine.Attention' is no plain torch.nn.Linear"),
+        (f"- match: {{name: expertz}}\n  {EXPERTS}\n", "name 'expertz' matches no experts by their name in transformers 5"),
+        (f"- match: {{class: mine.Attention}}\n  {LINEAR}\n", "class 'mine.Attention' is not torch.nn.Linear"),
         (
             f"- match: {{name: experts}}\n  {EXPERTS}\n- match: {{name: 'mlp.experts'}}\n  {EXPERTS}\n",
-            "earlier rules take all that it matches",
+            "earlier rules take all modules that it matches",
         ),
     ],
 )
-def test_what_cannot_be_mapped_is_said(text: str, why: str, tmp_path: Path) -> None:
+def test_rules_without_an_equivalent_are_reported(text: str, why: str, tmp_path: Path) -> None:
     found = outcomes(text, tmp_path)[-1]
     assert (found.operator, found.doubtful, found.lines) == (None, True, ())
     assert why in found.notes[0]
 
 
-def test_what_their_reader_swallows_is_said(tmp_path: Path) -> None:
+def test_what_ktransformers_ignores_is_reported(tmp_path: Path) -> None:
     text = '- match: {name: experts}\n  replace: {class: KTransformersExperts, kwargs: {generate_devcie: cpu}}\n  recursive: "False"\n'
     (found,) = outcomes(text, tmp_path)
     assert found.operator == "hybrid_experts"
     assert any("argument 'generate_devcie' is not known; did you mean 'generate_device'?" in note for note in found.notes)
-    assert any("recursive is text 'False', in quotes, which KTransformers takes for true" in note for note in found.notes)
+    assert any("recursive is text 'False', in quotes, which KTransformers reads as true" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "this rule file is empty"),
-        ("rules:\n- match: {kind: experts}\n", "this is a rule file of moegraft already"),
+        ("rules:\n- match: {kind: experts}\n", "this is a rule file of moegraft"),
         ("just: words\n", "is a list of rules with 'match' and 'replace', not a mapping"),
         ("- words\n", "a rule must be a mapping"),
-        ("- !!python/object/apply:os.system ['true']\n", "rule files take no tags"),
-        ("- &a {match: {name: x}}\n- *a\n", "rule files take no anchors"),
-        ("- " + "[" * 70_000, "a rule file may have 64 KiB"),
+        ("- !!python/object/apply:os.system ['true']\n", "tags are not allowed in rule files"),
+        ("- &a {match: {name: x}}\n- *a\n", "anchors are not allowed in rule files"),
+        ("- " + "[" * 70_000, "a rule file may have at most 64 KiB"),
     ],
 )
 def test_what_is_no_rule_file_is_refused(text: str, why: str, tmp_path: Path, run: Run) -> None:
@@ -229,7 +229,7 @@ def test_a_file_of_which_nothing_can_be_mapped_writes_nothing(tmp_path: Path, ru
     path, target = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     path.write_text(f"- match: {{name: norm}}\n  replace: {{class: {OPERATORS}.layernorm.RMSNorm}}\n")
     result = run("init", "--from-ktransformers", path, "--out", target)
-    assert (result.exit_code, result.stdout) == (1, "nothing is written: no rule could be mapped\n")
+    assert (result.exit_code, result.stdout) == (1, "nothing is written: no rule could be converted\n")
     assert f"{path}:1:3: notice: RMSNorm: left out: norms stay transformers' own" in result.stderr
     assert not target.exists()
     assert run_json("init", "--from-ktransformers", path, "--out", target)["rules"] is None

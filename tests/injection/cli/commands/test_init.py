@@ -71,7 +71,7 @@ def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     assert len(table) == 12, "three types of experts, linears packed or not, with the GPU and without"
     assert sum(" both " in line for line in table) == sum(" CPU " in line for line in table) == 6
     assert any("a GPU of 540 GB/s" in line and "assumed" in line for line in comments)
-    assert "# int4 experts: an error of about 15 % a layer\n" in run("init", "--model", config_folder, "--output", "-").stdout
+    assert "# int4 experts: an error of about 15 % per layer\n" in run("init", "--model", config_folder, "--output", "-").stdout
     data = yaml.safe_load(text)
     assert data["requires"] == {"model_type": "qwen3_moe"}
     assert [(rule["id"], rule["expect"]) for rule in data["rules"] if rule["id"] != "linears"] == [
@@ -82,7 +82,7 @@ def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     ]
 
 
-def test_less_memory_gives_smaller_weights(run_json: RunJson, config_folder: Path) -> None:
+def test_less_memory_results_in_smaller_weights(run_json: RunJson, config_folder: Path) -> None:
     roomy = run_json("init", "--model", config_folder, "--goal", "quality", "--output", "-")
     needs = {(c["experts"], c["linears"]): c["memory_bytes"]["needed"] for c in roomy["candidates"]}
     # The process, a part of every need, grows a little from run to run: between two needs is room for that.
@@ -98,7 +98,7 @@ def test_nothing_fits(run: Run, run_json: RunJson, config_folder: Path, tmp_path
     file = tmp_path / "rules.yaml"
     result = run("init", "--model", config_folder, "--ram", "1MiB", "--output", file)
     assert result.exit_code == 1 and not file.exists()
-    assert result.stdout.startswith("nothing fits: for the smallest of 6, ")
+    assert result.stdout.startswith("nothing fits: for the smallest of 6 candidates, ")
     assert run_json("init", "--model", config_folder, "--ram", "1MiB", "--output", file)["rules"] is None
 
 
@@ -127,7 +127,7 @@ def test_a_name_cannot_leave_its_comment(run: Run, config_folder: Path, tmp_path
     assert len(data["rules"]) == 5
 
 
-def test_a_gpu_budget_gives_a_hybrid_file(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_budget_results_in_a_hybrid_file(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     options = ("--model", config_folder, "--gpu-memory", "24GiB", "--ram", "64GiB", "--context", 1000)
     found = run_json("init", *options, "--goal", "prefill", "--output", file, "--gpu-bandwidth", 900, "--link-bandwidth", 20)
@@ -169,4 +169,4 @@ def test_no_gpu_is_wanted(run_json: RunJson, config_folder: Path) -> None:
 
 def test_a_bandwidth_of_no_gpu_is_refused(run: Run, config_folder: Path) -> None:
     refused = run("init", "--model", config_folder, "--link-bandwidth", 20, "--output", "-")
-    assert refused.exit_code == 2 and "state its memory, too, as --gpu-memory 24GiB" in refused.stderr
+    assert refused.exit_code == 2 and "state its memory as well, with --gpu-memory 24GiB" in refused.stderr

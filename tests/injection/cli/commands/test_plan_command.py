@@ -19,6 +19,7 @@ from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.estimate.speed import Work, predict, work_of
 from moegraft.injection.meta_model import build_meta_model
+from moegraft.injection.planning import plan
 from moegraft.injection.rules import read_rules
 from moegraft.operators.estimates import Rate
 from moegraft.operators.registry import load_registry
@@ -100,7 +101,7 @@ def test_a_rate_that_is_missing_is_named() -> None:
 def test_work_counts_every_weight_once(experts_rules: Path, config_folder: Path) -> None:
     meta_model = build_meta_model(config_folder)
     registry = load_registry()
-    works = work_of(PlannedModel(meta_model, meta_model.plan(read_rules(experts_rules, registry=registry), registry), registry))
+    works = work_of(PlannedModel(meta_model, plan(meta_model, read_rules(experts_rules, registry=registry), registry=registry), registry))
     embedding = meta_model.skeleton.get_input_embeddings().weight.numel()
     assert sum(work.weight_count for work in works) == sum(p.numel() for p in meta_model.skeleton.parameters()) - embedding
     (experts,) = [work for work in works if work.kind == "experts"]
@@ -122,7 +123,7 @@ def test_figures_add_up(experts_rules: Path, run_json: RunJson, run: Run, config
     assert memory["running"] == memory["at_rest"] + memory["kv_cache"] + memory["activations"]
     assert memory["needed"] == max(memory["peak_loading"], memory["running"])
     assert found["speed"] is None and "doctor --measure" in found["no_speed"]
-    assert "speed: this machine's rates are not measured" in run("plan", experts_rules, "--model", config_folder).stdout
+    assert "speed: this machine is not measured" in run("plan", experts_rules, "--model", config_folder).stdout
 
 
 def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run: Run, config_folder: Path, cache_home: None) -> None:
@@ -136,7 +137,7 @@ def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run
     store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 0.5, load=2.0))
     assert "rough: other programs ran" in run("plan", experts_rules, "--model", config_folder).stdout
     unknown = run_json("plan", experts_rules, "--model", config_folder, "--var", "weights=int4")
-    assert unknown["no_speed"] == "no rate is known for experts, int4"
+    assert unknown["no_speed"] == "no rate is measured for experts, int4"
 
 
 def test_too_little_memory_is_refused_with_what_would_fit(
@@ -156,7 +157,7 @@ def test_too_little_memory_is_refused_with_what_would_fit(
     assert "it does not fit: " in run("plan", experts_rules, "--model", config_folder, "--ram", ram).stdout
 
 
-def test_a_shorter_context_that_is_said_to_fit_does(experts_rules: Path, run_json: RunJson, config_folder: Path, cache_home: None) -> None:
+def test_a_suggested_shorter_context_fits(experts_rules: Path, run_json: RunJson, config_folder: Path, cache_home: None) -> None:
     long = run_json("plan", experts_rules, "--model", config_folder, "--context", 1 << 20, "--ram", "1TiB")["memory_bytes"]
     ram = long["needed"] - long["kv_cache"] // 2
     refused = run_json("plan", experts_rules, "--model", config_folder, "--context", 1 << 20, "--ram", ram)
@@ -206,5 +207,5 @@ def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: R
     assert found["modules"][0]["options"]["sparsity"] == {"target": 0.8, "scope": "routed", "thresholds": None, "mode": "layer"}
     assert "sparsity.target=0.8 sparsity.scope=routed" in run("explain", path, "--model", config_folder).stdout
     meta_model, registry = build_meta_model(config_folder), load_registry()
-    works = work_of(PlannedModel(meta_model, meta_model.plan(read_rules(path, registry=registry), registry), registry))
+    works = work_of(PlannedModel(meta_model, plan(meta_model, read_rules(path, registry=registry), registry=registry), registry))
     assert [work.left_out for work in works if work.kind == "experts"] == [0.8]

@@ -104,11 +104,11 @@ def test_a_context_that_the_rule_does_not_know_of_leaves_no_room_beside_the_slot
     assert planned("--gpu-memory", size, "--context", 10, cache="context: 10")["ok"]
     refused = planned("--gpu-memory", size, "--context", 60, cache="context: 10")
     assert not refused["ok"]
-    assert "'cache: {context: 60}' in the rule of the experts, so that slots leave room for that many tokens" in refused["would_fit"]
+    assert "'cache: {context: 60}' in the rule of the experts, so that slots leave memory for this many tokens" in refused["would_fit"]
     assert planned("--gpu-memory", size, "--context", 60, cache="context: 60")["ok"]
 
 
-def test_a_model_too_large_for_the_gpu_is_told_to_pack_its_linear_layers(planned: Planned) -> None:
+def test_packed_linear_layers_are_suggested_for_a_model_too_large_for_the_gpu(planned: Planned) -> None:
     roomy = planned("--gpu-memory", "24GiB", "--context", 50)["gpu_bytes"]
     packed = planned("--gpu-memory", "24GiB", "--context", 50, more=LINEARS)["gpu_bytes"]
     size = GPU_MARGIN_BYTES + roomy["kv_cache"] + (roomy["weights"] + packed["weights"]) // 2
@@ -134,7 +134,7 @@ def test_without_a_gpu_the_plan_is_the_cpus_and_says_so(planned: Planned, run: R
     assert asked["gpu_bytes"] is None and asked["speed"] == plain["speed"]
     assert asked["memory_bytes"]["weights"] == plain["memory_bytes"]["weights"]
     text = run("plan", rules(EXPERTS.format(gpu="auto", cache="")), "--model", config_folder, "--gpu-memory", 0).stdout
-    assert "no GPU is here and none is stated" in text
+    assert "the rules ask for a GPU, and this machine has none" in text
     assert "no GPU" not in run("plan", rules(EXPERTS.format(gpu="none", cache="")), "--model", config_folder).stdout
 
 
@@ -151,7 +151,7 @@ def test_a_size_that_is_none(size: str, run: Run) -> None:
     assert run("plan", "cpu", "--gpu-memory", size).exit_code == 2
 
 
-def test_a_plan_knows_what_is_left_out(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_includes_sparsity(run_json: RunJson, rules: Write, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RoutedExperts] = []
     monkeypatch.setattr(SharedSlots, "layer_ms", lambda rule, layer, *more: seen.append(layer) or 1.0)
     for sparsity, expected in (("", 0.0), ("sparsity: {target: 0.9, scope: routed}, ", 0.9)):

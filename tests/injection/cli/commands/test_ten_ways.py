@@ -86,7 +86,12 @@ BREAKS = (
         False,
     ),
     Break(
-        "KTransformers' class", "quantized_linear", "KTransformersLinear", "16:20", ("is KTransformers'", "class: quantized_linear"), False
+        "KTransformers' class",
+        "quantized_linear",
+        "KTransformersLinear",
+        "16:20",
+        ("class of KTransformers", "class: quantized_linear"),
+        False,
     ),
 )
 
@@ -103,7 +108,7 @@ def demo() -> Path:
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.label)
-def test_it_is_said_where_what_and_what_was_meant(broken: Break, run: Run, rules: Callable[[str], Path]) -> None:
+def test_a_mistake_has_place_reason_and_suggestion(broken: Break, run: Run, rules: Callable[[str], Path]) -> None:
     assert broken.old in GOOD
     path = rules(GOOD.replace(broken.old, broken.new, 1))
     result = run("check", path, *(("--model", demo()) if broken.needs_model else ()))

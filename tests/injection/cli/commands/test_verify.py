@@ -102,7 +102,7 @@ def test_another_experts_routing_weight_is_found(
     break_layer(monkeypatch, lambda given: given.flip(-1), 4)
     result = run("verify", "--model", folder, "--rules", experts_rules, "--var", f"weights={weights}", "--tokens", 48)
     assert result.exit_code == 1
-    assert "verdict: WRONG: model.layers.5.mlp.experts is the first that is too far from stock" in result.stdout
+    assert "verdict: WRONG: model.layers.5.mlp.experts is the first too far from stock" in result.stdout
     assert result.stdout.count("<- too far") == 1
 
 

@@ -1,4 +1,4 @@
-"""From the options of a command to rules, a meta model or a loaded model. Imports torch: commands import this when they run."""
+"""From a command's options to a loaded model, a meta model, rules or a target machine. Commands import this, and torch, when they run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.options import ModelOptions, OptionsError, StatedMachine
+from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate.forecast import TargetMachine
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.planned import budget_of
-from moegraft.injection.graft import Injection
+from moegraft.injection.injected import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
-from moegraft.injection.model_source import find_model
-from moegraft.injection.plan import Plan
-from moegraft.injection.rules import RuleFile, default_rules, read_rules
-from moegraft.injection.tokenizer import read_tokenizer
+from moegraft.injection.model_source import find_model, read_tokenizer
+from moegraft.injection.planning import Plan
+from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
+
+MAX_TOKEN_CHARACTERS = 32  # characters per token of a text, on average
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with what a chat needs beside it; `placement` gives lines that say what runs where."""
+    """A model with its tokenizer.
+
+    Attributes:
+        name: as the user names it.
+        placement: returns lines of text on what runs where.
+    """
 
     name: str
     model: PreTrainedModel
@@ -40,23 +46,23 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int | None:
-        """Positions the model was made for, prompt and answer together; None where its config sets no bound."""
+        """The positions that the model was made for, prompt and answer together; None if its config sets no bound."""
         bound = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return bound if isinstance(bound, int) and bound > 0 else None
 
 
 def plan_only(options: ModelOptions) -> Plan:
-    """The plan for these options; reads no weights.
+    """Return the plan for these options, without reading weights.
 
     Raises:
-        MoegraftError: what keeps the model from being loaded so.
+        MoegraftError: the model cannot be loaded with these options.
     """
     quiet_libraries()
     return optimize_and_load(model_of(options), options.rules, dry_run=True, **_load_arguments(options))
 
 
 def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
-    """Loads model and tokenizer; `rules` stand for those that the options name.
+    """Load a model and its tokenizer; `rules` replace those that the options name.
 
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
@@ -64,26 +70,40 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
     quiet_libraries()
     if options.threads:
         torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options)  # first, so that what is wrong with it is said before weights are read
+    tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
     progress = terminal.notices.is_terminal and not terminal.quiet
     arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
     model = optimize_and_load(model_of(options), rules or options.rules, progress=progress, **arguments)
     injection = model.moegraft
-    assert isinstance(injection, Injection), "optimize_and_load leaves what it did on the model"
-    return LoadedModel(options.model or "the bundled model", model, tokenizer, injection.placement)
+    assert isinstance(injection, Injection), "optimize_and_load sets model.moegraft"
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     """
     Raises:
-        CheckpointError, UnsupportedModelError: no such model, or no tokenizer beside it.
+        CheckpointError, UnsupportedModelError: there is no such model, or no tokenizer beside it.
     """
     folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
     return read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
 
 
+def text_ids(loaded: LoadedModel, content: bytes, name: str, tokens: int) -> torch.Tensor:
+    """Return at most the first `tokens` tokens of a text, (T,) int64.
+
+    Raises:
+        OptionsError: the text, which errors call `name`, is not UTF-8.
+    """
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise OptionsError(f"{name}: not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start})") from error
+    text = text[: tokens * MAX_TOKEN_CHARACTERS]  # tokenizers are slow on text that is not used
+    return torch.tensor(loaded.tokenizer(text, verbose=False)["input_ids"][:tokens], dtype=torch.int64)
+
+
 def model_of(options: ModelOptions) -> str:
-    """The model that is meant: a hub id or folder, or the bundled one's folder."""
+    """Return the hub id or folder of the model; by default the bundled model's folder."""
     return os.fspath(demo_path()) if options.model is None else options.model
 
 
@@ -98,55 +118,42 @@ def _load_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 def quiet_libraries() -> None:
-    """Silences what transformers would say."""
-    # Their warnings advise programmers on arguments that this program sets, and would land in the middle of an answer.
+    """Silence the warnings of transformers: they are about arguments that this program sets, and would interrupt an answer."""
     transformers_logging.set_verbosity(logging.ERROR)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAndRules:
-    """Rules and the model that they are for."""
-
-    meta_model: MetaModel
-    rules: RuleFile
-    registry: OperatorRegistry
 
 
 def open_meta_model(options: ModelOptions) -> MetaModel:
     """
     Raises:
-        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+        CheckpointError, UnsupportedModelError: there is no such model, or it cannot be built.
     """
     quiet_libraries()
     return build_meta_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
-def model_and_rules(options: ModelOptions) -> ModelAndRules:
+def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, OperatorRegistry]:
     """
     Raises:
-        RuleErrors: mistakes that show without a model.
-        CheckpointError, UnsupportedModelError: no such model, or none that can be built.
+        RuleErrors: the rule file has mistakes that show without a model.
+        CheckpointError, UnsupportedModelError: there is no such model, or it cannot be built.
     """
     registry = load_registry()
-    # Rules first: what is wrong with them shows at once, where a model takes seconds.
-    rules = read_rules(options.rules, vars=options.vars(), registry=registry) if options.rules else None
-    found = open_meta_model(options)
-    if rules is None:
-        rules = read_rules(default_rules(found.model_type), vars=options.vars(), registry=registry)
-    return ModelAndRules(found, rules, registry)
+    # Rules first: their errors show at once, while building a model takes seconds.
+    rules = read_rules(options.rules or DEFAULT_RULES, vars=options.vars(), registry=registry)
+    return open_meta_model(options), rules, registry
 
 
-def machinery_of(measured: Measurements | None, stated: StatedMachine) -> TargetMachine:
-    """This machine, with what the options state of another.
+def target_machine(measured: Measurements | None, stated: StatedMachine) -> TargetMachine:
+    """Return this machine, with the memory and rates that the options state instead of its own.
 
     Raises:
-        OptionsError: a bandwidth is stated and there is no GPU that it would be of.
+        OptionsError: a bandwidth is stated without a GPU.
     """
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
     budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)
     if budget is None and not (stated.gpu_bandwidth is None and stated.link_bandwidth is None):
         raise OptionsError(
-            "--gpu-bandwidth and --link-bandwidth are of a GPU, and none is here: state its memory, too, as --gpu-memory 24GiB"
+            "--gpu-bandwidth and --link-bandwidth need a GPU, and this machine has none: state its memory as well, with --gpu-memory 24GiB"
         )
     return TargetMachine(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)

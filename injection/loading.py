@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from moegraft.injection.checkpoint.loader import CheckpointLoader
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.injection.graft import GraftedModel, Injection, place
-from moegraft.injection.progress import byte_bar
+from moegraft.injection.grafting import GraftedModel
+from moegraft.injection.injected import Injection, place
 from moegraft.operators.base import Operator
 
 
@@ -25,8 +29,8 @@ def load(grafted: GraftedModel, *, progress: bool = True) -> PreTrainedModel:
 
     Raises:
         ValueError: the grafted model has been loaded before.
-        CheckpointError: a weight cannot be read. No half-built model is left: one in memory still answers, with the modules that have
-            not been replaced.
+        CheckpointError: a weight cannot be read. No half-built model is left: a model in memory still runs, with the modules that
+            have not been replaced.
     """
     if grafted.loaded:
         raise ValueError("this grafted model has been loaded already; graft the plan again for another model")
@@ -64,7 +68,7 @@ def _in_memory(grafted: GraftedModel, model: PreTrainedModel, progress: bool) ->
                 place(model, path, operator)
                 loaded[path] = operator
     except BaseException:
-        # What was replaced is freed: the model still answers, but must not be saved as if it were whole.
+        # The replaced modules are freed: the model still runs, but must not be saved as if it were complete.
         if loaded:
             _mark(model, grafted, replace(injection, operators=loaded))
         raise
@@ -75,3 +79,16 @@ def _in_memory(grafted: GraftedModel, model: PreTrainedModel, progress: bool) ->
 def _mark(model: PreTrainedModel, grafted: GraftedModel, injection: Injection) -> None:
     model.__class__ = grafted.model_class
     model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
+
+
+@contextmanager
+def byte_bar(total_bytes: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Yield `advance(bytes)`. The bar goes to stderr, and transformers' own bars are hidden while the body runs."""
+    shown_before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading", disable=not enabled) as bar:
+            yield lambda size: bar.update(size) and None
+    finally:
+        if shown_before:
+            transformers_logging.enable_progress_bar()

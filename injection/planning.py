@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from moegraft.injection.checkpoint import StoredWeights
+from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.injection.checks import check_operators, check_plan, check_requires, check_taken
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import Diagnostic, Rule, RuleFile, read_rules
@@ -24,6 +24,8 @@ from moegraft.operators.base import Footprint, InPlaceOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry, load_registry
 from moegraft.operators.weights import resolve_weight_type
+
+LAYER = re.compile(r"\.[0-9]+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Swap:
 
     @property
     def weight_type(self) -> str | None:
-        """The option `weights` of an operator that has it."""
+        """The value of the operator's option `weights`; None for an operator without it."""
         options: Any = self.options
         return str(options.weights) if self.operator_type.weight_types else None
 
@@ -66,9 +68,9 @@ class Plan:
     Attributes:
         swaps: in the model's order.
         notices: warnings and notices, which stop nothing.
-        files: the rule file and what it extends.
-        replaced_bytes: of the parameters whose modules are replaced, as the model holds them.
-        rest_bytes: of the parameters and buffers that stay.
+        files: the rule file and the files that it extends.
+        replaced_bytes: bytes of the replaced modules' parameters in the stock model.
+        rest_bytes: bytes of the parameters and buffers that stay.
     """
 
     swaps: tuple[Swap, ...]
@@ -79,7 +81,7 @@ class Plan:
 
     @property
     def bytes_by_device(self) -> dict[str, int]:
-        """The bytes of the loaded model on each device when all that stays is on the CPU."""
+        """The bytes of the loaded model on each device, with everything that stays on the CPU."""
         return total_bytes([*(swap.footprint.by_device for swap in self.swaps), {"cpu": self.rest_bytes}])
 
     def describe(self) -> str:
@@ -88,8 +90,8 @@ class Plan:
         return "\n".join(
             [
                 *(_table(self.swaps) or ["nothing is replaced"]),
-                f"replaced: {human_bytes(self.replaced_bytes)} become {human_bytes(packed)}; the rest: {human_bytes(self.rest_bytes)}",
-                f"in all: {bytes_text(self.bytes_by_device)}",
+                f"replaced: {human_bytes(self.replaced_bytes)} become {human_bytes(packed)}; not replaced: {human_bytes(self.rest_bytes)}",
+                f"total: {bytes_text(self.bytes_by_device)}",
                 *map(str, self.notices),
             ]
         )
@@ -103,17 +105,18 @@ def plan(
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
 ) -> Plan:
-    """Decide what the rules replace. Pure: it changes nothing, and of weights it reads at most the headers.
+    """Decide which operator replaces which module. Pure: it changes nothing, and reads no weights beyond file headers.
 
     Args:
-        model: a model from `build_meta_model`, whose checkpoint settles the weight types; or any model, on meta or in memory.
-        rules: a rule file, the name of a shipped one, or what `read_rules` made of one.
+        model: a model from `build_meta_model`, whose checkpoint decides what `weights: stored` means; or any model, on meta or in
+            memory.
+        rules: the path of a rule file, the name of a shipped one, or a `RuleFile` from `read_rules`.
         registry: the operators that rules may name; by default all that are installed.
-        dtype: that of the stored weights, which operators may keep; by default the model's.
+        dtype: the dtype of the stored weights, which operators may keep; by default the model's.
         model_type: by default that of the model's config.
 
     Raises:
-        RuleErrors: everything that the rules ask of this model and cannot have.
+        RuleErrors: every rule that cannot be applied to this model.
         UnsupportedModelError: the model has been injected already.
         CheckpointError: a GGUF file does not fit the config.
     """
@@ -149,7 +152,7 @@ def plan(
 
 
 def _resolve_weights(path: str, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:
-    """Return `options` with the weight type that they mean for a checkpoint whose weights are stored in blocks."""
+    """Return `options` with the weight type that applies to a checkpoint whose weights are stored in blocks."""
     stored = weights.stored_types(path) if weights is not None and operator.weight_types else None
     if stored is None:
         return options
@@ -158,7 +161,7 @@ def _resolve_weights(path: str, operator: type[Operator], options: Any, weights:
 
 
 def _split_bytes(model: nn.Module, replaced: Sequence[str]) -> tuple[int, int]:
-    """Return the bytes inside and outside the replaced modules; what is shared or tied counts once, and stays if any use of it stays."""
+    """Return the bytes inside and outside the replaced modules. A shared or tied tensor counts once, and stays if any use of it stays."""
     inside = {id(tensor) for path in replaced for tensor in model.get_submodule(path).parameters()}
     prefixes = tuple(f"{path}." for path in replaced)
     stays = {id(tensor): tensor.nbytes for name, tensor in model.named_parameters(remove_duplicate=False) if not name.startswith(prefixes)}
@@ -168,29 +171,36 @@ def _split_bytes(model: nn.Module, replaced: Sequence[str]) -> tuple[int, int]:
 
 
 def _table(swaps: Sequence[Swap]) -> list[str]:
-    """`model.layers.{0-47}.mlp.experts  experts (cpu.yaml:4)  hybrid_experts  weights=int8  17.3 GiB cpu`, in columns."""
-    groups: list[list[Swap]] = []
-    for swap in swaps:
-        # Swaps of one rule whose paths differ only in the layer share a line.
-        alike = (group for group in groups if group[0].rule is swap.rule and len(grouped([group[0].module, swap.module])) == 1)
-        group = next(alike, None)
-        if group is None:
-            groups.append([swap])
-        else:
-            group.append(swap)
-    rows = []
-    for group in groups:
-        rule = group[0].rule
-        where = f"{rule.id} ({Path(rule.position.file).name}:{rule.position.line})"
-        options = " ".join(given_options(rule.kwargs, group[0].options))
-        paths = " ".join(grouped(swap.module or "(the model)" for swap in group))
-        rows.append((paths, where, group[0].operator, options, bytes_text(total_bytes(swap.footprint.by_device for swap in group))))
+    """Return lines such as `model.layers.{0-47}.mlp.experts  experts (cpu.yaml:4)  hybrid_experts  weights=int8  17.3 GiB cpu`."""
+    rows = [(paths, f"{rule.id} ({rule.place_text})", *rest) for paths, rule, *rest in swap_rows(swaps)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def swap_rows(swaps: Sequence[Swap], *, each: bool = False) -> list[tuple[str, Rule, str, str, str]]:
+    """Return paths, rule, operator, given options and bytes: one row for the swaps of a rule whose paths differ only in the layer.
+
+    Args:
+        each: one row for every swap instead.
+    """
+    groups: dict[tuple[str, int], list[Swap]] = {}
+    for swap in swaps:
+        form = swap.module if each else LAYER.sub(".{}.", swap.module, count=1)
+        groups.setdefault((form, id(swap.rule)), []).append(swap)
+    return [
+        (
+            " ".join(grouped(swap.module or "(the model)" for swap in group)),
+            group[0].rule,
+            group[0].operator,
+            " ".join(given_options(group[0].rule.kwargs, group[0].options)),
+            bytes_text(total_bytes(swap.footprint.by_device for swap in group)),
+        )
+        for group in groups.values()
+    ]
+
+
 def given_options(kwargs: MappingNode | None, options: object, path: str = "") -> list[str]:
-    """Return the options that a rule gives, as `name=value` with the value they resolved to."""
+    """Return the options that a rule sets, as `name=value` with the resolved value."""
     found = []
     for entry in kwargs or ():
         value: Any = getattr(options, entry.key)
@@ -211,12 +221,12 @@ def total_bytes(devices: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def bytes_text(by_device: Mapping[str, int]) -> str:
-    """`17.3 GiB cpu, 1.2 GiB cuda:0`."""
+    """Return text such as `17.3 GiB cpu, 1.2 GiB cuda:0`."""
     return ", ".join(f"{human_bytes(size)} {device}" for device, size in sorted(by_device.items())) or "0 B"
 
 
 def human_bytes(size: int) -> str:
-    """`17.3 GiB`."""
+    """Return text such as `17.3 GiB`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

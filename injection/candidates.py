@@ -1,7 +1,4 @@
-"""A rule file for one model on one machine: every sensible one is predicted, and the best for a goal is written out.
-
-The rule file that was chosen, with its reasons in comments.
-"""
+"""The rule files that `moegraft init` chooses from: the forecast of each for a model and a machine, the choice, and the file's text."""
 
 from __future__ import annotations
 
@@ -17,25 +14,25 @@ from moegraft.injection.estimate.memory import kv_cache
 from moegraft.injection.estimate.planned import Workload
 from moegraft.injection.estimate.speed import tokens_text
 from moegraft.injection.meta_model import MetaModel
-from moegraft.injection.rules import RuleErrors, read_rules
+from moegraft.injection.planning import plan
+from moegraft.injection.rules import DEFAULT_RULES, RuleErrors, read_rules
 from moegraft.injection.verify import BY_WEIGHTS
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 
 Goal = Literal["decode", "prefill", "quality"]
-EXPERT_TYPES = ("stored", "int8", "int4")  # from the most exact on
-LINEAR_TYPES = (None, "int8")  # the few weights that every token passes: int4 saves little there and costs much
-SAME = 1.03  # predictions are no better than that: of two as fast as each other the more exact one is taken
-GENERIC = "cpu"
+EXPERT_TYPES = ("stored", "int8", "int4")  # the most exact first
+LINEAR_TYPES = (None, "int8")  # every token needs these few weights: int4 saves little and adds a large error
+SAME = 1.03  # the precision of predictions: of two candidates within this ratio the more exact one is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule file is made of.
+    """The options in which candidates differ.
 
     Attributes:
-        linears: None where linear layers stay as they are.
-        gpu: whether the GPU has all but the experts, and slots for as many of these as it has room for.
+        experts, linears: weight types; `linears` is None if linear layers are not replaced.
+        gpu: whether everything but the experts is on the GPU, with slots for as many experts as fit.
     """
 
     experts: str
@@ -44,62 +41,62 @@ class Choice:
 
     @property
     def exactness(self) -> tuple[int, int]:
-        """Less is more exact; experts hold most of the weights."""
+        """A sort key, the most exact first; experts count first, as they hold most of the weights."""
         return EXPERT_TYPES.index(self.experts), LINEAR_TYPES.index(self.linears)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One rule file with its figures."""
+    """One rule file with its forecast."""
 
     choice: Choice
     rules: str
     forecast: Forecast
 
     def speed(self, goal: Goal) -> float:
-        """Tokens a second for the goal; 0 where it is not predicted."""
+        """Return tokens per second for a goal; 0 without a prediction."""
         predicted = self.forecast.speed
         if predicted is None:
             return 0.0
         return (predicted.prefill_tokens_s if goal == "prefill" else predicted.decode_tokens_s) or 0.0
 
 
-def candidates(meta_model: MetaModel, load: Workload, machinery: TargetMachine, registry: OperatorRegistry) -> list[Candidate]:
-    """Every combination that this model can have on this machine, those with a GPU first, each from the most exact on.
+def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, registry: OperatorRegistry) -> list[Candidate]:
+    """Return a candidate for each combination that the model supports, those with a GPU first, the most exact of each first.
 
     Raises:
-        UnsupportedModelError: no operator can take this model's experts; the reason is in the message.
+        UnsupportedModelError: no operator can replace this model's experts.
     """
     pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
     found: list[Candidate] = []
     refused: RuleErrors | None = None
     with TemporaryDirectory() as folder:
-        for choice in _choices(machinery, packs_linears=pattern is not None):
+        for choice in _choices(target, packs_linears=pattern is not None):
             path = Path(folder) / "rules.yaml"
             path.write_text(_rules(choice, pattern, load), encoding="utf-8")
             try:
-                plan = meta_model.plan(read_rules(path, registry=registry), registry)
+                planned = plan(meta_model, path, registry=registry)
             except RuleErrors as error:
                 refused = error
                 continue
-            figures = forecast(meta_model, plan, load, machinery, registry, cache=cache)
+            figures = forecast(meta_model, planned, load, target, registry, cache=cache)
             found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
     if not found:
-        assert refused is not None, "every candidate was planned or refused"
+        assert refused is not None, "every candidate is planned or refused"
         raise UnsupportedModelError(f"no rules can be written for {meta_model.model_class}: {refused.diagnostics[0].message}")
     return found
 
 
-def _choices(machinery: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
-    for gpu in (True, False) if machinery.gpu is not None else (False,):
-        # Of several GPUs quantized_linear's auto is the first, and the layers of the others would wait for it.
-        linears = LINEAR_TYPES if packs_linears and not (gpu and machinery.gpu is not None and machinery.gpu.count > 1) else (None,)
+def _choices(target: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
+    for gpu in (True, False) if target.gpu is not None else (False,):
+        # quantized_linear's `gpu: auto` is the first GPU: with several, the layers of the others would wait for it.
+        linears = LINEAR_TYPES if packs_linears and not (gpu and target.gpu is not None and target.gpu.count > 1) else (None,)
         for experts in EXPERT_TYPES:
             yield from (Choice(experts, linear, gpu) for linear in linears)
 
 
 def choose(found: Sequence[Candidate], goal: Goal) -> Candidate | None:
-    """The best that fits: the fastest, and of those as fast the most exact; for quality the most exact. None where none fits."""
+    """Return the fastest candidate that fits, and the most exact of several equally fast; for quality the most exact. None: none fits."""
     fitting = [candidate for candidate in found if candidate.forecast.fits]
     if not fitting:
         return None
@@ -111,13 +108,13 @@ def choose(found: Sequence[Candidate], goal: Goal) -> Candidate | None:
 
 
 def _linear_pattern(registry: OperatorRegistry) -> str | None:
-    """Which linear layers are worth packing, as the shipped generic file has it; None where it packs none."""
-    rules = read_rules(GENERIC, registry=registry).rules
+    """Return the name pattern of the linear layers that the shipped file `cpu` packs; None if it packs none."""
+    rules = read_rules(DEFAULT_RULES, registry=registry).rules
     return next((rule.match.name for rule in rules if rule.operator == "quantized_linear"), None)
 
 
 def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecast | None = None) -> str:
-    """The rules as text, with `expect` and the number of slots once the plan is known."""
+    """Return the rules as text; with `figures`, `expect` and the number of slots are filled in."""
     counts: dict[str, int] = {}
     for swap in figures.plan.swaps if figures is not None else ():
         counts[swap.rule.id] = counts.get(swap.rule.id, 0) + 1
@@ -136,11 +133,11 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
             f"    name: '{quoted}'",
             "  replace:",
             "    class: quantized_linear",
-            f"    kwargs: {{weights: {choice.linears}{gpu}}}  # without this rule they stay as they are",
+            f"    kwargs: {{weights: {choice.linears}{gpu}}}  # without this rule linear layers stay as they are",
             *_expect(counts.get("linears")),
         ]
     if figures is None or "attention" in counts:
-        where = "  # where it is on the CPU" if choice.gpu else ""
+        where = "  # replaced only where it is on the CPU" if choice.gpu else ""
         lines += ["- id: attention", f"  match: {{kind: attention}}{where}", "  replace: {class: cpu_attention}"]
         lines += _expect(counts.get("attention")) or ["  expect: any"]
     for kind in ("norm", "router"):
@@ -149,9 +146,9 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
 
 
 def _shared(weights: str, types: str, load: Workload, figures: Forecast | None) -> list[str]:
-    """Experts in host memory and in slots, as the shipped file 'hybrid' has them."""
+    """Return the options of experts in host memory and in slots, as in the shipped file `hybrid`."""
     gpu = figures.gpu if figures is not None else None
-    slots = f"  # slots take what is left: about {gpu.experts_with_slot:,} of {gpu.experts:,} experts" if gpu is not None else ""
+    slots = f"  # slots take the free GPU memory: about {gpu.experts_with_slot:,} of {gpu.experts:,} experts" if gpu is not None else ""
     return [
         "    kwargs:",
         f"      {weights}  # {types}",
@@ -163,13 +160,13 @@ def _shared(weights: str, types: str, load: Workload, figures: Forecast | None) 
 
 
 def _expect(count: int | None) -> list[str]:
-    return [f"  expect: {count}  # another number is an error: the file is for this model"] if count else []
+    return [f"  expect: {count}  # any other number is an error: the file is for this model"] if count else []
 
 
-def written(chosen: Candidate, found: Sequence[Candidate], meta_model: MetaModel, about: Sequence[str], goal: Goal) -> str:
-    """The file; `about` are lines on the machine and the model."""
-    comments = [*about, f"Goal: {goal}. All that were tried, the one below marked with >:", *_table(chosen, found), *_cost(chosen)]
-    # A model's name may hold anything, and a comment must stay one.
+def file_text(chosen: Candidate, found: Sequence[Candidate], meta_model: MetaModel, about: Sequence[str], goal: Goal) -> str:
+    """Return the text of the rule file; `about` are lines on the machine and the model for its comments."""
+    comments = [*about, f"Goal: {goal}. All candidates; > marks the one in this file:", *_table(chosen, found), *_cost(chosen)]
+    # A model's name may hold any character, and must not end the comment.
     head = [f"# {re.sub(r'[^ -~]', '?', line)}".rstrip() for line in comments]
     return "\n".join([*head, "version: 1", f"requires: {{model_type: {meta_model.model_type}}}", "rules:"]) + "\n" + chosen.rules
 
@@ -196,5 +193,7 @@ def _gib(size: int) -> str:
 def _cost(chosen: Candidate) -> list[str]:
     choice = chosen.choice
     lossy = [(name, weights) for name, weights in (("experts", choice.experts), ("linear layers", choice.linears)) if weights in BY_WEIGHTS]
-    lines = [f"{weights} {name}: an error of about {100 * BY_WEIGHTS[weights].typical:.2g} % a layer" for name, weights in lossy if weights]
-    return [*lines, "What that does to this model: moegraft verify --rules FILE"] if lines else ["Nothing is rounded."]
+    lines = [
+        f"{weights} {name}: an error of about {100 * BY_WEIGHTS[weights].typical:.2g} % per layer" for name, weights in lossy if weights
+    ]
+    return [*lines, "To measure the effect on this model: moegraft verify --rules FILE"] if lines else ["Nothing is rounded."]

@@ -1,0 +1,143 @@
+"""`graft()`, the second step: build a plan's operators and the class of the injected model, and make all checks that need no weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from moegraft.injection.checkpoint.loader import CheckpointLoader
+from moegraft.injection.checkpoint.sources import live_source, refuse_meta
+from moegraft.injection.injected import Injection, injected_class
+from moegraft.injection.meta_model import MetaModel
+from moegraft.injection.planning import Plan
+from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.machine import Machine, probe_machine
+
+logger = logging.getLogger(__name__)
+GIB = 1 << 30
+
+
+@dataclass(slots=True)
+class GraftedModel:
+    """A model whose operators are built and hold no weights yet; `load` fills it, once.
+
+    Attributes:
+        injection: becomes `model.moegraft`.
+        model_class: the stock class with the operators in place.
+        checkpoint: the weights' files; None for a model in memory.
+        model: the model in memory, unchanged until `load`; None for a checkpoint.
+        sparsity: the thresholds of layers that leave neurons out.
+        options: keyword arguments of `from_pretrained`, for what is not replaced.
+    """
+
+    injection: Injection
+    model_class: type[PreTrainedModel]
+    checkpoint: CheckpointLoader | None
+    model: PreTrainedModel | None
+    sparsity: SparsitySetup
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loaded: bool = False
+
+
+def graft(
+    model: MetaModel | PreTrainedModel,
+    plan: Plan,
+    *,
+    threads: int = 0,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> GraftedModel:
+    """Build the operators of a plan, and make every check that needs no weights. `model` is not changed.
+
+    Args:
+        model: the model that was planned: one from `build_meta_model(..., weights=True)`, or one in memory.
+        threads: CPU threads of the operators; 0: one for each physical core this process may use.
+        device_map, attn_implementation: as in `from_pretrained`, for what is not replaced of a checkpoint; `device_map` is by default
+            the GPUs that the operators use.
+        trust_remote_code: whether a calibration may run the tokenizer's own code.
+
+    Raises:
+        CheckpointError: a file or key is damaged, missing, or does not fit the model.
+        NotEnoughMemoryError: the plan needs more host memory than is free.
+        ThresholdsError: there are no thresholds for layers that leave neurons out, or they are another model's.
+        UnsupportedModelError: operators cannot work together, or a module's weights are not in memory.
+    """
+    machine = probe_machine()
+    if isinstance(model, MetaModel):
+        skeleton, folder, dtype = model.skeleton, model.source.folder, model.dtype
+        weights = model.weights
+        if weights is None:
+            raise UnsupportedModelError("this meta model has no weights; build it with build_meta_model(..., weights=True)")
+        weights.log_conversions({swap.module: swap.weight_type for swap in plan.swaps if swap.weight_type is not None}, dtype)
+        device_map = device_map or infer_device_map(plan, machine)
+        check_memory(plan, machine, on_cpu=device_map in (None, "cpu"))
+    else:
+        skeleton, folder, dtype = model, Path(model.config.name_or_path or os.devnull), model.dtype
+        for swap in plan.swaps:
+            if not swap.in_place:
+                refuse_meta(swap.module, model.get_submodule(swap.module))
+    sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
+
+    context = InjectionContext(machine=machine, dtype=dtype, threads=threads)
+    operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+    for operator in operators.values():
+        operator.check()
+    injection = Injection(plan, operators, context)
+
+    checkpoint = None
+    if isinstance(model, MetaModel):
+        assert model.weights is not None, "checked above"
+        checkpoint = CheckpointLoader(model.source, model.weights, skeleton, injection.replacing)
+    sparsity.check_weights(checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path)))
+    base = model.source.model_class if isinstance(model, MetaModel) else type(model)
+    return GraftedModel(
+        injection,
+        injected_class(base, captures=context.decode_steps is not None),
+        checkpoint,
+        None if isinstance(model, MetaModel) else model,
+        sparsity,
+        {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation},
+    )
+
+
+def infer_device_map(plan: Plan, machine: Machine) -> Any:
+    """Return a device map for what is not replaced: the GPUs that operators compute on; None for the CPU."""
+    devices = {device for swap in plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+    if not devices or not machine.gpus:
+        return None
+    if len(devices) == 1 and "auto" not in devices:
+        return {"": next(iter(devices))}
+    return {"": "cuda:0"} if len(machine.gpus) == 1 else "auto"
+
+
+def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
+    """
+    Args:
+        on_cpu: whether what is not replaced stays on the CPU.
+
+    Raises:
+        NotEnoughMemoryError: the plan needs more host memory than the machine has free.
+    """
+    needed = plan.bytes_by_device.get("cpu", 0) if on_cpu else sum(swap.footprint.by_device.get("cpu", 0) for swap in plan.swaps)
+    if needed > machine.available_bytes:
+        raise NotEnoughMemoryError(
+            f"this plan needs {needed / GIB:.1f} GiB of memory and {machine.available_bytes / GIB:.1f} GiB are free; "
+            "a smaller weight type (weights: int4 in the rule file) or a smaller model would fit"
+        )
+    mapped = plan.bytes_by_device.get("disk", 0)
+    if needed + mapped > machine.available_bytes:
+        logger.warning(
+            "%.1f GiB of packed experts and %.1f GiB of memory free: experts that do not fit are read from disk at each use, "
+            "at the disk's speed",
+            mapped / GIB,
+            machine.available_bytes / GIB,
+        )

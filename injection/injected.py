@@ -1,0 +1,201 @@
+"""An injected model: its class, and the plan, operators and shared state that it has as `model.moegraft`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from moegraft.injection.planning import Plan
+from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """The plan, operators and shared state of an injected model, as `model.moegraft`.
+
+    Attributes:
+        operators: by the path of the module that the operator replaced or works in; the empty path is for an operator of kind `model`.
+        context: the state that the operators share.
+    """
+
+    plan: Plan
+    operators: Mapping[str, Operator]
+    context: InjectionContext
+
+    @property
+    def replacing(self) -> dict[str, Operator]:
+        """The operators that take a module's place and its weights."""
+        return {path: operator for path, operator in self.operators.items() if not isinstance(operator, InPlaceOperator)}
+
+    @property
+    def model_operator(self) -> ModelOperator | None:
+        """The operator of kind `model`, which replaces no module and answers `generate`."""
+        found = self.operators.get("")
+        return found if isinstance(found, ModelOperator) else None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the calling thread draws a draft."""
+        return self.context.draft_switch.settings is not None
+
+    def statistics(self) -> dict[str, object]:
+        """Return the operators' statistics: `modules` by path, `sparsity` by target, and `devices`, each GPU that experts share."""
+        modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
+        return {"modules": modules, **self.context.statistics()}
+
+    def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Return the name and the counters of each GPU that experts share; counters only grow."""
+        return self.context.device_counts()
+
+    @contextmanager
+    def timelines(self) -> Iterator[list[Timeline]]:
+        """Record the work of GPUs that experts share and the rounds of drafts while the body runs; empty where there is neither."""
+        operator = self.model_operator
+        with self.context.timelines() as devices:
+            timelines = devices or [Timeline("CPU")]
+            recorded = operator is not None and operator.record_rounds(timelines)
+            try:
+                yield timelines if devices or recorded else []
+            finally:
+                if operator is not None:
+                    operator.record_rounds([])
+
+    def placement(self) -> list[str]:
+        """Return the placement of operators as text, a line for each group of equal ones."""
+        groups: dict[str, int] = {}
+        for operator in self.operators.values():
+            groups[operator.placement()] = groups.get(operator.placement(), 0) + 1
+        return [f"{count} x {line}" for line, count in groups.items()]
+
+    def close(self) -> None:
+        """End transfers and free the slots on GPUs. The model cannot compute after this."""
+        self.context.close()
+
+
+class InjectedModel:
+    """The methods that an injected model overrides in its stock class."""
+
+    moegraft: Injection
+
+    def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
+        """
+        Raises:
+            UnsupportedModelError: always; the experts are packed for a kernel, and a checkpoint without them could not be loaded.
+        """
+        raise UnsupportedModelError(
+            f"an injected model cannot be saved: {len(self.moegraft.replacing)} of its modules hold weights packed for their operator, "
+            "not parameters; save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state of the modules that stay, with a warning that the replaced ones are missing."""
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc] # of the stock class, which comes after this one
+        replaced = self.moegraft.replacing if hasattr(self, "moegraft") else {}
+        if replaced:
+            warnings.warn(
+                f"the state_dict of an injected model lacks the packed weights of its {len(replaced)} operators "
+                f"({next(iter(replaced))}, ...), so no model can be restored from it; use the stock model's, or the checkpoint",
+                stacklevel=2,
+            )
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """
+        Raises:
+            UnsupportedModelError: always; `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
+        """
+        raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")
+
+
+def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTrainedModel]:
+    """Create a subclass of `base`, under its name, whose constructor puts `operators` in the place of modules.
+
+    Args:
+        captures: whether decode steps may be captured; without it the forward pass is the stock one.
+    """
+
+    def __init__(
+        self: PreTrainedModel, config: PretrainedConfig, *args: Any, operators: Mapping[str, Operator] | None = None, **kwargs: Any
+    ) -> None:
+        # An argument and not a member of the class: the class would keep operators alive after their model.
+        base.__init__(self, config, *args, **kwargs)
+        for path, operator in (operators or {}).items():
+            place(self, path, operator)
+
+    @functools.wraps(base.get_expanded_tied_weights_keys)
+    def get_expanded_tied_weights_keys(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, str]:
+        # `tie_weights` calls this again after `place`: only layers that the model still has are tied.
+        ties = base.get_expanded_tied_weights_keys(self, *args, **kwargs)
+        return _ties_outside(ties, (path for path, module in self.named_modules() if isinstance(module, Operator)))
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
+        operator = self.moegraft.model_operator
+        if operator is not None:
+            return operator.generate(self, stock, *args, **kwargs)
+        steps = self.moegraft.context.decode_steps
+        return stock(*args, **(kwargs if steps is None else steps.generation(self, args, kwargs)))
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = None if torch.compiler.is_compiling() else self.moegraft.context.decode_steps
+        if steps is None:
+            return base.forward(self, *args, **kwargs)
+        return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=self.moegraft.drafting)
+
+    members: dict[str, Callable[..., Any]] = {"__init__": __init__, "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys}
+    if issubclass(base, GenerationMixin):
+        members["generate"] = functools.wraps(base.generate)(generate)
+    if captures:
+        members["forward"] = forward
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    # Both names are kept: transformers looks classes up by name and source file, and users read them.
+    return type(base.__name__, (InjectedModel, base), {**members, **names})
+
+
+def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
+    """Replace the module at `path` by an operator."""
+    parent, _, leaf = path.rpartition(".")
+    block = model.get_submodule(parent)
+    setattr(block, leaf, operator)
+    # Some families initialise the experts' parameters from the block above them, and an operator has none. Stored parameters need no
+    # initialisation, as a checkpoint that lacks one is refused; buffers that are not stored do.
+    if not block._non_persistent_buffers_set:
+        block._is_hf_initialized = True  # type: ignore[assignment] # transformers' own mark
+    # transformers records ties when it builds a model; a tie of a replaced layer would restore its parameter, or miss it.
+    model.all_tied_weights_keys = _ties_outside(model.all_tied_weights_keys, [path])
+
+
+def _ties_outside(ties: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
+    replaced = tuple(f"{path}." for path in paths)
+    return {name: tie for name, tie in ties.items() if not name.startswith(replaced)}
+
+
+def injection_of(model: PreTrainedModel) -> Injection | None:
+    """Return `model.moegraft`; None for a stock model."""
+    found = getattr(model, "moegraft", None)
+    return found if isinstance(found, Injection) else None
+
+
+def decode_steps_of(model: PreTrainedModel) -> Any:
+    """Return the object that captures a model's decode steps; None for stock models, and where no rule enables capture."""
+    injection = injection_of(model)
+    return None if injection is None else injection.context.decode_steps
+
+
+def new_cache(model: PreTrainedModel) -> Any:
+    """Return an empty key-value cache of the kind that the model's `generate` creates."""
+    injection = injection_of(model)
+    operator = None if injection is None else injection.model_operator
+    created = None if operator is None else operator.new_cache(model)
+    return DynamicCache(config=model.config.get_text_config(decoder=True)) if created is None else created
