@@ -1,4 +1,4 @@
-"""Which parts take the time of a decode step on the CPU? moegraft's kernels, PyTorch and Python, in the six-layer benchmark model.
+"""Which parts take the time of a decode step on the CPU, layer by layer? moegraft's kernels, PyTorch and Python, in the six-layer benchmark model.
 
 moegraft's operators are timed around their calls. PyTorch's operations are timed by its profiler, whose overhead is only in their rows.
 With `--threads own` the kernels run on threads of their own instead of PyTorch's, which shows the cost of two thread pools.
@@ -21,6 +21,7 @@ from record import write_rows
 from torch.profiler import ProfilerActivity, profile
 
 from moegraft.cpu_backend import Runtime
+from moegraft.injection.injected import injection_of
 from moegraft.operators import linear as quantized
 from moegraft.operators.experts import hybrid
 from moegraft.operators.experts.hybrid import HybridExperts
@@ -71,6 +72,9 @@ def measure(weights: str, whose: str, tokens: int, rounds: int) -> list[dict[str
         return {"model": "6 layers of Qwen3-30B-A3B", "provider": weights, "threads": whose, "part": part, "ms_per_token": round(ms, 3)}
 
     with on_threads(whose), provider(weights, 6) as model, torch.inference_mode():
+        injection = injection_of(model)
+        if injection is not None:
+            injection.context.replays_steps = False  # operators are not called in a native program
 
         def decode() -> float:
             start = time.perf_counter()

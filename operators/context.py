@@ -39,6 +39,7 @@ class InjectionContext:
         threads: CPU threads of the operators; 0 for one per physical core.
         draft_switch: how many experts run while a draft is computed.
         cache_form: the form that the rules give the key-value cache.
+        replays_steps: whether decode steps on the CPU may be replayed as native programs.
     """
 
     machine: Machine
@@ -46,7 +47,9 @@ class InjectionContext:
     threads: int = 0
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     cache_form: CacheForm = field(default_factory=CacheForm, init=False)
-    _decode_steps: DecodeSteps | StepPrograms | None = field(default=None, init=False, repr=False)
+    replays_steps: bool = field(default=True, init=False)
+    _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
+    _step_programs: StepPrograms | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
     @cached_property
@@ -85,24 +88,29 @@ class InjectionContext:
     def decode_steps(self) -> DecodeSteps | StepPrograms | None:
         """What replays the model's decode steps; None where nothing does. To be read when all operators are built."""
         engines = self._gpu_engines_in_use
-        if self._decode_steps is not None:
-            return self._decode_steps
-        if engines is not None and engines.captures:
+        if engines is None and "runtime" in vars(self) and self.replays_steps:
+            if self._step_programs is None:
+                from moegraft.operators.step_program.steps import StepPrograms
+
+                self._step_programs = StepPrograms(self.runtime, self.draft_switch)
+            return self._step_programs
+        if self._decode_steps is None and engines is not None and engines.captures:
             from moegraft.operators.offload.decode_steps import DecodeSteps
 
             self._decode_steps = DecodeSteps(engines)
-        elif engines is None and "runtime" in vars(self):
-            from moegraft.operators.step_program.steps import StepPrograms
-
-            self._decode_steps = StepPrograms(self.runtime, self.draft_switch)
         return self._decode_steps
 
     def statistics(self) -> dict[str, object]:
-        """Return the shared statistics: `sparsity` of each target that rules give, and `devices` for each GPU that holds experts."""
+        """Return the shared statistics.
+
+        `sparsity` of each target that rules give, `devices` for each GPU that holds experts, and `decode_steps`: how many steps were
+        replayed as native programs on the CPU, and why others were not.
+        """
         sparsity = self.sparse_layers.statistics() if "sparse_layers" in vars(self) else []
         engines = self._gpu_engines_in_use
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
-        return {"sparsity": sparsity, "devices": dict(devices)}
+        programs: Mapping[str, object] = {} if self._step_programs is None else self._step_programs.statistics()
+        return {"sparsity": sparsity, "devices": dict(devices), "decode_steps": dict(programs)}
 
     def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
         """Return the name and the monotonic counters of each GPU that holds experts."""
@@ -116,8 +124,9 @@ class InjectionContext:
 
     def close(self) -> None:
         """End captured steps and transfers and free the GPUs' slots; the model cannot compute afterwards."""
-        if self._decode_steps is not None:
-            self._decode_steps.release()
+        for steps in (self._decode_steps, self._step_programs):
+            if steps is not None:
+                steps.release()
         engines = self._gpu_engines_in_use
         if engines is not None:
             engines.close()

@@ -72,10 +72,11 @@ class HybridExpertsOptions:
             simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
             layers on one device; `all_cpu`.
         prefetch: which experts are loaded before they are needed.
-        decode: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is captured once and replayed, resident
-            experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on the first tokens of a real GPU. A
-            captured step needs a static key-value cache of full attention and sliding windows; without one, `eager` runs and the
-            reason is logged.
+        decode: how a decode step runs. On the CPU: `auto`, it is recorded twice and then replayed as one native program wherever the two
+            agree; `eager`, layer by layer. On a GPU: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is
+            captured once and replayed, resident experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on
+            the first tokens of a real GPU. A captured step needs a static key-value cache of full attention and sliding windows;
+            without one, `eager` runs and the reason is logged.
     """
 
     weights: WEIGHT_TYPES = "stored"
@@ -183,6 +184,7 @@ class HybridExperts(Operator):
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
+        context.replays_steps = context.replays_steps and options.decode != "eager"
         return cls(read_layout(module), options, runtime, draft, sparsity, engines)
 
     @classmethod
