@@ -1,4 +1,4 @@
-"""Which parts take the time of a decode step on the CPU, layer by layer? moegraft's kernels, PyTorch and Python, in the six-layer benchmark model.
+"""Which parts take the time of a decode step on the CPU, layer by layer? moegraft's kernels, PyTorch and Python, in the six-layer model.
 
 moegraft's operators are timed around their calls. PyTorch's operations are timed by its profiler, whose overhead is only in their rows.
 With `--threads own` the kernels run on threads of their own instead of PyTorch's, which shows the cost of two thread pools.
