@@ -20,13 +20,12 @@ from typing import Any
 from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
-import openai
 import pytest
 import torch
 from rich.console import Console
 from support import ROOT
 from support.gpus import placed
-from support.serving import PATIENCE_S, Server, ask, messages, serving, until
+from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
