@@ -193,9 +193,10 @@ class Session:
 
 
 def closed_cases(rows: Iterable[Row], phase: str, call: str) -> set[str]:
-    """Return the cases not to be run (again): done or skipped in any call, or failed in this one."""
-    own = [row for row in rows if row["phase"] == phase and "state" in row and row.get("case")]
-    return {str(row["case"]) for row in own if row["state"] in ("done", "skipped") or (row["state"] != "begun" and row.get("call") == call)}
+    """Return the cases not to be run (again): those that ended in this call, and for most phases those done or skipped before."""
+    own = [row for row in rows if row["phase"] == phase and row.get("case") and row.get("state", "begun") != "begun"]
+    before = () if PHASES[phase].again else ("done", "skipped")
+    return {str(row["case"]) for row in own if row.get("call") == call or row["state"] in before}
 
 
 def run_phase(name: str, out: Path, device: str, until: float, call: str) -> int:
@@ -312,7 +313,6 @@ def output_of(command: Sequence[str], timeout_s: float = 20.0) -> str:
 
 def build(session: Session) -> None:
     """What the machine has, and moegraft on it."""
-    session.closed.clear()  # this machine may be another one than that of the last call
     session.case("tools", tools)
     session.case("requirements", requirements)
     session.case("processor", processor)
@@ -472,8 +472,8 @@ def amx(session: Session) -> None:
         needs_amx()
         yield from layer()
 
-    session.case("layer", benchmark, limit_s=300)
-    session.case("tests", tests, limit_s=300)
+    session.case("layer", benchmark, limit_s=session.left_s / 2)
+    session.case("tests", tests, limit_s=session.left_s)
 
 
 def sanitizer(session: Session) -> None:
@@ -485,24 +485,20 @@ def sanitizer(session: Session) -> None:
             raise SkippedError("the device is emulated")
         if shutil.which("compute-sanitizer") is None:
             raise SkippedError("compute-sanitizer is not installed")
-        log = session.out / SANITIZER
         head = ["compute-sanitizer", "--tool", tool, "--target-processes", "all", "--print-limit", "20", "--error-exitcode", "99"]
-        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *tests]
-        run = subprocess.run([*head, *pytest], cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(5.0, session.left_s - 1))
-        with log.open("a", encoding="utf-8") as file:
-            file.write(f"==== {tool}\n{run.stdout[-(1 << 20) :]}{run.stderr[-(1 << 18) :]}\n")
-        found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", run.stdout)
-        yield {
-            "tool": tool,
-            "exit_code": run.returncode,
-            "errors": sum(int(one or other) for one, other in found),
-            "end": run.stdout[-600:],
-        }
-        if run.returncode:
-            raise RuntimeError(f"{tool} ended with exit code {run.returncode}; see {SANITIZER}")
+        pytest = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *tests]
+        with (session.out / SANITIZER).open("a+b") as log:
+            first = log.seek(0, os.SEEK_END)
+            code = subprocess.run([*head, *pytest], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            log.seek(first)
+            said = log.read().decode(errors="replace")
+        found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", said)
+        yield {"tool": tool, "exit_code": code, "errors": sum(int(one or other) for one, other in found), "end": said[-600:]}
+        if code:
+            raise RuntimeError(f"{tool} ended with exit code {code}; see {SANITIZER}")
 
     for tool in ("memcheck", "racecheck"):
-        session.case(tool, partial(check, tool), limit_s=300)
+        session.case(tool, partial(check, tool), limit_s=session.left_s / (2 if tool == "memcheck" else 1))
 
 
 def day(out: Path, device: str, minutes: float, names: Sequence[str], call: str) -> None:

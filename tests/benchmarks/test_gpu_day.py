@@ -23,8 +23,8 @@ import gpu_day
 
 gpu_day.SCRIPT = gpu_day.Path(__file__)
 gpu_day.PHASES = {{{{
-    name: gpu_day.Phase(name, f"endings:{{{{name}}}}", share=1)
-    for name in ("plain", "crash", "hang", "poison", "missing", "large")
+    name: gpu_day.Phase(name, f"endings:{{{{name}}}}", share=1, again=name == "fresh")
+    for name in ("plain", "crash", "hang", "poison", "missing", "large", "fresh")
 }}}}
 if __name__ == "__main__":
     sys.exit(gpu_day.main())
@@ -92,6 +92,11 @@ def missing(session):
     import no_such_module
 
 
+def fresh(session):
+    session.case("installs", lambda: [{"value": 12}])
+    session.case("dies", dies)
+
+
 def large(session):
     for number in range(9):
         (session.out / f"file {number}").write_text("x")
@@ -108,10 +113,10 @@ def day(tmp_path: Path) -> Any:
     script.write_text(DAY.format(folder=str(tmp_path)))
 
     def run(out: str, *arguments: str, again: bool = False) -> tuple[int, list[dict[str, Any]], str]:
-        """Exit code, rows and summary."""
+        """Exit code, rows and summary; folders are beside the script."""
         command = [sys.executable, str(script), "--out", str(tmp_path / out), "--device", "emulated", *arguments]
         environment = {**os.environ, **({"DAY_AGAIN": "1"} if again else {})}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False, timeout=120)
         folder = tmp_path / out
         summary = (folder / "summary.md").read_text() if (folder / "summary.md").exists() else done.stderr
         return done.returncode, rows_of(folder), summary
@@ -206,6 +211,13 @@ def test_a_resumed_day_does_what_is_left(day: Any, tmp_path: Path) -> None:
     assert values(new, "crash") == [6] and states(new, "crash") == {"dies": "died", "": "finished"}
     assert code == 1 and "plain, fails" not in summary and "plain, lacks" in summary
     assert day("next", "--phases", "plain", "--resume", str(tmp_path / "next"))[:2] == (0, rows), "all of it is done"
+
+
+def test_what_a_fresh_machine_lacks_is_done_again(day: Any) -> None:
+    _, rows, _ = day("out", "--phases", "fresh")
+    assert values(rows, "fresh") == [12, 6] and states(rows, "fresh") == {"installs": "done", "dies": "died", "": "finished"}
+    _, rows, _ = day("out", "--phases", "fresh", "--resume", "out")
+    assert values(rows, "fresh") == [12, 6, 12, 6]
 
 
 def test_the_output_keeps_its_limits(day: Any, tmp_path: Path) -> None:
