@@ -73,7 +73,7 @@ def injected(name: str, gpu: str, decode: str = "eager", ratio: float = 0.5, mor
     with tempfile.TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.yaml"
         rules.write_text(RULES.format(gpu=gpu, ratio=ratio, decode=decode, more=more))
-        where = {"device_map": gpu} if gpu.startswith("cuda") else {}
+        where: dict[str, Any] = {"device_map": gpu} if gpu.startswith("cuda") else {"threads": 1}
         source: Path | PreTrainedModel = demo_path()
         if name != DEMO:
             families, _ = _support()
@@ -195,10 +195,19 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
 
 def systems(session: Session) -> None:
     """The comparison at one ratio, where a token goes, the comparison at another, the ablation, drafts."""
-    sizes = {"checkpoint": None, "prompt_sets": None, "weights": "int4", "layers": 2, "scale": 1, "rounds": 3, "new_tokens": 24}
+    sizes: dict[str, Any] = {
+        "threads": 0,
+        "checkpoint": None,
+        "prompt_sets": None,
+        "weights": "int4",
+        "layers": 2,
+        "scale": 1,
+        "rounds": 3,
+        "new_tokens": 24,
+    }
     prompts, ratios, compared, ablation = (32, 512), (0.25, 0.5), COMPARED, ABLATION
     if session.emulated:
-        sizes |= {"scale": 16, "rounds": 1, "new_tokens": 3}
+        sizes |= {"scale": 16, "rounds": 1, "new_tokens": 3, "threads": 1}
         prompts, ratios, compared, ablation = (4,), (0.25,), ("all_cpu", "all, captured"), ()
     arguments = Namespace(gpu=session.device, **sizes)
     first, *others = ratios
@@ -222,9 +231,9 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
 
 
 @cache
-def _expected(gpu: str, scale: int, layers: int, weights: str) -> torch.Tensor:
+def _expected(gpu: str, scale: int, layers: int, weights: str, threads: int) -> torch.Tensor:
     """The logits of `all_cpu`, once a process."""
-    arguments = Namespace(gpu=gpu, checkpoint=None, scale=scale, layers=layers, weights=weights)
+    arguments = Namespace(gpu=gpu, checkpoint=None, scale=scale, layers=layers, weights=weights, threads=threads)
     with system("all_cpu", SHAPE, 0.25, arguments) as model:
         return _probe(model)
 
@@ -236,7 +245,7 @@ def one_system(session: Session, name: str, ratio: float, prompts: tuple[int, ..
         RuntimeError: its logits are not those of `all_cpu`.
     """
     arguments.gpu = gpu_of(session)
-    expected = _expected(arguments.gpu, arguments.scale, arguments.layers, arguments.weights)
+    expected = _expected(arguments.gpu, arguments.scale, arguments.layers, arguments.weights, arguments.threads)
     start = time.perf_counter()
     with system(name, SHAPE, ratio, arguments) as model, notices() as said:
         error = float((_probe(model) - expected).norm() / expected.norm())
