@@ -132,7 +132,7 @@ class Session:
 
     Args:
         until: `time.time()` at which its time is over.
-        call: identifies this call of the script; what an earlier one has done stays done, and what failed there is tried again.
+        call: identifies this call of the script; what an earlier one has done stays done, and the rest is tried again.
     """
 
     def __init__(self, phase: str, out: Path, device: str, until: float, call: str) -> None:
@@ -193,10 +193,10 @@ class Session:
 
 
 def closed_cases(rows: Iterable[Row], phase: str, call: str) -> set[str]:
-    """Return the cases not to be run (again): those that ended in this call, and for most phases those done or skipped before."""
+    """Return the cases not to be run (again): those that ended in this call, and for most phases those done in another."""
     own = [row for row in rows if row["phase"] == phase and row.get("case") and row.get("state", "begun") != "begun"]
-    before = () if PHASES[phase].again else ("done", "skipped")
-    return {str(row["case"]) for row in own if row.get("call") == call or row["state"] in before}
+    kept = not PHASES[phase].again  # what was skipped is tried again: this machine may have what that one lacked
+    return {str(row["case"]) for row in own if row.get("call") == call or (kept and row["state"] == "done")}
 
 
 def run_phase(name: str, out: Path, device: str, until: float, call: str) -> int:
@@ -509,7 +509,7 @@ def day(out: Path, device: str, minutes: float, names: Sequence[str], call: str)
         left_s = end - time.time()
         share = PHASES[name].share / sum(PHASES[each].share for each in names[number:])
         limit_s = min(left_s, max(share * left_s, PHASES[name].least_s))
-        if complete(rows.read(), name) and not PHASES[name].again:
+        if complete(rows.read(), name, ("done",)) and not PHASES[name].again:
             print(f"{name}: done in an earlier call", flush=True)
             continue
         if limit_s < 2:
@@ -547,10 +547,10 @@ def states(rows: Iterable[Row], name: str) -> dict[str, Row]:
     return {str(row.get("case", "")): row for row in rows if row["phase"] == name and row.get("state", "begun") != "begun"}
 
 
-def complete(rows: Iterable[Row], name: str) -> bool:
-    """Whether a phase ran to its end and every case of it is done or skipped."""
+def complete(rows: Iterable[Row], name: str, enough: Sequence[str] = ("done", "skipped")) -> bool:
+    """Whether a phase ran to its end and every case of it is in one of the states `enough`."""
     last = states(rows, name)
-    return last.pop("", {}).get("state") == "finished" and all(row["state"] in ("done", "skipped") for row in last.values())
+    return last.pop("", {}).get("state") == "finished" and all(row["state"] in enough for row in last.values())
 
 
 def keep_limits(out: Path) -> None:
