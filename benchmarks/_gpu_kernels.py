@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 def kernels(session: Session) -> None:
     session.case("ceilings", partial(_ceilings_rows, session), limit_s=60)
-    tokens = (1, 8) if session.emulated else TOKENS
+    tokens = (1, 4) if session.emulated else TOKENS
     types = WEIGHTS[:2] if session.emulated else WEIGHTS
     for weights in types[:3]:
         session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
