@@ -96,6 +96,7 @@ setup(
         "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
         "moegraft.cpu_backend": ["*.pyi", "py.typed"],
         "moegraft.operators": ["py.typed"],
+        "moegraft.operators.kernels": ["*.json"],
     },
     ext_modules=[
         Pybind11Extension(

@@ -109,12 +109,12 @@ def system(name: str, shape: str, ratio: float, arguments: argparse.Namespace) -
         on_cuda = arguments.gpu.startswith("cuda")
         if arguments.checkpoint is not None:
             where = {"device_map": arguments.gpu} if on_cuda else {}
-            model = optimize_and_load(arguments.checkpoint, path, progress=False, **where)
+            model = optimize_and_load(arguments.checkpoint, path, progress=False, threads=arguments.threads, **where)
         else:
             model = make_model(shape, arguments.layers, arguments.scale)
             if on_cuda:
                 move_all_but_experts(model, arguments.gpu)
-            model = optimize_and_load(model, path, progress=False)
+            model = optimize_and_load(model, path, progress=False, threads=arguments.threads)
     try:
         yield model
     finally:

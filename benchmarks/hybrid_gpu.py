@@ -135,6 +135,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--weights", default="int4")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU's part; 0: one for each core")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--no-write", action="store_true")

@@ -22,6 +22,27 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on a CUDA GPU where there is one")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of Triton kernels run on the GPU where there is one, and so can be selected by `-m gpu` as those of CUDA devices."""
+    for item in items:
+        if "_poison" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`gpu`, for tests and fixtures that ask for it: the emulated device, and CUDA where there is a GPU."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    own = any("gpu" in (names.replace(",", " ").split() if isinstance(names, str) else names) for names in given)
+    if "gpu" in metafunc.fixturenames and not own:
+        from support.gpus import GPUS  # not before the libraries' settings are made
+
+        metafunc.parametrize("gpu", GPUS)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny models: more threads cost more than they bring

@@ -15,14 +15,17 @@ from moegraft.operators.kernels.epilogue import Epilogue, finish_tile
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
+from moegraft.operators.kernels.tuned import constant
 from moegraft.operators.kernels.units import column, column_as, dot, load, scale_at, signed, unit_at
 
 
-def _tile(block_pairs: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return a program's rows and warps, by the registers they leave (benchmarks/compiled_kernels.py). Not timed yet."""
-    if dtype == torch.float32:  # three passes over split operands
-        return 64, 4
-    return 128, 8 if block_pairs >= 64 else 4
+def _tile(block_pairs: int, x: torch.Tensor, weights: str) -> tuple[int, int, int]:
+    """Return a program's rows, warps and stages; the defaults by the registers they leave (benchmarks/compiled_kernels.py)."""
+    if x.dtype == torch.float32:  # three passes over split operands
+        return 64, 4, 3
+    defaults = {"rows": 128, "warps": 8 if block_pairs >= 64 else 4, "stages": 3}
+    rows, warps, stages = (constant(f"grouped_{name}:{block_pairs}", value, weights, x.device) for name, value in defaults.items())
+    return rows, warps, stages
 
 
 def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
@@ -167,11 +170,11 @@ def packed_product(
     pair_count = out.shape[0]
     block_pairs = groups.block_pairs if groups else pairs_a_block(pair_count, 1, x.dtype)
     assert max(x.numel(), out.numel()) < 1 << 31, "offsets have 32 bits: callers cut long batches"
-    rows, warps = _tile(block_pairs, x.dtype)
+    rows, warps, stages = _tile(block_pairs, x, matrix.weights)
     blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
     _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
         x, packed.units, packed.scales, packed.biases,
         groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
         M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
-        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=3, **_registers(matrix, rows, warps), **LAUNCH,
+        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **_registers(matrix, rows, warps), **LAUNCH,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from moegraft.operators.kernels.launch import LAUNCH, PackedBytes
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_matrices, gate_of, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
+from moegraft.operators.kernels.tuned import constant
 from moegraft.operators.kernels.units import column, load, scale_at, signed, unit_at
 
 WARPS = 4
@@ -139,9 +140,10 @@ def rows_by_pair(
 ) -> None:
     """`out (T * K, width) float32 = epilogue(W[id] @ x[token] + bias)` for each pair whose id is not -1: "gate" or "act"."""
     tokens, top_k = ids.shape
+    units, warps = (constant(name, value, matrix.weights, x.device) for name, value in (("gate_units", UNITS), ("gate_warps", WARPS)))
     _gate_up_kernel[tokens * top_k, matrix.rows // 32](
         x, packed.units, packed.scales, packed.biases, ids, out,
-        M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+        M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, UNITS=units, num_warps=warps, **LAUNCH,
     )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ class SlotExperts:
         packed = PackedBytes.of(arena, self.weight_type)
         if slots.numel() == 0:
             out.zero_()
-        elif (path or ("decode" if len(slots) <= DECODE_TOKENS else "grouped")) == "decode":
+        elif (path or ("decode" if len(slots) <= self._constant("decode_tokens", DECODE_TOKENS, arena) else "grouped")) == "decode":
             self._decode(hidden_states, packed, slots, top_k_weights, out)
         else:
             for first in range(0, len(slots), MOST_TOKENS):
@@ -200,10 +202,18 @@ class SlotExperts:
         down = self.matrices.down
         neurons = torch.empty(tokens * top_k, self.matrices.neurons, dtype=torch.float32, device=x.device)
         rows_by_pair(x, packed, self.matrices.gate_up, slots, neurons, self.gate, "gate" if self.gate.gated else "act")
-        _down_kernel[tokens, down.rows // DOWN_ROWS](
+        rows, units, warps = (
+            self._constant("down_rows", DOWN_ROWS, x),
+            self._constant("down_units", UNITS, x),
+            self._constant("down_warps", WARPS, x),
+        )
+        _down_kernel[tokens, down.rows // rows](
             neurons, packed.units, packed.scales, packed.biases, slots, top_k_weights, out,
-            M=down, TOP_K=top_k, ROWS=DOWN_ROWS, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+            M=down, TOP_K=top_k, ROWS=rows, UNITS=units, num_warps=warps, **LAUNCH,
         )  # fmt: skip
+
+    def _constant(self, name: str, default: int, where: torch.Tensor) -> int:
+        return constant(name, default, self.weight_type, where.device)
 
     def _grouped(
         self,

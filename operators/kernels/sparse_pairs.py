@@ -93,13 +93,14 @@ def _row_sums(units_ptr, scales_ptr, x_ptr, rows, alive, R: tl.constexpr, BN: tl
     """The dot products of BN rows, `rows` (BN, 1) their beginnings, with x in unit order: (BN,) float32; zeros where not `alive`."""
     steps = tl.arange(0, BU)[None, :]
     UNITS: tl.constexpr = R.units
+    HELD: tl.constexpr = R.columns_a_unit  # Triton 3.6 takes a field itself for a number of the run
     total = tl.zeros((BN, BU), tl.float32)
     for begin in tl.static_range(0, UNITS, BU):
         at = begin + steps
         inside = alive[:, None] & (at < UNITS)
         units = signed(tl.load(units_ptr + rows + R.header + at, mask=inside, other=0), R)
         part = tl.zeros((BN, BU), tl.float32)
-        for j in tl.static_range(R.columns_a_unit):
+        for j in tl.static_range(HELD):
             x = tl.load(x_ptr + j * UNITS + at, mask=at < UNITS, other=0.0)
             part += column(units, j, R) * x
         if R.header > 0:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import build_model, prompt, served_cases
+from support.gpus import emulated_only, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
@@ -37,12 +38,12 @@ FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", 
 
 
 @pytest.fixture
-def load(tmp_path: Path):  # type: ignore[no-untyped-def]
-    def load(model_type: str, more: str = GRAPH, *, gpu: str = "emulated", rules: str = "") -> PreTrainedModel:
+def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
+    def load(model_type: str, more: str = GRAPH, *, gpu: str = gpu, rules: str = "") -> PreTrainedModel:
         path = tmp_path / "rules.yaml"
         path.write_text(RULES.format(gpu=gpu, more=more, rules=rules))
         case = next(case for case in served_cases() if case.model_type == model_type)
-        model: PreTrainedModel = optimize_and_load(build_model(case), path, progress=False, threads=1)
+        model: PreTrainedModel = optimize_and_load(placed(build_model(case), gpu), path, progress=False, threads=1)
         return model
 
     return load
@@ -50,8 +51,14 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.Tensor]:
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    made = model.generate(arguments.pop("ids", prompt(5)), **{**settings, **arguments})
+    ids = arguments.pop("ids", prompt(5)).to(model.device)
+    made = model.generate(ids, **{**settings, **arguments})
     return made.sequences[0].tolist(), torch.stack(made.logits)
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is logged about captured steps; a GPU's warm-up logs as well."""
+    return [record.message for record in caplog.records if record.name == decode_steps.logger.name]
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
@@ -69,7 +76,7 @@ def test_captured_steps_answer_as_those_layer_by_layer(model_type: str, load, ca
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model)
-    assert not caplog.records, caplog.text
+    assert not notices(caplog), caplog.text
     assert found == tokens and difference(found_logits, logits) < 1e-5
     statistics = engine_of(model).statistics
     assert statistics.replayed >= NEW - 3  # of the last nothing is learnt yet, and one was compared
@@ -85,7 +92,7 @@ def test_steps_over_sliding_windows_are_captured_too(length: int, model_type: st
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model, ids=ids)
-    assert not caplog.records, caplog.text
+    assert not notices(caplog), caplog.text
     assert found == tokens and difference(found_logits, logits) < 1e-5
     assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared anew
 
@@ -95,13 +102,14 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
     monkeypatch.setattr(decode_steps, "why_counted_in_python", lambda arguments, cache: None)
-    model, ids = load("gpt_oss"), prompt(10)
+    model = load("gpt_oss")
+    ids = prompt(10).to(model.device)
     expected = model(input_ids=ids).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
     with caplog.at_level(logging.WARNING, "moegraft"), torch.no_grad():
         found = [model(input_ids=each, past_key_values=cache).logits for each in (ids[:, :4], *ids[:, 4:].split(1, dim=1))]
-    (record,) = caplog.records
-    assert "a captured step gave logits that are" in record.message
+    (notice,) = notices(caplog)
+    assert "a captured step gave logits that are" in notice
     assert difference(torch.cat(found, dim=1), expected) < 1e-5
     assert engine_of(model).statistics.replayed == 0
 
@@ -111,9 +119,9 @@ def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.Log
     cache = StaticCache(config=model.config, max_cache_len=32)
     with caplog.at_level(logging.WARNING, "moegraft"), torch.no_grad():
         for ids in (prompt(5), *(torch.tensor([[token]]) for token in (3, 4, 5))):
-            model(input_ids=ids, past_key_values=cache)
-    (record,) = caplog.records
-    assert "the step is not given the masks of its sliding windows and its positions" in record.message
+            model(input_ids=ids.to(model.device), past_key_values=cache)
+    (notice,) = notices(caplog)
+    assert "the step is not given the masks of its sliding windows and its positions" in notice
 
 
 @pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 3 * WINDOW])
@@ -150,7 +158,7 @@ def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # typ
     held = StaticCache(config=model.config, max_cache_len=64)
     first = answer(model, past_key_values=held, disable_compile=True)[0]
     assert first == answer(stock)[0]
-    longer = torch.tensor([[*first, 7]])
+    longer = torch.tensor([[*first, 7]], device=model.device)
     assert answer(model, ids=longer, past_key_values=held, disable_compile=True)[0] == answer(stock, ids=longer)[0]
 
 
@@ -178,7 +186,7 @@ def test_steps_that_cannot_be_captured_run_and_are_logged_once(  # type: ignore[
     with caplog.at_level(logging.WARNING, "moegraft"):
         assert answer(model, **arguments)[0] == tokens
         assert answer(model, **arguments)[0] == tokens
-    assert [says is not None and says in record.message for record in caplog.records] == [True] * (says is not None)
+    assert [says is not None and says in notice for notice in notices(caplog)] == [True] * (says is not None)
     assert engine_of(model).statistics.replayed == 0
 
 
@@ -186,6 +194,7 @@ LINEAR = "- match: {kind: linear, name: '(q|k|v|o)_proj$'}\n  replace: {class: q
 DRAFT = "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 2}}"
 
 
+@emulated_only
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -216,8 +225,8 @@ def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped
     with caplog.at_level(logging.WARNING, "moegraft"):
         found, found_logits = answer(model)
     assert found == tokens and difference(found_logits, logits) < 1e-5
-    (record,) = caplog.records
-    assert "a captured step gave logits that are" in record.message
+    (notice,) = notices(caplog)
+    assert "a captured step gave logits that are" in notice
 
 
 def test_what_fails_on_the_cpu_is_raised_and_the_model_answers_on(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -239,6 +248,7 @@ def test_what_fails_on_the_cpu_is_raised_and_the_model_answers_on(load, monkeypa
     assert engine_of(model).statistics.replayed > replayed, "still captured"
 
 
+@emulated_only  # whose replays launch again
 def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ignore[no-untyped-def]
     load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,6 +280,7 @@ def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.moegraft.context.decode_steps.mode in ("eager", "graph")
 
 
+@emulated_only
 def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe", "cache: {ratio: 0.5}")
     with caplog.at_level(logging.INFO, "moegraft"):

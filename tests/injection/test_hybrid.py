@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.families import build_model, prompt, served_cases
 from support.family_rows import FamilyCase
+from support.gpus import emulated_only, limit, placed, where
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -34,8 +35,8 @@ def case_of(model_type: str) -> FamilyCase:
 
 
 @pytest.fixture
-def rules(tmp_path: Path):  # type: ignore[no-untyped-def]
-    def write(more: str = "cache: {ratio: 0.5}", *, weights: str = "stored", gpu: str = "emulated") -> Path:
+def rules(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
+    def write(more: str = "cache: {ratio: 0.5}", *, weights: str = "stored", gpu: str = gpu) -> Path:
         path = tmp_path / "rules.yaml"
         path.write_text(RULES.format(weights=weights, gpu=gpu, more=more))
         return path
@@ -43,8 +44,10 @@ def rules(tmp_path: Path):  # type: ignore[no-untyped-def]
     return write
 
 
-def load(model: Path | PreTrainedModel, rules: Path | str) -> PreTrainedModel:
-    injected: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+def load(model: Path | PreTrainedModel, rules: Path | str, gpu: str = "emulated") -> PreTrainedModel:
+    options = where(gpu) if isinstance(model, Path) else {}
+    source = model if isinstance(model, Path) else placed(model, gpu)
+    injected: PreTrainedModel = optimize_and_load(source, rules, progress=False, threads=1, **options)
     return injected
 
 
@@ -54,18 +57,18 @@ def engines_of(model: PreTrainedModel) -> list[Engine]:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, list[int]]:
-    logits = model(input_ids=prompt(9, batch=2)).logits.double()
-    return logits, model.generate(prompt(5), max_new_tokens=16, do_sample=False)[0].tolist()
+    logits = model(input_ids=prompt(9, batch=2).to(model.device)).logits.double().cpu()
+    return logits, model.generate(prompt(5).to(model.device), max_new_tokens=16, do_sample=False)[0].tolist()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Path, rules) -> None:  # type: ignore[no-untyped-def]
+def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Path, rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
     stock = build_model(case_of(model_type))
     logits, answer = outputs(stock)
     stock.save_pretrained(tmp_path / "model")
-    model = load(tmp_path / "model", rules())
+    model = load(tmp_path / "model", rules(), gpu)
     found, found_answer = outputs(model)
-    assert (found - logits).abs().max() / logits.abs().max() < 1e-5
+    assert (found - logits).abs().max() / logits.abs().max() < limit(gpu)
     assert found_answer == answer
     statistics = [engine.statistics for engine in engines_of(model)]
     assert sum(each.used - each.on_cpu for each in statistics) > 0, "the device computed something"
@@ -84,15 +87,17 @@ def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("weights", ["stored", "int8"])
-def test_every_setting_answers_the_same(more: str, weights: str, rules) -> None:  # type: ignore[no-untyped-def]
+def test_every_setting_answers_the_same(more: str, weights: str, rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
     stock = build_model(case_of("qwen3_moe"))
+    lossy = gpu.startswith("cuda") and weights == "int8"  # the CPU's kernel quantises activations too
     logits, answer = outputs(load(build_model(case_of("qwen3_moe")), rules(weights=weights, gpu="none", more="")))
-    model = load(stock, rules(more, weights=weights))
+    model = load(stock, rules(more, weights=weights), gpu)
     found, found_answer = outputs(model)
-    assert (found - logits).abs().max() / logits.abs().max() < 1e-5
-    assert found_answer == answer
+    assert (found - logits).abs().max() / logits.abs().max() < (5e-2 if lossy else limit(gpu))
+    assert lossy or found_answer == answer
 
 
+@emulated_only
 def test_layers_are_split_over_two_devices(rules) -> None:  # type: ignore[no-untyped-def]
     stock = build_model(case_of("mixtral"))
     logits, answer = outputs(stock)
@@ -107,6 +112,7 @@ def test_layers_are_split_over_two_devices(rules) -> None:  # type: ignore[no-un
     assert all(engine.statistics.steps > 0 for engine in engines)
 
 
+@emulated_only
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
 def test_with_no_gpu_the_rules_mean_the_same_on_the_cpu(rules, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     stock = build_model(case_of("qwen3_moe"))
@@ -126,33 +132,33 @@ def test_the_shipped_file_runs_here() -> None:
     assert torch.isfinite(logits).all() and len(answer) > 5
 
 
-def test_placement_reports_the_devices_of_experts(rules) -> None:  # type: ignore[no-untyped-def]
-    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}"))
+def test_placement_reports_the_devices_of_experts(rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
+    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}"), gpu)
     placements = {operator.placement() for operator in model.moegraft.operators.values()}
     assert len(placements) == 1
     (placement,) = placements
-    assert " and 2 of " in placement and "in slots of emulated:0, two_threshold" in placement
+    assert " and 2 of " in placement and f"in slots of {gpu.removesuffix(':0')}:0, two_threshold" in placement
 
 
-def test_a_draft_of_resident_experts_loads_nothing(rules) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_of_resident_experts_loads_nothing(rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
     from moegraft.operators.draft import DraftSettings
 
-    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"))
+    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"), gpu)
     switch = model.moegraft.context.draft_switch
     assert switch.resident_layers == switch.layers > 0
     (engine,) = engines_of(model)
     before = engine.loading.queue.statistics.requested
     with torch.no_grad(), switch.drafting(DraftSettings(top_k=2, resident=True)):
-        drafted = model(input_ids=prompt(6)).logits
+        drafted = model(input_ids=prompt(6).to(model.device)).logits
     assert torch.isfinite(drafted).all()
     assert engine.loading.queue.statistics.requested == before and engine.statistics.on_cpu < engine.statistics.used
     with torch.no_grad():
-        whole = model(input_ids=prompt(6)).logits
+        whole = model(input_ids=prompt(6).to(model.device)).logits
     assert not torch.allclose(whole, drafted)
 
 
-def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-untyped-def]
-    model = load(build_model(case_of("mixtral")), rules())
+def test_a_model_that_is_let_go_is_freed(rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
+    model = load(build_model(case_of("mixtral")), rules(), gpu)
     outputs(model)
     watched = weakref.ref(model)
     (engine,) = engines_of(model)
@@ -178,6 +184,7 @@ def test_a_model_that_is_let_go_is_freed(rules) -> None:  # type: ignore[no-unty
         ("prefetch: {lookahead: 9}", "lookahead is 1 to 3 layers, not 9"),
     ],
 )
+@emulated_only
 def test_mistakes_are_reported_at_their_place(more: str, message: str, rules) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleFileError, match=message):
         load(build_model(case_of("mixtral")), rules(more))

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from support.k_quants import KINDS, quantise
+from support.k_quants import KINDS, gguf, quantise
 
 BlockType = gguf.GGMLQuantizationType
 Tensors = dict[str, NDArray[np.float32]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf")
 
 BlockType = gguf.GGMLQuantizationType
 KINDS = {"q4_k": BlockType.Q4_K, "q6_k": BlockType.Q6_K}

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.request import urlopen
 
+import pytest
+
+pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("uvicorn", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("fastapi", reason="an extra for tests: pip install 'moegraft[test]'")
+
 import openai
 import uvicorn
 

@@ -13,17 +13,18 @@ import pytest
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Device, Event, Work
-from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
+from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import open_loading
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
+from support.gpus import ON_CUDA
 from support.threaded_device import ThreadedDevice
 
 EMULATED = ["virtual", "threaded"]
-DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
+DEVICES = [*EMULATED, pytest.param("cuda", marks=ON_CUDA)]
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte per microsecond
 WORK = Work("experts", cost_ms=0.1)
 PAGE = 4096

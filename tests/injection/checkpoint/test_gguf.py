@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from support.gguf_files import (
     Tensors,
     experts_apart,
     gate_and_up_together,
+    gguf,
     quantised,
     split_key_value,
     tensors_of,

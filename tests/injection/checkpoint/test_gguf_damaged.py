@@ -7,10 +7,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
-from support.gguf_files import BlockType, tensors_of, write_gguf
+from support.gguf_files import BlockType, gguf, tensors_of, write_gguf
 from transformers import AutoModelForCausalLM, OlmoeConfig, PhimoeConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load

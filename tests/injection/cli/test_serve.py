@@ -20,12 +20,12 @@ from typing import Any
 from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
-import openai
 import pytest
 import torch
 from rich.console import Console
 from support import ROOT
-from support.serving import PATIENCE_S, Server, ask, messages, serving, until
+from support.gpus import placed
+from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -299,7 +299,7 @@ def test_a_drafting_model_is_served_one_request_at_a_time(chat_folder: Path, tmp
         assert float(re.findall(r'moegraft_operator\{module="\(the model\)",name="rounds"\} (\S+)', figures)[0]) > 0
 
 
-def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: LoadedModel, tmp_path: Path, gpu: str) -> None:
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, eos_token_id=0, **sizes)
@@ -307,9 +307,9 @@ def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: Load
     questions = ["hello", "a question that is longer than the window"]
     expected = [wanted(stock, question) for question in questions]
     rules = tmp_path / "rules.yaml"
-    experts = "{class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}, decode: graph}}"
+    experts = f'{{class: hybrid_experts, kwargs: {{gpu: "{gpu}", cache: {{ratio: 0.5}}, decode: graph}}}}'
     rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
-    model = optimize_and_load(copy.deepcopy(stock.model), rules, progress=False, threads=1)
+    model = optimize_and_load(placed(copy.deepcopy(stock.model), gpu), rules, progress=False, threads=1)
     with serving(LoadedModel("sliding", model, loaded.tokenizer, lambda: [])) as server:
         assert [ask(server, question).choices[0].message.content for question in questions] == expected
         again = ask(server, questions[1], expected[1], "and more")

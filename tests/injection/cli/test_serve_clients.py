@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
-import openai
 import pytest
-from support.serving import PATIENCE_S, Server, ask, messages, serving, until
+from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, until
 
 from moegraft.injection.cli.commands.serve import ServeOptions
 from moegraft.injection.cli.models import LoadedModel

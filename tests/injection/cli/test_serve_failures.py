@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError
 
-import openai
 import pytest
 import torch
-from support.serving import Server, ask, serving, until
+from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.decoders import choose, usable

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import jsonschema
 import pytest
 import yaml
 from support import ROOT
@@ -19,6 +18,7 @@ from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOption
 from moegraft.operators.registry import OperatorRegistry, load_registry
 from moegraft.rules import shipped_rules
 
+jsonschema = pytest.importorskip("jsonschema", reason="an extra for tests: pip install 'moegraft[test]'")
 SHIPPED = ROOT / "rules" / "moegraft.schema.json"
 HEAD = "- match: {kind: experts}\n  "
 RIGHT = [

@@ -1,0 +1,405 @@
+"""One layer of experts in slots on a device: bytes and operations a second by batch and weight type, and the launch constants that win.
+
+Every path is held to the eager reference first. Times are of replayed graphs over several routings, so that the L2 cache does not hold the
+weights. An emulated device has the kernels interpreted at a tiny shape, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from _sparse_floor import Shape, dense_work, sparse_work
+from gpu_day import TUNED, Row, Session, SkippedError
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
+from moegraft.operators.offload.devices.cuda import why_no_cuda
+from moegraft.operators.reference import reference_experts
+
+QWEN3 = Shape(2048, 768, 128, 8, 0)  # Qwen3-30B-A3B
+TINY = Shape(64, 64, 8, 2, 0)
+TOKENS = (1, 4, 8, 64, 512, 2048)
+WEIGHTS = ("int4", "bfloat16", "int8", "float16", "float32")
+SPARSITY = 0.85
+DISTINCT = 4  # experts that are drawn and packed; slots repeat them
+ROUTINGS = 4
+MOST_DECODE = 64  # tokens up to which each pair reads its own weights, beside the grouped path
+LIMITS = {"float32": 1e-4, "float16": 1e-2}  # relative, against float32; the other types have bfloat16 activations
+GAIN = 1.02  # over the default: two timings of one program differ by as much
+COMPILERS = 8  # processes; one compiles a variant in seconds
+Constants = Mapping[str, int]
+Call = Callable[[], None]
+
+
+class Layer(NamedTuple):
+    """Experts in slots, all of them: `weights` are those of the distinct ones, dequantised, `(DISTINCT, rows, columns)` float32."""
+
+    shape: Shape
+    weight_type: str
+    arena: torch.Tensor
+    expert_bytes: int
+    weights: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    slots: torch.Tensor
+    shares: torch.Tensor
+    out: torch.Tensor
+
+
+def kernels(session: Session) -> None:
+    session.case("ceilings", partial(_ceilings_rows, session), limit_s=60)
+    tokens = (1, 4) if session.emulated else TOKENS
+    types = WEIGHTS[:2] if session.emulated else WEIGHTS
+    for weights in types[:3]:
+        session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
+    for weights in types[:1] if session.emulated else types[:3]:
+        session.case(f"tune {weights}", partial(tune, session, weights), limit_s=150)
+    for weights in types[1:2] if session.emulated else ("bfloat16", "int4", "int8"):
+        session.case(f"sparse {weights}", partial(sparse, session, weights, tokens[:1] if session.emulated else tokens), limit_s=90)
+    for weights in types[3:]:
+        session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
+
+
+def place(session: Session) -> tuple[Shape, torch.device]:
+    """
+    Raises:
+        SkippedError: there is no GPU, or no Triton.
+    """
+    if not session.emulated and why_no_cuda() is not None:
+        raise SkippedError(str(why_no_cuda()))
+    try:
+        import triton  # noqa: F401  asked for once, here
+    except ImportError as error:
+        raise SkippedError(f"Triton is not installed: {error}") from error
+    return (TINY, torch.device("cpu")) if session.emulated else (QWEN3, torch.device("cuda:0"))
+
+
+def measure(calls: Sequence[Call], device: torch.device, replays: int = 15) -> list[float]:
+    """Milliseconds of one of `calls`, for each replay of a graph of them all; interpreted, once by the host's clock."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return [(time.perf_counter() - start) * 1e3 / len(calls)]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        for call in calls:  # compiles
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
+        for _ in range(3):
+            graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        for event in events[:-1]:
+            event.record(stream)
+            graph.replay()
+        events[-1].record(stream)
+        stream.synchronize()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]
+
+
+def spread(times_ms: Sequence[float]) -> dict[str, float]:
+    p20, p80 = (float(np.percentile(times_ms, share)) for share in (20, 80))
+    return {"p20_ms": round(p20, 5), "p50_ms": round(statistics.median(times_ms), 5), "p80_ms": round(p80, 5)}
+
+
+@cache
+def ceilings(device: torch.device) -> tuple[float, dict[str, float]]:
+    """GB/s of a large copy, counting what is read and what is written, and TFLOP/s of large products by dtype."""
+    size, width = (1 << 16, 64) if device.type == "cpu" else (1 << 31, 8192)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_ms = statistics.median(measure([partial(_copy, source, target)], device))
+    products = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+        product_ms = statistics.median(measure([partial(_multiply, a, b)], device))
+        products[str(dtype).removeprefix("torch.")] = 2 * width**3 / product_ms / 1e9
+    return 2 * size / copy_ms / 1e6, products
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+    void(a @ b)
+
+
+def void(result: object) -> None:
+    """For a call whose result is of no interest."""
+
+
+def _ceilings_rows(session: Session) -> Iterator[Row]:
+    _, device = place(session)
+    copied, products = ceilings(device)
+    yield {"copy_gb_s": round(copied, 1), **{f"{dtype}_tflop_s": round(rate, 2) for dtype, rate in products.items()}}
+
+
+@cache
+def packed_layer(shape: Shape, weight_type: str, device: torch.device, *, rows: bool = False) -> Layer:
+    """Random experts in every slot; `rows`: in the sparse layout."""
+    few, generator = ExpertsShape(DISTINCT, shape.hidden, shape.intermediate), torch.Generator().manual_seed(0)
+    packed = PackedExperts(few, GateSpec(), weight_type, sparse=rows)
+    sizes = {
+        "gate": (shape.intermediate, shape.hidden),
+        "up": (shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    seen: dict[str, list[torch.Tensor]] = {part: [] for part in sizes}
+    for expert in range(DISTINCT):
+        for part, size in sizes.items():
+            packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
+            seen[part].append(torch.from_numpy(packed.unpack(expert, part)))
+    distinct = torch.from_numpy(packed.buffer.reshape(DISTINCT, -1)).to(device)
+    arena = distinct.repeat(shape.num_experts // DISTINCT, 1)
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(weight_type, torch.bfloat16)
+    return Layer(shape, weight_type, arena, packed.expert_bytes, {part: torch.stack(each).to(device) for part, each in seen.items()}, dtype)
+
+
+def batches(layer: Layer, tokens: int) -> list[Batch]:
+    """Random tokens, each with experts of its own."""
+    device, generator = layer.arena.device, torch.Generator(layer.arena.device).manual_seed(tokens)
+    found = []
+    for _ in range(1 if device.type == "cpu" else ROUTINGS):
+        x = torch.randn(tokens, layer.shape.hidden, generator=generator, device=device).to(layer.dtype)
+        scores, chosen = torch.rand(tokens, layer.shape.num_experts, generator=generator, device=device).topk(layer.shape.top_k, dim=-1)
+        found.append(Batch(x, chosen.to(torch.int32), scores, torch.empty_like(x)))
+    return found
+
+
+def error_of(layer: Layer, batch: Batch, threshold: float = 0.0) -> float:
+    """The relative error of the first tokens' outputs against the reference in float32."""
+    few = slice(0, 4)
+    expected = reference_experts(
+        batch.x[few],
+        batch.slots[few].long() % DISTINCT,
+        batch.shares[few],
+        **layer.weights,
+        gate_spec=GateSpec(),
+        threshold=threshold,
+        dtype=torch.float32,
+    )
+    return float((batch.out[few].float() - expected).norm() / expected.norm())
+
+
+def checked(layer: Layer, batch: Batch, call: Call, name: str, threshold: float = 0.0, limit: float | None = None) -> float:
+    """
+    Raises:
+        RuntimeError: the call computes something else.
+    """
+    batch.out.fill_(float("nan"))
+    call()
+    error = error_of(layer, batch, threshold)
+    limit = limit or LIMITS.get(layer.weight_type, 2.5e-2)
+    if not error <= limit:
+        raise RuntimeError(f"{name} is wrong: relative error {error:.2e} at T = {len(batch.x)}")
+    return error
+
+
+def rate_columns(layer: Layer, work_bytes: float, flops: float, ms: float) -> Row:
+    copied, products = ceilings(layer.arena.device)
+    peak = products[str(layer.dtype).removeprefix("torch.")]
+    reached, multiplied = work_bytes / ms / 1e6, flops / ms / 1e9
+    # The floor: bytes at the rate of the copy, or operations at that of the product.
+    floor_ms = max(work_bytes / copied / 1e6, flops / peak / 1e9)
+    about = {"gb_s": round(reached, 2), "copy_share": round(reached / copied, 4), "tflop_s": round(multiplied, 3)}
+    return {**about, "product_share": round(multiplied / peak, 4), "floor_share": round(floor_ms / ms, 4)}
+
+
+def weight_bytes(layer: Layer) -> float:
+    """Of one weight, with its share of the scales."""
+    return layer.expert_bytes / (3 * layer.shape.hidden * layer.shape.intermediate)
+
+
+def dense(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterator[Row]:
+    """The dense layout, by both paths where both are in question."""
+    from moegraft.operators.kernels.slots import SlotExperts
+
+    shape, device = place(session)
+    layer = packed_layer(shape, weight_type, device)
+    experts = SlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type)
+    for count in tokens:
+        calls = batches(layer, count)
+        works = [dense_work(batch.slots, shape) for batch in calls]
+        read = statistics.mean(work.read_bytes for work in works) / 2 * weight_bytes(layer)
+        for path in ("decode", "grouped") if count <= MOST_DECODE else ("grouped",):
+            run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
+            error = checked(layer, calls[0], run[0], f"{weight_type} {path}")
+            times = measure(run, device)
+            rates = rate_columns(layer, read, works[0].flops, statistics.median(times))
+            yield {"layout": "dense", "weights": weight_type, "tokens": count, "path": path, **spread(times), **rates, "error": error}
+
+
+def sparse(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterator[Row]:
+    """The sparse layout with 85 % of the neurons left out, by every path."""
+    from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts
+
+    shape, device = place(session)
+    layer = packed_layer(shape, weight_type, device, rows=True)
+    experts = SparseSlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type, device)
+    each = weight_bytes(layer)
+    for count in tokens:
+        calls = batches(layer, count)
+        # the threshold that leaves the share out of the first batch
+        _, acted = next(experts.activations(calls[0].x[:64], layer.arena, calls[0].slots[:64]))
+        threshold = float(acted.abs().flatten()[: 1 << 24].quantile(SPARSITY))
+        experts.set_threshold(threshold, SPARSITY)
+        works = []
+        for batch in calls:
+            parts = [(part, acts.abs() >= threshold) for part, acts in experts.activations(batch.x, layer.arena, batch.slots)]
+            ids, active = torch.cat([part for part, _ in parts]), torch.cat([kept for _, kept in parts])
+            works.append(sparse_work(ids, active, shape, gate_bytes=each, element_bytes=each))  # type: ignore[arg-type]
+        read = statistics.mean(work.read_bytes for work in works)
+        for path in SLOT_PATHS:
+            run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
+            # A neuron at the threshold may be in or out by rounding: one of thousands.
+            error = checked(layer, calls[0], run[0], f"sparse {weight_type} {path}", threshold, limit=6e-2)
+            times = measure(run, device)
+            rates = rate_columns(layer, read, statistics.mean(work.flops for work in works), statistics.median(times))
+            about = {"layout": "sparse", "weights": weight_type, "sparsity": SPARSITY, "tokens": count, "path": path}
+            yield {**about, **spread(times), **rates, "error": error}
+
+
+class Question(NamedTuple):
+    """Which of some constants is fastest for a batch; the first of `choices` is the default."""
+
+    tokens: int
+    path: str
+    choices: Sequence[Constants]
+
+
+def questions(shape: Shape, *, few: bool) -> list[Question]:
+    """The constants of the decode path by its two kernels, and of the grouped path by the pairs of a block."""
+    from moegraft.operators.kernels.slots import DOWN_ROWS, UNITS, WARPS
+
+    # A tile has fewer columns than the program has threads, see kernels/slots.py.
+    tiles = [(WARPS, UNITS), *((warps, units) for warps, units in product((2, 4, 8), (32, 64, 128)) if units < 32 * warps)]
+    gates = [{"gate_warps": warps, "gate_units": units} for warps, units in dict.fromkeys(tiles)]
+    downs = [
+        {"down_warps": warps, "down_units": units, "down_rows": rows} for rows in (DOWN_ROWS, 32) for warps, units in dict.fromkeys(tiles)
+    ]
+    if few:
+        return [Question(1, "decode", gates[:2])]
+    found = [Question(1, "decode", gates), Question(1, "decode", downs)]
+    for tokens, block in ((64, 16), (512, 32), (2048, 64)):
+        default = (128, 8 if block >= 64 else 4, 3)
+        variants = [default, *((rows, warps, stages) for rows, warps, stages in product((64, 128), (4, 8), (2, 3, 4)))]
+        choices = [
+            {f"grouped_rows:{block}": rows, f"grouped_warps:{block}": warps, f"grouped_stages:{block}": stages}
+            for rows, warps, stages in dict.fromkeys(variants)
+        ]
+        found.append(Question(tokens, "grouped", choices))
+    return found
+
+
+def tune(session: Session, weight_type: str) -> Iterator[Row]:
+    """Time each question's choices and add the winners to the table, which `operators/kernels/tuned.json` takes."""
+    from moegraft.operators.kernels.slots import SlotExperts
+    from moegraft.operators.kernels.tuned import trial
+
+    shape, device = place(session)
+    asked = questions(shape, few=session.emulated)
+    if not session.emulated:
+        yield compile_ahead(asked, weight_type, min(COMPILERS, os.cpu_count() or 1), session.left_s / 3)
+    layer = packed_layer(shape, weight_type, device)
+    experts = SlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type)
+    winners: dict[str, int] = {}
+    for tokens, path, choices in asked:
+        calls = batches(layer, tokens)
+        run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
+        medians: list[float] = []
+        for constants in choices:
+            about = {"weights": weight_type, "tokens": tokens, "path": path, **constants}
+            try:
+                with trial({**winners, **constants}):
+                    checked(layer, calls[0], run[0], f"{weight_type} {path} {dict(constants)}")
+                    times = measure(run, device)
+            except Exception as error:  # too many registers, or too much shared memory: this choice is none
+                if "CUDA error" in str(error):
+                    raise
+                yield {**about, "refused": f"{type(error).__name__}: {error}"[:300]}
+                medians.append(float("inf"))
+                continue
+            medians.append(statistics.median(times))
+            yield {**about, **spread(times)}
+        best = min(range(len(medians)), key=medians.__getitem__)
+        if medians[best] * GAIN < medians[0]:
+            winners |= choices[best]
+    with trial(winners):
+        crossover = decode_tokens(layer, experts, (1, 2) if session.emulated else (1, 2, 4, 8, 16, 32))
+    if crossover:
+        winners["decode_tokens"] = crossover
+    yield {"weights": weight_type, "winners": winners}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "emulated"
+    path_of_table = session.out / TUNED
+    table = json.loads(path_of_table.read_text(encoding="utf-8")) if path_of_table.exists() else {}
+    table.setdefault(name, {})[weight_type] = winners
+    path_of_table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def decode_tokens(layer: Layer, experts: Any, tokens: Sequence[int]) -> int:
+    """Return the largest batch up to which every pair reading its own weights is faster than grouping them."""
+    most = 0
+    for count in tokens:
+        calls = batches(layer, count)
+        medians = [
+            statistics.median(
+                measure([partial(experts.forward, *batch[:1], layer.arena, *batch[1:], path) for batch in calls], layer.arena.device)
+            )
+            for path in ("decode", "grouped")
+        ]
+        if medians[0] >= medians[1]:
+            break
+        most = count
+    return most
+
+
+def compile_ahead(asked: Sequence[Question], weight_type: str, processes: int, limit_s: float) -> Row:
+    """Compile every choice in several processes into Triton's cache on disk, where this process finds it; what fails, fails later again."""
+    start, jobs = time.perf_counter(), [(question, constants) for question in asked for constants in question.choices]
+    done = failed = 0
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        futures = [pool.submit(compile_one, weight_type, question.tokens, question.path, dict(constants)) for question, constants in jobs]
+        for future in as_completed(futures, timeout=limit_s):
+            done += 1
+            failed += future.exception() is not None
+    except TimeoutError:
+        pass
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+    return {"weights": weight_type, "compiled": done, "of": len(jobs), "failed": failed, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def compile_one(weight_type: str, tokens: int, path: str, constants: dict[str, int]) -> None:
+    """Launch one choice once."""
+    from moegraft.operators.kernels.slots import SlotExperts
+    from moegraft.operators.kernels.tuned import trial
+
+    torch.set_num_threads(1)
+    layer = packed_layer(QWEN3, weight_type, torch.device("cuda:0"))
+    experts = SlotExperts(ExpertsShape(QWEN3.num_experts, QWEN3.hidden, QWEN3.intermediate), GateSpec(), weight_type)
+    batch = batches(layer, tokens)[0]
+    with trial(constants):
+        experts.forward(batch.x, layer.arena, batch.slots, batch.shares, batch.out, path)
+    torch.cuda.synchronize()
