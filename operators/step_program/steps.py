@@ -10,20 +10,22 @@ them. A cache that something else has changed is copied to buffers again.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import math
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
@@ -57,6 +59,7 @@ _PLAIN_ARGUMENTS = {
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
+_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|local|factor")  # in names of a config
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -76,6 +79,7 @@ class StepPrograms:
         self._caches: weakref.WeakKeyDictionary[Any, _CacheBuffers] = weakref.WeakKeyDictionary()
         self._state: _ModelState | None = None
         self._logged: set[str] = set()
+        self._thresholds: list[int] | None = None
         self.replayed = 0  # steps
 
     def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
@@ -158,7 +162,10 @@ class StepPrograms:
         )
         shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
         modes = torch.is_inference_mode_enabled(), config.output_attentions, config.output_hidden_states
-        kind = shapes, tuple(settings.items()), full, tuple(map(type, layers)), modes, getattr(config, "output_router_logits", None)
+        if self._thresholds is None:
+            self._thresholds = thresholds(config)
+        passed = bisect.bisect(self._thresholds, position + ids.shape[1])
+        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, getattr(config, "output_router_logits", None)
         return _Step(kind, cache, position, inputs, settings)
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
@@ -541,6 +548,22 @@ def _grown_tensors(fitted: FittedStep) -> list[CacheTensor]:
             raise NotRecordableError("a window is about to be full")
         found.append(CacheTensor(name, before.storage, after.storage, dim, out.sizes, int(gone > 0), before.dtype))
     return found
+
+
+def thresholds(config: PretrainedConfig) -> list[int]:
+    """Return the positions at which a model may begin to compute in another way: its config's windows, chunks, lengths and the like.
+
+    A program is only used between two of them; numbers that are linear on one side need not be so on the other.
+    """
+
+    def numbers(values: Mapping[str, Any]) -> Iterator[int]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from numbers(value)
+            elif type(value) is int and value > MAX_TOKENS and _LENGTH.search(str(name)):
+                yield value
+
+    return sorted({number + side for number in numbers(config.get_text_config().to_dict()) for side in (-1, 0, 1)})
 
 
 class _ModelState:
