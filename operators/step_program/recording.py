@@ -8,6 +8,7 @@ offset, sizes and strides.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self._runtime = runtime
+        self._thread = threading.get_ident()
         self._numbers: dict[int, int] = {}  # of storages, by the address of PyTorch's own object
         self._starts: list[int] = []  # addresses of storages, sorted
         self._by_start: dict[int, int] = {}
@@ -164,6 +166,8 @@ class Recorder(TorchDispatchMode):
 
     def _kernel(self, name: str, compute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         compute(*args, **kwargs)
+        if threading.get_ident() != self._thread:
+            return  # another thread computes with the same model, which this mode does not see
         leaves, form = tree_flatten((args, kwargs))
         self.recording.calls.append(Call(name, [self._kernel_leaf(leaf) for leaf in leaves], form, ()))
 
