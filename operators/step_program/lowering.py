@@ -54,6 +54,10 @@ class Node:
         return [place.storage for place in (*self.writes, *self.reads) if isinstance(place, Place)]
 
 
+class ForeignCacheError(Exception):
+    """A cache's tensors have other forms than those of the cache that was recorded; the program is not for this cache."""
+
+
 class _Unsupported(Exception):
     """A call has no native form."""
 
@@ -188,6 +192,19 @@ class CacheTensor:
     shape: tuple[Affine, ...]
     start_slope: int
     dtype: torch.dtype
+
+    def require_form(self, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            ForeignCacheError: `tensor`, that of a cache at this place, has another type or number of rows than the recorded one.
+        """
+        sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
+        if (
+            tensor.dtype != self.dtype
+            or tensor.dim() != len(self.shape)
+            or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
+        ):
+            raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
 
     def strides(self) -> tuple[Affine, ...]:
         """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""

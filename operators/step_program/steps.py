@@ -11,10 +11,11 @@ them. A cache that something else has changed is copied to buffers again.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from moegraft.operators.step_program.fitting import (
     fit,
     storage_bytes,
 )
-from moegraft.operators.step_program.lowering import ARENA, CacheTensor, Lowering, NativeStep, PythonCall
+from moegraft.operators.step_program.lowering import ARENA, CacheTensor, ForeignCacheError, Lowering, NativeStep, PythonCall
 from moegraft.operators.step_program.recording import Memory, NotRecordableError, Recorder
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ _PLAIN_ARGUMENTS = {
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
+# Of a configuration, read in each forward pass.
+_SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -141,12 +144,11 @@ class StepPrograms:
                 settings.append((name, value.shape, value.dtype))
             else:
                 return None
-        config = model.config
-        full = tuple(
-            layer.cumulative_length >= layer.sliding_window - 1
-            for layer in layers
-            if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")
-        )
+        config, text = model.config, model.config.get_text_config()
+        windows = [layer for layer in layers if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")]
+        full = tuple(layer.cumulative_length >= layer.sliding_window - 1 for layer in windows)
+        if any(0 < layer.sliding_window - 1 - layer.cumulative_length < ids.shape[1] for layer in windows):
+            return None  # the step fills a window and drops the tokens that are too many
         if any(getattr(layer, "record_past", False) for layer in layers):
             return None
         return (
@@ -155,9 +157,8 @@ class StepPrograms:
             full,
             tuple(map(type, layers)),
             torch.is_inference_mode_enabled(),
-            config.output_attentions,
-            config.output_hidden_states,
-            getattr(config, "output_router_logits", None),
+            model.training,
+            tuple(getattr(each, name, None) for each in {id(each): each for each in (config, text)}.values() for name in _SETTINGS),
         )
 
     def _step(self, model: PreTrainedModel, key: object, plain: Forward, arguments: Mapping[str, Any]) -> Any:
@@ -175,6 +176,9 @@ class StepPrograms:
             if kind.program is None:
                 return self._record(kind, plain, arguments)
             return self._replay(model, kind, plain, arguments)
+        except ForeignCacheError as error:
+            self._log(str(error))
+            return plain(**arguments)
         except NotRecordableError as error:
             kind.give_up()
             self._log(str(error))
@@ -188,7 +192,7 @@ class StepPrograms:
             kind.recorded = None
         recorder = Recorder(self._runtime)
         given = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
+            name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()
             if name != "attention_mask"
         }
@@ -210,12 +214,14 @@ class StepPrograms:
         try:
             fitted = fit(first, step)
             program = _StepProgram(fitted, self._runtime, type(outputs), position)
-        except NotRecordableError as error:
+        except (NotRecordableError, ValueError) as error:  # the latter: an operation that a program refuses
             if kind.recordings >= RECORDINGS:
                 kind.give_up()
                 self._log(str(error))
             return outputs
         kind.program, kind.recorded = program, None
+        assert self._state is not None, "made before any step is recorded"
+        self._state.rely_on(fitted.constants.values())
         logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
         return outputs
 
@@ -314,6 +320,7 @@ class _StepProgram:
             name: torch.empty([size.at(position) for size in place.sizes], dtype=place.dtype) for name, place in fitted.inputs.items()
         }
         self._bound: object = None
+        self._bound_states: list[torch.Tensor] = []
         self._checked = (0, -1)
         self._last_position = -1
         self._build(max(1024, 2 * position))
@@ -326,8 +333,14 @@ class _StepProgram:
 
     def states(self, cache: Any) -> list[torch.Tensor]:
         """Return the tensors of a cache that a step changes in place."""
-        tensors = dict(cache_tensors(cache))
-        return [tensors[name] for name in self._states]
+        found = []
+        for number, attribute, *key in self._states:
+            value = vars(cache.layers[number])[attribute]
+            found.append(value[key[0]] if key else value)
+        return found
+
+    def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
+        return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
 
     def run(self, cache: Any, buffers: _CacheBuffers, arguments: Mapping[str, Any], *, advance: bool) -> Any:
         """Run the step; `advance`: the cache then holds the new tokens."""
@@ -335,7 +348,8 @@ class _StepProgram:
         if position > self._last_position:
             self._build(2 * position)
         tokens = self._inputs["input_ids"].shape[1]
-        if not buffers.hold(cache, self._grown, tokens) or self._bound != (id(buffers), buffers.version):
+        held = buffers.hold(cache, self._grown, tokens)
+        if not held or self._bound != (id(buffers), buffers.version) or not self._has_bound(self.states(cache)):
             self._bind(cache, buffers, position, tokens)
         if not self._checked[0] <= position <= self._checked[1]:
             self._bind(cache, buffers, position, tokens)
@@ -370,6 +384,16 @@ class _StepProgram:
         held = dict(cache_tensors(cache))
         by_storage = {tensor.before: tensor for tensor in self._grown}
         states = {fitted.before[name].storage: held[name] for name in self._states}
+        for name in self._states:
+            place, tensor = fitted.before[name], held[name]
+            form = (
+                place.dtype,
+                place.offset.at(position),
+                [size.at(position) for size in place.sizes],
+                [one.at(position) for one in place.strides],
+            )
+            if (tensor.dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())) != form:
+                raise ForeignCacheError(f"a cache has its {name[1]} in another form than the cache of the recording")
         inputs = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()}
         for storage, buffer in native.buffers.items():
             grown = by_storage.get(storage)
@@ -387,6 +411,7 @@ class _StepProgram:
         native.native.check(position, max(last, position), buffers.room)
         self._tensors = tensors
         self._checked = position, last
+        self._bound_states = self.states(cache)
         self._bound = id(buffers), buffers.version
 
 
@@ -430,6 +455,9 @@ class _CacheBuffers:
         else:
             return True
         held = {each.name: vars(layers[each.name[0]])[each.name[1]] for each in grown}
+        for each in grown:
+            each.require_form(held[each.name])
+        self.version += 1  # first: programs bind again even if this is interrupted
         needed = max(held[each.name].shape[each.dim] for each in grown) + tokens
         if needed + 1 > self.room:
             self.room = -(-max(needed + needed // 4, needed + ROOM) // ROOM) * ROOM
@@ -443,7 +471,6 @@ class _CacheBuffers:
             view.copy_(content)
             self.tensors[each.name] = _Rows(buffer, each.dim, 0, length, each.start_slope, view)
             setattr(layers[each.name[0]], each.name[1], view)
-        self.version += 1
         return False
 
     def steps_left(self, tokens: int) -> int:
@@ -514,6 +541,23 @@ class _ModelState:
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.obstacle = "its modules have hooks" if self._hooked() else None
+        # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
+        self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
+        for module in modules:
+            for name, value in vars(module).items():
+                if value is None and not name.startswith("_"):
+                    self._attributes.append((vars(module), name, None))
+        self._modules = modules
+
+    def rely_on(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notice as well when an attribute of a module that is one of `tensors`, or shares its memory, is replaced."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {
+            tensor.untyped_storage().data_ptr() for tensor in self._tensors
+        }
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in addresses:
+                    self._attributes.append((vars(module), name, value))
 
     def _hooked(self) -> bool:
         return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
@@ -525,7 +569,10 @@ class _ModelState:
         except RuntimeError:  # two tensors were compared, of which one replaced the other
             same = False
         return (
-            not same or [tensor.data_ptr() for tensor in self._tensors] != self._addresses or self._hooked() != (self.obstacle is not None)
+            not same
+            or any(table.get(name) is not value for table, name, value in self._attributes)
+            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
+            or self._hooked() != (self.obstacle is not None)
         )
 
 
