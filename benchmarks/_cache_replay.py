@@ -1,6 +1,6 @@
 """Replay a cache policy over a routing trace: the hit rate at a capacity, with or without prefetching.
 
-`Belady` is the policy that knows the future (MIN, Belady 1966), and so gives the hit rate that no other policy can exceed.
+`Belady` is the policy that knows the future (MIN, Belady 1966); its hit rate is the upper bound of all policies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ReplaySettings:
     """How a trace is replayed.
 
     Attributes:
-        capacity: slots of each layer; with `shared`, the same total, shared by the layers.
+        capacity: slots of each layer; with `shared`, the layers share the same total.
         bypass: whether a miss may stay out of the cache (`CacheOptions.bypasses`).
         prefetch: the most experts fetched before each layer, among those predicted on the layer before.
         warm_tokens: tokens at the start that train the policy and fill the cache, and are not counted.
-        tokens_per_step: tokens that go through a layer at once: 1 in decoding, more in a prompt. The last step may have fewer.
+        tokens_per_step: tokens that pass a layer together: 1 in decoding, more in a prompt. The last step may have fewer.
     """
 
     capacity: int
@@ -43,11 +43,11 @@ class ReplaySettings:
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What a replay counted after its warm-up. An expert that several tokens of a step use is one access."""
+    """The counters of a replay after its warm-up. An expert that several tokens of a step use counts as one access."""
 
     hits: int = 0
     accesses: int = 0
-    admitted: int = 0  # misses that entered the cache
+    admitted: int = 0  # misses whose expert entered the cache
     prefetched: int = 0
     prefetched_in_use: int = 0  # of these, used in the step they were fetched for
 
@@ -61,7 +61,7 @@ class ReplayCounts:
 
 
 def used_by_step(trace: Trace, tokens_per_step: int) -> NDArray[np.bool_]:
-    """Return (steps, L, E): the experts that each step uses."""
+    """Return the experts that each step uses, (steps, L, E) bool."""
     return np.logical_or.reduceat(trace.used(), np.arange(0, trace.num_tokens, tokens_per_step), axis=0)
 
 
@@ -71,7 +71,7 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
     At each layer of a step: prefetching as predicted on the layer before, the accesses, the policy's update, admission.
 
     Raises:
-        ValueError: prefetching is asked for and the trace has no predictions.
+        ValueError: `settings` prefetch, and the trace has no predictions.
     """
     if settings.prefetch and not trace.depths:
         raise ValueError("prefetch needs a trace with predictions; this one has none")
@@ -91,7 +91,7 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
 
 
 class _Cache:
-    """The resident experts, as marks (L, E) and, where layers share slots, as one row of them all."""
+    """The resident experts as marks, (L, E), or one row of all layers where these share slots."""
 
     def __init__(self, trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> None:
         self.counts = ReplayCounts()
@@ -141,13 +141,13 @@ class _Cache:
 
 
 def after_admission(priority: Priority, resident: Mask, used: Mask, capacity: int, *, bypass: bool) -> Mask:
-    """Return the resident experts after a step; all arrays are (E,), or the layers' one after another where they share slots.
+    """Return the resident experts after a step; all arrays are (E,), or the concatenation of all layers where these share slots.
 
-    Without `bypass` the used experts are in and the others leave by priority; of more used experts than slots the best ones stay. With it
-    all compete on priority alone. Of equals the higher id stays.
+    Without `bypass`, used experts enter the cache and others are evicted by priority; if more experts are used than there are slots, those
+    of highest priority stay. With `bypass`, all experts compete by priority. Of equal priorities, the higher id stays.
 
     Args:
-        priority: larger: keep.
+        priority: experts of higher priority are kept.
         resident: the experts before the step, at most `capacity` of them.
     """
     candidates = np.flatnonzero(resident | used)
@@ -162,7 +162,7 @@ def after_admission(priority: Priority, resident: Mask, used: Mask, capacity: in
 def after_prefetch(priority: Priority, resident: Mask, wanted: NDArray[np.int64], capacity: int, budget: int) -> Mask:
     """Return the resident experts after prefetching, in order, the first `budget` of the `wanted` ids that are missing.
 
-    They take free slots, then those of the lowest-ranked experts that are not wanted themselves.
+    They take free slots, then the slots of the experts of lowest priority that are not in `wanted`.
     """
     missing = wanted[~resident[wanted]][:budget]
     kept = resident.copy()
@@ -179,11 +179,11 @@ def after_prefetch(priority: Priority, resident: Mask, wanted: NDArray[np.int64]
 
 
 class Belady:
-    """Keep what is used soonest.
+    """Keep the experts that are used soonest.
 
-    With slots of one size this is exact, per layer and for slots that layers share, both when every miss must enter the cache
-    (`bypass=False`: the experts of a step stay until its end) and when a miss may stay outside. With prefetching it is only a good policy:
-    it does not choose what a prefetch brings in.
+    With slots of one size the policy is optimal, per layer and for slots that layers share, both when every miss must enter the cache
+    (`bypass=False`: the experts of a step stay until its end) and when a miss may stay outside. With prefetching it is not optimal, since
+    it does not choose the prefetched experts.
 
     Args:
         used: (S, L, E), the experts that each step uses (`used_by_step`); steps are replayed in order, and the layers of a step in order.

@@ -1,8 +1,8 @@
-"""What kernels compile to, on a machine without a GPU: every launch within `recording` is compiled for a GPU and not run.
+"""Compilation of Triton kernels without a GPU: every launch within `recording` is compiled for a GPU and not run.
 
-The launchers themselves are called, so types, alignments and constants are those that are shipped. Registers, spills and instructions are
-read from the machine code with the disassembler that Triton includes. A launch has a key, made from everything that its binary depends on
-except the compiler: what was compiled before need not be compiled again.
+The product's launchers are called, so types, alignments and constants are the shipped ones. Registers, spills and instructions are read
+from the machine code with the disassembler that Triton includes. The key of a launch covers everything that its binary depends on except
+the compiler, so that a known launch is not compiled again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moegraft.operators.kernels.launch import interpreted
 WARP_THREADS = 32
 # 227 KiB: the most shared memory that a program may have on sm_90; sm_80 has 163 KiB.
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-REGISTER_FILE = 65536  # of a multiprocessor
+REGISTER_FILE = 65536  # registers of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Compiled:
     """One kernel for one kind of GPU.
 
     Attributes:
-        key: of the launch; the same for the same source, types, constants and GPU.
-        registers: of a thread.
-        spills: instructions that go to local memory.
-        wide_loads: loads of 16 bytes a thread from global memory, straight or by way of shared memory.
+        key: the key of the launch, equal for equal source, types, constants and GPU.
+        registers: registers per thread.
+        spills: instructions that access local memory.
+        wide_loads: loads of 16 bytes per thread from global memory, to registers or to shared memory.
         loads: all loads from global memory.
         tensor_cores: matrix instructions, `HGMMA` where the four warps of a group share one.
     """
@@ -62,7 +62,7 @@ class Compiled:
     tensor_cores: str
 
     def problems(self, *, matrix_product: bool) -> list[str]:
-        """What is wrong with it, for people; empty when nothing is."""
+        """Describe what is wrong with the kernel; empty where nothing is."""
         found = []
         if self.spills or self.stack_bytes:
             found.append(f"{self.spills} spills, {self.stack_bytes} bytes of stack")
@@ -85,7 +85,7 @@ class _NoGpu:
         self._target = GPUTarget("cuda", capability, WARP_THREADS)
 
     def get_current_device(self) -> int:
-        return self._capability  # Triton keeps binaries by device: those for other GPUs must not be found
+        return self._capability  # Triton caches binaries by device, so every capability needs another number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -96,11 +96,11 @@ class _NoGpu:
 
 @dataclass(slots=True)
 class Recording:
-    """What was launched.
+    """The launches within `recording`.
 
     Attributes:
         launched: the kernels' names by key, compiled or not.
-        compiled: as far as it was wanted, when the recording has ended.
+        compiled: the compiled kernels, filled when the recording ends.
     """
 
     launched: dict[str, str] = field(default_factory=dict)
@@ -109,12 +109,12 @@ class Recording:
 
 @contextmanager
 def recording(capability: int, wanted: Collection[str] | None = None) -> Iterator[Recording]:
-    """Launches within it are compiled for compute capability `capability` (80, 90) and listed, once for each key.
+    """Compile the launches in the body for compute capability `capability` (80, 90) and list them, once per key.
 
-    Tensors may be on the CPU or on meta. Not for several threads at once: Triton's launch function is replaced meanwhile.
+    Tensors may be on the CPU or on meta. Triton's launch function is replaced meanwhile, so only one thread may use this.
 
     Args:
-        wanted: keys; launches of others are listed and not compiled.
+        wanted: keys to compile; launches with other keys are only listed.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -144,7 +144,7 @@ def recording(capability: int, wanted: Collection[str] | None = None) -> Iterato
 
 
 def launch_key(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], capability: int) -> str:
-    """What a launch compiles from: the text of the kernel and of all it calls, the types of its arguments, its constants and options."""
+    """Return a key of a launch: the source of the kernel and of all it calls, the types of its arguments, its constants and options."""
     variables = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     named = [f"{name}={_kind(value) if name in variables else value}" for name, value in sorted(given.items())]
@@ -153,14 +153,14 @@ def launch_key(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], capa
 
 
 def _kind(value: Any) -> str:
-    """A variable as far as Triton looks at it."""
+    """Return the properties of an argument that Triton specialises on."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.data_ptr() % 16 == 0}"
     return f"int {value == 1} {value % 16 == 0}" if isinstance(value, int) else type(value).__name__
 
 
 def _sources(kernel: Any, found: dict[int, str]) -> Collection[str]:
-    """The text of a kernel, of those it calls, and the constants of their modules that they name."""
+    """Return the source of a kernel, of those it calls, and of the module constants that they use."""
     found[id(kernel)] = kernel.src
     for node in ast.walk(ast.parse(textwrap.dedent(kernel.src))):
         value = kernel.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
@@ -197,7 +197,7 @@ def _inspect(key: str, name: str, capability: int, kernel: Any) -> Compiled:
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """The resource usage and the machine code, as text."""
+    """Return the resource usage and the machine code as text."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

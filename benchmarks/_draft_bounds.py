@@ -1,14 +1,15 @@
-"""What drafts could gain at best on a modelled machine, by arithmetic: rounds whose devices never wait.
+"""Upper bounds of the gain of drafts on a modelled machine: rounds in which no device ever waits.
 
-Of one layer, with c0 all but the experts, g an expert that is there on the GPU, c one on the CPU and f what its first costs more, t the
-link for one; a verification of n drafted tokens has U(n + 1) distinct experts, of which M(n + 1) are missing:
+For one layer, c0 is the time of everything except experts, g of a resident expert on the GPU, c of an expert on the CPU, f the extra time
+of the CPU's first expert, and t the transfer of one expert. A verification of n drafted tokens needs U(n + 1) distinct experts, of which
+M(n + 1) are missing:
 
-- a draft step takes `c0 + r * g`: all its r experts are there;
-- the CPU reads some of what a verification misses, each once for all its tokens, and the link brings the rest, both without a pause:
-  `c0 + max(U * g, T)` with T the least for which `(T - f) / c + T / t >= M`.
+- a draft step takes `c0 + r * g`, since all its r experts are resident;
+- in a verification, the CPU computes some missing experts and the link transfers the others, both without a pause: `c0 + max(U * g, T)`
+  with the least T for which `(T - f) / c + T / t >= M`.
 
-Plain steps take what they took. M is what the engine found missing when it verified drafts of that length that always stand, with what
-its cache kept and what was loaded ahead: better guesses of what a text needs would help plain decoding as well.
+Plain steps take their simulated time. M comes from the simulated verification of drafts of that length that are always accepted, with the
+engine's cache and prefetches: better prefetches would help plain decoding as well.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ACCEPTANCES = np.linspace(0, 1, 201)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """ms of one layer.
+    """Times of one layer in ms.
 
     Attributes:
         plain: a step without drafts.
-        rest: all but the experts, for 1, 2, ... tokens.
-        gpu, cpu, first_cpu, link: of an expert.
+        rest: everything except experts, for 1, 2, ... tokens.
+        gpu, cpu, first_cpu, link: one expert on the GPU, on the CPU, as the CPU's first, and its transfer.
     """
 
     plain: float
@@ -41,7 +42,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Experts of a layer on average: all that were needed, and those that were not there."""
+    """The mean numbers of needed and of missing experts of a layer."""
 
     experts: float
     missing: float
@@ -66,16 +67,16 @@ class DraftBound:
         return costs.rest[drafted] + max(needed.experts * costs.gpu, busy)
 
     def gain(self, acceptance: float, drafted: int) -> float:
-        """Of drafts of so many tokens, each of which stands with that chance after all before it."""
+        """Return the gain of drafts of `tokens` tokens that are each accepted with chance `acceptance` after accepted ones."""
         tokens = float(np.power(acceptance, np.arange(drafted + 1)).sum())
         return tokens * self.costs.plain / (drafted * self.draft_ms + self.verify_ms(drafted))
 
     def best_gain(self, acceptance: float) -> float:
-        """By the best length."""
+        """Return the gain of the best draft length."""
         return max(self.gain(acceptance, drafted) for drafted in self._lengths)
 
     def foreseen_gain(self, acceptance: float) -> float:
-        """The best of schedules that see of each token whether it stands once it is drafted, and verify only what does."""
+        """Return the gain of the best schedule that knows whether each drafted token will be accepted and verifies only those."""
         return max(self._foreseen(acceptance, most) for most in self._lengths)
 
     @property
@@ -92,5 +93,5 @@ class DraftBound:
         return self.verify_ms(drafted) if drafted else self.costs.plain
 
     def acceptance_for(self, gain: float) -> float | None:
-        """The smallest at which drafts of the best length gain so much; None: at none."""
+        """Return the least acceptance at which drafts of the best length reach the gain; None where none does."""
         return next((float(acceptance) for acceptance in ACCEPTANCES if self.best_gain(float(acceptance)) >= gain), None)

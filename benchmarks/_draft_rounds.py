@@ -1,4 +1,4 @@
-"""A checkpoint drafts and verifies, and every round is kept: what was drafted, how sure of it, what stood, what the routers said."""
+"""Rounds of drafting with a checkpoint: the drafted tokens, their confidences, which were accepted, and the routing of both passes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NO_PREFETCH = "{policy: none, promote: false}"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to draft.
+    """One configuration of drafts.
 
     Attributes:
-        ratio: share of experts with a slot on an emulated device, whose experts alone draft; None: any expert drafts, on the CPU.
-        chosen_only: of those, only the ones that the router chose for the token.
-        renormalise: whether the weights of those that draft are scaled to the sum of all.
-        sparsity: share of neurons that drafts leave out; None: none.
+        ratio: share of experts with a slot on an emulated device; only these draft. None: any expert drafts, on the CPU.
+        chosen_only: whether only experts that the router chose for the token draft.
+        renormalise: whether the weights of the drafting experts are scaled to the sum of all weights.
+        sparsity: share of neurons that drafts leave out; None for none.
     """
 
     top_k: int
@@ -50,7 +50,7 @@ class Way:
 
     @property
     def experts(self) -> str:
-        """As in the options of `speculative_draft`."""
+        """The value of the option `experts` of `speculative_draft`."""
         return "any" if self.ratio is None else "resident_chosen" if self.chosen_only else "resident"
 
     def rules(self) -> str:
@@ -67,7 +67,7 @@ class Way:
         return RULES.format(experts=experts, draft=_flow(draft))
 
     def named(self) -> dict[str, object]:
-        """As columns."""
+        """Return the configuration as columns of a row."""
         return {
             "draft_top_k": self.top_k,
             "experts": self.experts,
@@ -84,11 +84,11 @@ def _flow(options: Mapping[str, object]) -> str:
 
 @dataclass(slots=True)
 class Rounds:
-    """What was recorded.
+    """The recorded rounds.
 
     Attributes:
-        kept: what the router gives each draft token's experts, as a share of what it gives those it chose, by call of a layer.
-        recall: share of a verification's experts that the draft's routers had named for the same token, by layer.
+        kept: the router's weight of a draft token's experts over the weight of those it chose, for every call of a layer.
+        recall: share of a verification's experts that the draft's routers had chosen for the same token, by layer.
         left_out: share of neurons that drafts left out, by layer.
     """
 
@@ -111,17 +111,17 @@ class Rounds:
         return sum(done.generated for done in self.rounds) / len(self.rounds)
 
     def acceptance(self) -> list[tuple[int, int]]:
-        """(accepted, judged) by position."""
+        """Return the numbers of accepted and of judged tokens by position."""
         longest = max(done.compared for done in self.rounds)
         return [(sum(at < done.accepted for done in self.rounds), sum(at < done.compared for done in self.rounds)) for at in range(longest)]
 
     def judged(self) -> list[tuple[float, bool]]:
-        """The draft's confidence in each token that was judged, and whether it stood."""
+        """Return the draft's confidence in each judged token, and whether it was accepted."""
         return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.compared)]
 
 
 class _Watch:
-    """Sees every layer's routing before and after a draft narrows it."""
+    """Records every layer's routing before and after it is reduced for a draft."""
 
     def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
         self._found = found
@@ -159,7 +159,7 @@ def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, we
 
 
 def load(model: str | Path, rules: str) -> PreTrainedModel:
-    """With the rules of a text."""
+    """Load a model with the rules of a text."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(rules)
         file.flush()
@@ -168,7 +168,7 @@ def load(model: str | Path, rules: str) -> PreTrainedModel:
 
 
 def draft_rounds(model: str | Path, way: Way, prompts: Sequence[torch.Tensor], new_tokens: int) -> Rounds:
-    """Continues each prompt (1, P) by `new_tokens`."""
+    """Continue each prompt (1, P) by `new_tokens` tokens, and return the recorded rounds."""
     loaded, found = load(model, way.rules()), Rounds()
     operator: Any = loaded.moegraft.model_operator
     record = operator._schedule.record

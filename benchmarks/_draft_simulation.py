@@ -1,10 +1,10 @@
 """Rounds of drafting and verifying on a modelled machine: the real engine and the real schedules on the virtual clock.
 
-Nothing is computed, so whether a drafted token stands is drawn from what a trained checkpoint did (`speculative_confidence.csv`), at the
-share of the router's weight that the draft's experts have here. What the draft's routers say differs from what the full model's do as
-much as that checkpoint's did (`recall` in `speculative_drafts.csv`). Tokens of a draft that fell are other tokens in the same places.
+Nothing is computed, so the acceptance of a drafted token is drawn from a trained checkpoint's rates (`speculative_confidence.csv`) at the
+share of the router's weight that the draft's experts have. The draft's routing differs from the full model's as much as that of the
+checkpoint (`recall` in `speculative_drafts.csv`). Rejected tokens of a draft are other tokens at the same positions.
 
-Shapes: E experts, K experts a token, L layers.
+Shapes: E experts, K experts per token, L layers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SAMPLE_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class DraftWay:
-    """How drafts are drawn.
+    """One configuration of drafts.
 
     Attributes:
-        experts: as in the options of `speculative_draft`.
-        tolerance: 0 for lossless; one that the checkpoint was measured with.
-        ahead: whether the verification's experts are loaded while drafting.
+        experts: the value of the option `experts` of `speculative_draft`.
+        tolerance: 0 for lossless, or a tolerance that was measured with the checkpoint.
+        ahead: whether the verification's experts are prefetched while drafting.
     """
 
     top_k: int
@@ -55,7 +55,7 @@ class DraftWay:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A way in which the checkpoint drafted: (B,) by bin of confidence."""
+    """A measured configuration of the checkpoint; arrays are (B,), by bin of confidence."""
 
     kept_share: float
     recall: float
@@ -65,7 +65,7 @@ class _Point:
 
 
 class MeasuredDrafts:
-    """What the checkpoint's drafts did, greedy, by the share of the router's weight that they kept."""
+    """The acceptance of the checkpoint's greedy drafts by the share of the router's weight that their experts kept."""
 
     def __init__(self, experts: Experts, tolerance: float) -> None:
         chosen = [row for row in _read("speculative_confidence") if _is(row, experts, tolerance)]
@@ -79,9 +79,9 @@ class MeasuredDrafts:
         self._points = sorted(found, key=lambda point: point.kept_share)
 
     def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
-        """A token's confidence, and whether it stands: of the nearest way below or above, the nearer one more often.
+        """Draw a token's confidence, and whether it is accepted, from the nearest configurations below and above, in proportion.
 
-        Beyond the measured ways the outermost is taken: no draft is taken to be better than was seen.
+        Outside the measured shares, the outermost configuration is used, so that no draft is better than any measured one.
         """
         shares = [point.kept_share for point in self._points]
         above = min(int(np.searchsorted(shares, kept_share)), len(shares) - 1)
@@ -97,7 +97,7 @@ class MeasuredDrafts:
 
 
 class CertainDrafts(MeasuredDrafts):
-    """The same, but that every token stands: what rounds cost does not depend on the luck of a few."""
+    """Drafts whose tokens are always accepted, so that the cost of rounds does not depend on chance."""
 
     def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
         return 1.0, True
@@ -115,7 +115,7 @@ def _is(row: dict[str, str], experts: Experts, tolerance: float) -> bool:
 
 @dataclass(slots=True)
 class Text:
-    """Routing to play: of the tokens that are written, and of others in their places."""
+    """The routing of the text's tokens, and of other tokens at the same positions."""
 
     real: Trace
     other: Trace
@@ -123,7 +123,7 @@ class Text:
 
 @dataclass(slots=True)
 class Parts:
-    """What the formula is made of, in sums over layers of one kind of step."""
+    """The terms of the formula, summed over the layers of one kind of step."""
 
     layers: int = 0
     experts: int = 0
@@ -137,7 +137,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Played:
-    """What a run took: ms by the virtual clock; `parts` by "plain", "draft" and "verify"."""
+    """The result of a run, in ms of the virtual clock; `parts` by "plain", "draft" and "verify"."""
 
     took_ms: float = 0.0
     tokens: int = 0
@@ -153,7 +153,7 @@ class Played:
 
 
 class DraftSimulation:
-    """Writes a text with drafts over a `Simulation`'s engine; with none, plain steps."""
+    """Generation of a text with drafts, or by plain steps, over a `Simulation`'s engine."""
 
     def __init__(
         self, base: Simulation, text: Text, way: DraftWay | None, schedule: DraftSchedule | None, seed: int = 0, *, certain: bool = False
@@ -195,7 +195,7 @@ class DraftSimulation:
             confidences.append(confidence)
             stands = stands and stood
             accepted += stands
-            assert self._schedule is not None, "drafts are planned by one"
+            assert self._schedule is not None, "only a schedule plans drafts"
             if not self._schedule.continues(confidences):
                 break
         drafted_ms = device.now_ms()
@@ -209,9 +209,9 @@ class DraftSimulation:
         return trace.part(place, place + 1)
 
     def _draft(self, token: Trace) -> tuple[float, bool]:
-        """One draft step: how sure it is, and whether it stands."""
+        """Run one draft step; return its confidence and whether the token is accepted."""
         way, slots = self._way, self._base.engine.loading.slots
-        assert way is not None and self._measured is not None, "who drafts has a way to"
+        assert way is not None and self._measured is not None, "drafts have a configuration"
         kept: list[float] = []
         share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
         noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
@@ -254,7 +254,7 @@ class DraftSimulation:
 
 
 def noise_recalls(model: ModelShape, trace: Trace) -> NDArray[np.float64]:
-    """For each of `NOISES`, the share of a token's experts that are still named: falls."""
+    """Return, for each of `NOISES`, the share of a token's experts that are still chosen, which falls with the noise."""
     rng = np.random.default_rng(0)
     logits = np.log(trace.scores[:SAMPLE_TOKENS])
     found = []

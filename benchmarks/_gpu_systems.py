@@ -1,4 +1,4 @@
-"""What is compared on a GPU: shapes of models, and ways to run them, each a rule file."""
+"""The models and systems that are compared on a GPU; each system is a rule file."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ rules:
 
 
 def make_model(shape: str, layers: int, scale: int) -> PreTrainedModel:
-    """A bfloat16 model with random weights in host memory; `scale` divides its widths."""
+    """Return a bfloat16 model with random weights in host memory; `scale` divides its widths."""
     sizes = dict(SHAPES[shape])
     model_type = str(sizes.pop("model_type"))
     sizes |= {name: int(str(sizes[name])) // scale for name in WIDTHS if name in sizes}
@@ -102,7 +102,7 @@ def make_model(shape: str, layers: int, scale: int) -> PreTrainedModel:
 
 @contextmanager
 def system(name: str, shape: str, ratio: float, arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
-    """A model under one system: of a shape, or of `arguments.checkpoint`."""
+    """Return a model under one system, of a shape or of `arguments.checkpoint`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rules.yaml"
         path.write_text(RULES.format(weights=arguments.weights, gpu=arguments.gpu, more=SYSTEMS[name].format(ratio=ratio)))

@@ -1,8 +1,8 @@
 """A model's decode and prefill on a modelled machine: the real engine, scheduler, cache, queue and prefetcher on the virtual clock.
 
-Experts have sizes and no weights: what is simulated is who computes what, when, and what is where. Attention, router and shared experts
-are one piece of GPU work a layer, unless shared experts run beside the routed ones. The host is charged for each layer's decision as
-`HOST_MS`; what it really takes is measured beside it.
+Experts have sizes and no weights: the simulation covers placement, transfers and the times of all devices. Attention, router and shared
+experts are one piece of GPU work per layer, unless shared experts overlap the routed ones. `HOST_MS` is the modelled time of a layer's
+decision on the host; its real time is measured as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
-from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons, Waiter, Work
+from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
 from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
@@ -42,28 +42,24 @@ class System:
     """One way to run a model.
 
     Attributes:
-        static: slots hold what was used most in the profile, for good.
-        foresight: `perfect` knows what later layers will choose: a bound.
-        neurons: what a token needs of an expert; None: all of it.
+        foresight: the source of predictions; `perfect` knows the choices of later layers and gives a bound.
     """
 
     name: str
     schedule: ScheduleName
     cache: CacheOptions = field(default_factory=CacheOptions)
     prefetch: PrefetchOptions = field(default_factory=lambda: PrefetchOptions(policy="none", promote=False))
-    static: bool = False
     foresight: Foresight = "router"
-    neurons: Neurons | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run took and did.
+    """The result of a run.
 
     Attributes:
-        step_ms: of every step, by the virtual clock.
+        step_ms: time of every step by the virtual clock.
         cpu, gpu, link: share of the time that each was busy.
-        host_us: a layer's decisions in Python, really.
+        host_us: real time of a layer's decisions in Python.
     """
 
     step_ms: NDArray[np.float64]
@@ -97,7 +93,7 @@ class Simulation:
 
     Args:
         ratio: share of each layer's experts that have a slot.
-        profile: the trace whose loads say which experts are hot, for static slots and for what slots hold at first.
+        profile: a trace whose most used experts fill the slots at the start.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class Simulation:
             self.device, store, slots, policy.priority, admission, on_span=timings.on_span, on_transfer=timings.on_transfer
         )
         assert loading is not None, "the modelled GPU has room"
-        costs = CostModel(warm_up(self.device, loading, lambda experts, load: _Counted(), system.neurons))
+        costs = CostModel(warm_up(self.device, loading, lambda experts, load: _Counted()))
         gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
         self.engine = Engine(self.device, loading, Scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, timings)
         self._fill(profile)
@@ -131,7 +127,7 @@ class Simulation:
             self.device.synchronize()
 
     def run(self, trace: Trace, batch: int = 1, *, beside: bool = False) -> Figures:
-        """Plays the trace, `batch` tokens a step; `beside`: shared experts run while the CPU and the link are at work."""
+        """Replay the trace, `batch` tokens per step; with `beside`, shared experts overlap the CPU and the link."""
         device, engine = self.device, self.engine
         compute = device.stream("compute")
         rest_ms = rest_layer_ms(self.model, self.machine, batch)
@@ -170,7 +166,7 @@ class Simulation:
         for layer in range(self.model.layers):
             ahead = range(layer + 1, min(layer + 1 + depth, self.model.layers))
             predictions = [Prediction.of(later, self._foreseen(tokens, layer, later)) for later in ahead]
-            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions, neurons=self.system.neurons)
+            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions)
 
     def _foreseen(self, tokens: Trace, layer: int, later: int) -> NDArray[np.int64]:
         if self.system.foresight == "perfect":
@@ -191,8 +187,8 @@ def _batches(trace: Trace, batch: int) -> Sequence[Trace]:
 
 
 def rest_layer_ms(model: ModelShape, machine: MachineProfile, tokens: int) -> float:
-    """Attention, router and shared experts of one layer: the modelled time of one token, and the arithmetic of the others.
+    """Return the ms of a layer's attention, router and shared experts: the modelled time of one token, and arithmetic for the others.
 
-    Counted as 12 H^2 multiplications and additions a token: four projections and a shared MLP of two more hidden sizes.
+    Each further token counts 12 H^2 multiplications and additions: four projections and a shared MLP of two more hidden sizes.
     """
     return model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)

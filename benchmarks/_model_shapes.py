@@ -1,4 +1,4 @@
-"""Shapes of published models for modelled figures. Assumptions, not measurements."""
+"""Shapes of published models for modelled figures; the times are assumptions, not measurements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ModelShape:
     """The routed experts of a model, and the time of the rest of a layer.
 
     Attributes:
-        rest_ms: attention, router and shared experts of one layer on the GPU when one token is decoded; assumed to be the same on every
-            modelled machine.
-        shared_share: the shared experts' share of it, by the weights that are read, from the models' own configs.
+        rest_ms: time of one layer's attention, router and shared experts on the GPU for one decoded token; assumed equal on all modelled
+            machines.
+        shared_share: the shared experts' share of `rest_ms`, by the weights that are read according to the models' configs.
     """
 
     name: str

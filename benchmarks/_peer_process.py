@@ -1,4 +1,4 @@
-"""A process for each provider of a benchmark: one that crashes, an illegal instruction included, costs its own figures and no others."""
+"""A process for each provider of a benchmark, so that a provider that crashes loses only its own figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PeerFailed(RuntimeError):
 
 
 class PeerProcess:
-    """`with open_peer(*args) as peer`, in a process of its own, where functions are then called with the peer.
+    """A process that runs `with open_peer(*args) as peer` and then calls functions with the peer.
 
-    Functions, their arguments and results are pickled: a function must be importable by name. The process is a new interpreter, so that
-    it inherits no threads.
+    Functions, arguments and results are pickled, so a function must be importable by name. The process is a new interpreter, which inherits
+    no threads.
 
     Raises:
-        PeerFailed: from `with`, when the peer cannot be opened.
+        PeerFailed: from `with`, if the peer cannot be opened.
     """
 
     def __init__(self, name: str, open_peer: Callable[P, AbstractContextManager[Any]], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -42,7 +42,7 @@ class PeerProcess:
 
     def __enter__(self) -> PeerProcess:
         self._process.start()
-        self._theirs.close()  # or the end of the process would not end what is read from it
+        self._theirs.close()  # so that the pipe ends when the process does
         try:
             self._answer()
         except PeerFailed:
@@ -58,7 +58,7 @@ class PeerProcess:
         """Return `function(peer, *args, **kwargs)`, computed in the peer's process.
 
         Raises:
-            PeerFailed: the function raised, or its process ended. No call can follow.
+            PeerFailed: the function raised, or its process ended. The peer cannot be called again.
         """
         try:
             self._connection.send((function, args, kwargs))

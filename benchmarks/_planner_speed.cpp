@@ -11,7 +11,7 @@ namespace {
 
 volatile double sink;  // keeps the plans
 
-// Microseconds a call, of `repeats` passes over all problems. Problems by turns, so that branches are not learnt by heart.
+// Measures microseconds per call in `repeats` passes over all problems, which alternate so that branch prediction does not learn one.
 template <typename Call>
 void time_passes(int count, int repeats, double* pass_us, const Call& call) {
   using Clock = std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// Reads memory as fast as it goes: the limit of decode. Compiled by _probe.py on the machine that is measured.
+// Reads memory at its full bandwidth, which limits decode. Compiled by _probe.py on the measured machine.
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -15,7 +15,7 @@ namespace {
 
 volatile std::uint64_t sink;  // keeps the reads
 
-// With prefetches in bursts, which reads faster than the hardware's prefetcher alone does.
+// Prefetches in bursts, which is faster than the hardware's prefetcher alone.
 void read_all(const std::uint64_t* words, std::size_t count) {
   constexpr std::size_t kBurst = 128, kAhead = 512;  // words: 1 KiB, 4 KiB
   std::uint64_t lanes[32] = {};
@@ -29,7 +29,7 @@ void read_all(const std::uint64_t* words, std::size_t count) {
   sink = all;
 }
 
-// Each reader on a core of its own: two on one core would halve the limit.
+// Pins each reader to a core of its own: two readers on one core would halve the bandwidth.
 void pin(int reader) {
   cpu_set_t allowed, mine;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -45,7 +45,7 @@ void pin(int reader) {
 
 }  // namespace
 
-// Huge pages, touched; null when there is no memory.
+// Allocates huge pages and touches them; returns null if there is no memory.
 extern "C" void* probe_allocate(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   void* mapping = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -56,7 +56,7 @@ extern "C" void* probe_allocate(std::size_t bytes) {
   return data;
 }
 
-// Seconds that `threads` threads take to read `bytes`, each a part in order, once all of them are running.
+// Returns the seconds in which `threads` running threads read `bytes`, each its part in order.
 extern "C" double probe_read(const void* data, std::size_t bytes, int threads) {
   using Clock = std::chrono::steady_clock;
   const std::size_t words = bytes / 8 / static_cast<std::size_t>(threads);

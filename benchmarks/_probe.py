@@ -1,4 +1,4 @@
-"""What this machine can do at most: reading memory, and multiplying matrices through oneDNN."""
+"""The limits of this machine: the read bandwidth of memory, and matrix products through oneDNN."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("_probe.cpp")
-HELD_BYTES = 1 << 30  # far beyond the caches
-READ_BYTES = 64 << 20  # a time: as short as a layer, so that what interrupts one interrupts the other
+HELD_BYTES = 1 << 30  # much larger than the caches
+READ_BYTES = 64 << 20  # bytes per run: as short as a layer, so that interruptions affect both alike
 GEMM_SIZE = 1024
 
 
 class ReadProbe:
-    """Reads 64 MiB, another part of 1 GiB each time, with `threads` threads; `run()` returns bytes a second."""
+    """A probe of the read bandwidth with `threads` threads; each `run()` reads another 64 MiB of 1 GiB and returns bytes per second."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -40,7 +40,7 @@ class ReadProbe:
 
 
 def gemm_probe(kind: str) -> tuple[Callable[[], object], float]:
-    """A square product through oneDNN in `bfloat16` or `int8`, and its operations (a multiplication and an addition are two)."""
+    """Return a square matrix product through oneDNN in `bfloat16` or `int8`, and its number of multiplications and additions."""
     size = (GEMM_SIZE, 2 * GEMM_SIZE)
     if kind == "int8":
         left, right = (torch.randint(-127, 127, size, dtype=torch.int8) for _ in range(2))

@@ -15,10 +15,10 @@ FILES = {"chatgpt_prompts": "chatgpt_prompts.csv", "mt_bench": "mt_bench.jsonl",
 
 
 def read_sets(folder: Path) -> dict[str, list[str]]:
-    """The prompts of each set whose file is in the folder; of several turns the first.
+    """Return the prompts of each set whose file is in the folder; conversations contribute their first turn.
 
     Raises:
-        FileNotFoundError: none is there.
+        FileNotFoundError: the folder has no file of a known set.
     """
     found = {name: list(_prompts(folder / file)) for name, file in FILES.items() if (folder / file).is_file()}
     if not found:
@@ -35,10 +35,10 @@ def _prompts(path: Path) -> Iterator[str]:
 
 
 def sampled(sets: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerBase, tokens: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    """(1, tokens) int64 of each set: prompts drawn at random, always the same ones, one after another until they are as long.
+    """Return one sequence (1, tokens) int64 per set: the concatenation of randomly drawn prompts, from a fixed seed.
 
     Args:
-        vocabulary: ids beyond it are folded back: of a model with random weights they are as good as any.
+        vocabulary: larger ids are taken modulo this number, for models with random weights.
     """
     found = {}
     for name, prompts in sets.items():
@@ -54,10 +54,10 @@ def sampled(sets: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerBase, t
 
 
 def sequences(sets: Mapping[str, list[str]], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[torch.Tensor]:
-    """(T,) int64 of single prompts, drawn in turn from the sets, always the same ones, until there are `tokens` in all.
+    """Return single prompts, each (T,) int64, drawn alternately from the sets with a fixed seed, of `tokens` tokens in all.
 
     Raises:
-        ValueError: the sets have fewer.
+        ValueError: the sets have fewer tokens.
     """
     drawn = {name: random.Random(name).sample(prompts, len(prompts)) for name, prompts in sets.items()}
     found: list[torch.Tensor] = []

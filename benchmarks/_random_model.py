@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-DISTINCT_EXPERTS = 4  # the others repeat them byte by byte
+DISTINCT_EXPERTS = 4  # the other experts are copies
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """In host memory, in the config's dtype; always the same weights."""
+    """Return a model in host memory in the config's dtype, with random weights from a fixed seed."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -19,12 +19,12 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
         drawn = torch.empty(distinct, *parameter.shape[1:])
         drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
         parameter.data.copy_(drawn.repeat(parameter.shape[0] // distinct, *[1] * (parameter.dim() - 1)))
-    model.model.rotary_emb.__init__(config=model.config)  # its buffers were emptied with the rest
+    model.model.rotary_emb.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
     return model.eval()
 
 
 def move_all_but_experts(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Experts stay: operators take them from host memory."""
+    """Move everything except experts, which operators take from host memory."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() < 3:
             tensor.data = tensor.data.to(device)

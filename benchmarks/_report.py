@@ -1,4 +1,4 @@
-"""The benchmarks of this folder, their results, and one HTML page of all of them that loads nothing and runs nothing."""
+"""The benchmarks of this folder, their results, and one HTML page of all results that loads no files and runs no scripts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 import record
 
 PROVENANCE = ("hardware", "commit", "versions")
-FIRST_ROWS = 12  # of a long table; the others are folded
-FOLD_FROM = 25  # rows; folding fewer would hide little
+FIRST_ROWS = 12  # visible rows of a long table; the others are folded
+FOLD_FROM = 25  # rows of a long table
 _WRITES = re.compile(r"""write_rows\(\s*f?["'](\w+)""")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One results file: every cell is the file's own text."""
+    """One results file; every cell is the file's own text."""
 
     name: str
     columns: Sequence[str]
@@ -30,12 +30,12 @@ class Result:
 
     @property
     def constant(self) -> dict[str, str]:
-        """The columns that have one value in all rows."""
+        """Return the columns with one value in all rows."""
         return {name: self.rows[0][index] for index, name in enumerate(self.columns) if len({row[index] for row in self.rows}) == 1}
 
     @property
     def modelled(self) -> bool:
-        """Whether its times are those of a simulated machine."""
+        """Whether the times are those of a simulated machine."""
         return any(cell.startswith("modelled") for cell in (*self.columns, *(cell for row in self.rows for cell in row)))
 
     def without(self, names: Sequence[str]) -> Result:
@@ -44,9 +44,10 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """
+    """Read one results file.
+
     Raises:
-        ValueError: not UTF-8, empty, a column twice, or a row that is longer or shorter than the head.
+        ValueError: the file is not UTF-8 or empty, has a column twice, or has a row of another length than the head.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -62,7 +63,7 @@ def read_result(path: Path) -> Result:
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is aligned as a number: `2.5`, `64/64`, nothing."""
+    """Return whether a cell is aligned as a number, such as `2.5`, `64/64` or an empty cell."""
     try:
         float(cell.strip("%").replace("/", "") or 0)
     except ValueError:
@@ -72,7 +73,7 @@ def is_number(cell: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A program of this folder with its results and plots; `about` is its docstring, and `source` its text."""
+    """A program of this folder with its results and plots; `about` is its docstring, `source` its source text."""
 
     name: str
     about: str
@@ -82,22 +83,22 @@ class Benchmark:
 
     @property
     def question(self) -> str:
-        """The docstring's first paragraph, in one line."""
+        """The docstring's first paragraph on one line."""
         return " ".join(self.about.partition("\n\n")[0].split())
 
     @property
     def measures(self) -> bool:
-        """Whether it writes results; others draw or print what was measured before."""
+        """Whether the program writes results; other programs draw or print existing ones."""
         return "write_rows(" in self.source
 
     def claims(self, result: str) -> int:
-        """How many leading characters of a result's name are those of a name that this program writes; 1 where it only mentions it."""
+        """Return how many leading characters a result's name shares with a name that the program writes; 1 where it mentions the result."""
         stems = (self.name, *_WRITES.findall(self.source))
         return max((len(stem) for stem in stems if result.startswith(stem)), default=int(f'"{result}"' in self.source))
 
 
 def find_benchmarks(folder: Path) -> dict[str, Benchmark]:
-    """Every program of the folder by name, without its results; none is imported."""
+    """Return every program of the folder by name, without results and without importing it."""
     found = {}
     for path in sorted(folder.glob("[!_]*.py")):
         source = path.read_text(encoding="utf-8")
@@ -107,7 +108,7 @@ def find_benchmarks(folder: Path) -> dict[str, Benchmark]:
 
 
 def gather(folder: Path) -> list[Benchmark]:
-    """Every benchmark that has results or plots in `folder/results`, with them.
+    """Return every benchmark that has results or plots in `folder/results`, with these.
 
     Raises:
         ValueError: a file is not a table.
@@ -124,7 +125,7 @@ def gather(folder: Path) -> list[Benchmark]:
 
 
 def page(benchmarks: Sequence[Benchmark]) -> str:
-    """The whole page."""
+    """Return the HTML of the page."""
     results = [result for benchmark in benchmarks for result in benchmark.results]
     rows, plots = sum(len(result.rows) for result in results), sum(len(benchmark.plots) for benchmark in benchmarks)
     return "\n".join(
@@ -220,7 +221,7 @@ def _article(result: Result, plot: bytes | None) -> Iterator[str]:
 
 
 def _provenance(result: Result) -> dict[str, Counter[str]]:
-    """The values of each provenance column, with the number of rows that have each."""
+    """Return the values of each provenance column with their numbers of rows."""
     return {name: Counter(row[result.columns.index(name)] for row in result.rows) for name in PROVENANCE if name in result.columns}
 
 
@@ -234,7 +235,7 @@ def _figure(name: str, png: bytes) -> str:
 
 
 def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], csv_name: str = "") -> Iterator[str]:
-    """Cells are HTML, column names text; `right` are the columns of numbers."""
+    """Return an HTML table; cells are HTML, column names text, and `right` are the columns of numbers."""
     align = [' class="n"' if number else "" for number in right]
     attribute = f' data-csv="{escape(csv_name)}"' if csv_name else ""
     yield f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}"><table{attribute}>'

@@ -1,7 +1,7 @@
-"""What a layer of sparse experts has to read and to compute, from the routing and the active neurons it really has: its floor in time.
+"""The least time of a layer of sparse experts: the bytes and operations that its routing and active neurons require.
 
-Sizes are those of the routed experts of Qwen3.5-35B-A3B and 122B-A10B. A share of *total* neurons counts the shared expert, which stays
-whole.
+Sizes are those of the routed experts of Qwen3.5-35B-A3B and 122B-A10B. A share of *total* neurons includes the shared expert's, which are
+always computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     shared_intermediate: int
 
     def routed(self, total: float) -> float:
-        """The share of routed neurons to leave out for a share of all."""
+        """Return the share of routed neurons to leave out for a share of all neurons."""
         options = SparsityOptions(total, "total")
         return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
 
@@ -31,13 +31,13 @@ class Shape(NamedTuple):
 SHAPES = {
     "qwen3.5-35b-a3b": Shape(2048, 512, 256, 8, 512),
     "qwen3.5-122b-a10b": Shape(3072, 1024, 256, 8, 1024),
-    "tiny": Shape(64, 32, 8, 2, 8),  # for machines without a GPU: that the script runs, and nothing else
+    "tiny": Shape(64, 32, 8, 2, 8),  # to try the script on machines without a GPU
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a GPU reaches, measured on it."""
+    """The measured rates of a GPU."""
 
     bytes_per_ms: float
     flops_per_ms: float
@@ -45,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and floating-point operations of one call, each weight read once and each sum done once."""
+    """The bytes and floating-point operations of one call, in which each weight is read once."""
 
     read_bytes: float
     flops: float
@@ -55,18 +55,18 @@ class Work:
 
 
 def dense_work(ids: torch.Tensor, shape: Shape, element_bytes: int = 2) -> Work:
-    """Of a dense layer for `ids (T, K)`."""
+    """Return the work of a dense layer for `ids` (T, K)."""
     row = shape.intermediate * shape.hidden
     experts = int(ids.unique().numel())
     return Work(3.0 * experts * row * element_bytes, 6.0 * ids.numel() * row)
 
 
 def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, gate_bytes: float = 2.0, element_bytes: int = 2) -> Work:
-    """Of a sparse layer: the gates of the chosen experts, then the rows of up and down that a token of theirs needs.
+    """Return the work of a sparse layer: the gates of the chosen experts, and the rows of up and down that any of their tokens needs.
 
     Args:
         active: (T, K, I) bool.
-        gate_bytes: of a gate weight: 2, or 0.5625 for a 4-bit sketch, which has to read the gate rows of the active neurons, too.
+        gate_bytes: bytes of a gate weight: 2, or 0.5625 for a 4-bit sketch, which also reads the gate rows of active neurons.
     """
     experts = int(ids.unique().numel())
     union = torch.zeros(shape.num_experts, shape.intermediate, dtype=torch.int32, device=active.device)

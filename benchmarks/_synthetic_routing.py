@@ -1,9 +1,9 @@
-"""Routing of models that cannot be run here, drawn at random: made, not recorded.
+"""Synthetic routing for models that are too large to run here, drawn at random instead of recorded.
 
-Logits of each layer are the sum of a fixed popularity of its experts, a topic that now and then changes, a part that changes slowly from
-token to token (AR(1)) and noise. The weights of the parts are tuned so that an LRU cache of a quarter of the experts hits as often as
-HybriMoE reports (Figure 9: Mixtral 30.2, DeepSeek-V2-Lite 47.7, Qwen2-57B 45.0 %). What a router would say on an earlier layer's hidden
-states is the logits with more noise: recall of about 0.70, 0.58 and 0.51 at depths 1 to 3, which a small trained model has.
+Logits of each layer are the sum of a fixed popularity of its experts, a topic that changes at random, a part that changes slowly from token
+to token (AR(1)) and noise. The weights of the parts are tuned so that an LRU cache of a quarter of the experts has the hit rate that
+HybriMoE reports (Figure 9: Mixtral 30.2, DeepSeek-V2-Lite 47.7, Qwen2-57B 45.0 %). Predictions from an earlier layer's hidden states are
+the logits with more noise: recall of about 0.70, 0.58 and 0.51 at depths 1 to 3, as in a small trained model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from moegraft.operators.routing_trace import Trace
 
-SPREAD = 1.2  # of the logits
-TOPIC_CHANGE = 0.015  # a token's chance to begin another topic
-PREDICTION_NOISE = (0.45, 0.70, 0.90)  # beside the logits' own spread, by depth
+SPREAD = 1.2  # standard deviation of the logits
+TOPIC_CHANGE = 0.015  # probability per token that the topic changes
+PREDICTION_NOISE = (0.45, 0.70, 0.90)  # in units of the logits' spread, by depth
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Weights of the parts; `memory` is what a token keeps of the slow part."""
+    """Weights of the parts; `memory` is the share of the slow part that a token keeps."""
 
     popularity: float
     topic: float
@@ -33,17 +33,17 @@ class Mixture:
 
 MIXTURES = {
     "deepseek-v2-lite": Mixture(0.34, 0.34, 0.50, 0.80),
-    "moonlight-16b-a3b": Mixture(0.28, 0.34, 0.50, 0.80),  # its router is balanced without a loss: taken to have fewer favourites
+    "moonlight-16b-a3b": Mixture(0.28, 0.34, 0.50, 0.80),  # its router is balanced without a loss, so popularity is assumed to be more even
     "qwen2-57b-a14b": Mixture(0.34, 0.34, 0.50, 0.80),
     "mixtral-8x7b": Mixture(0.16, 0.18, 0.40, 0.60),
 }
 
 
 def synthetic_trace(name: str, tokens: int, seed: int = 0, *, other_tokens: int | None = None) -> Trace:
-    """`tokens` tokens of routing for a model of `profiles.MODELS`.
+    """Return `tokens` tokens of routing for a model of `_model_shapes.MODELS`.
 
     Args:
-        other_tokens: a seed of the noise alone: other tokens in the same places of the same text, such as those of a draft that fell.
+        other_tokens: a seed of the noise alone, for other tokens at the same positions of a text, such as rejected tokens of a draft.
     """
     shape, mixture = MODELS[name], MIXTURES[name]
     rng = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ def _logits(
 def _predicted(logits: NDArray[np.float32], shape: ModelShape, depth: int, rng: np.random.Generator) -> NDArray[np.int64]:
     noisy = logits + SPREAD * PREDICTION_NOISE[depth - 1] * rng.normal(size=logits.shape).astype(np.float32)
     found = _largest(noisy, shape.top_k)
-    found[:, :depth] = -1  # no layer so early
+    found[:, :depth] = -1  # no layer is that early
     return found
 
 

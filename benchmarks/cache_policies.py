@@ -1,15 +1,15 @@
 """Which experts should a cache keep? Hit rates of every policy over recorded routing, beside the optimum and HybriMoE's Figure 9.
 
-    python benchmarks/cache_policies.py policies sweep     # --text FILE and --trace FILE.npz are played as well
+    python benchmarks/cache_policies.py policies sweep     # --text FILE and --trace FILE.npz add traces
 
-- policies: at 25, 50 and 75 % of the experts, with 0, 1 or 2 experts a layer fetched as the layer before predicts; admission, and slots
-  that layers share. Caches start empty and a quarter of the tokens warms them up; `static` knows the uses of that quarter.
-- sweep: the weights `alpha` and `frequency_alpha` and `top_p`, on other tokens than those that `policies` plays.
+- policies: at 25, 50 and 75 % of the experts, with 0, 1 or 2 experts per layer prefetched by the previous layer's prediction; by admission,
+  and with slots that layers share. Caches start empty, and a quarter of the tokens warms them up; `static` knows the uses of that quarter.
+- sweep: the weights `alpha` and `frequency_alpha` and `top_p`, on other tokens than `policies`.
 
-The bundled model's texts: `plays`, held out of its training; `mixed`, plays and this project's guides by turns, so that what is popular
-changes. At 25 % it has as many slots as a token takes experts: without bypass and prefetch all policies are then the same. Beside it
-stands routing that is drawn, not recorded, for the shapes of the paper's models: `_synthetic_routing.py`, made so that LRU hits as often as
-the paper says. It can show what a policy makes of such a memory, and nothing of real models.
+The bundled model's texts are `plays`, held out of its training, and `mixed`, in which plays and this project's guides alternate, so that
+the popular experts change. At 25 % the bundled model has as many slots as a token has experts, so that without bypass and prefetch all
+policies are equal. Synthetic routing for the shapes of the paper's models (`_synthetic_routing.py`) is tuned to the paper's hit rates of
+LRU; it shows how policies use such a memory, but nothing about real models.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticPr
 from moegraft.operators.routing_trace import Trace, joined
 
 GUIDES = ("README.md", "rules/README.md")
-PASSAGE = 1024  # tokens of one kind of text
+PASSAGE = 1024  # tokens of one text before the other follows
 RATIOS = (0.25, 0.5, 0.75)
-SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 there would be nothing to choose
-SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 1536, 8  # layers differ in nothing but the draw
+SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 all policies are equal
+SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 1536, 8  # layers differ only in the random numbers
 DPI = 75
-WARM = 4  # the part of a trace that is not counted, as 1 / WARM
-PLAIN = CacheOptions(policy="mrs", alpha=0.5)  # an average of few tokens; the paper does not give its alpha
+WARM = 4  # 1 / WARM of a trace is warm-up
+PLAIN = CacheOptions(policy="mrs", alpha=0.5)  # a short average; the paper does not give its alpha
 OPTIONS = {
     "lru": CacheOptions(policy="lru"),
     "lfu": CacheOptions(policy="lfu"),
@@ -52,13 +52,13 @@ Row = dict[str, object]
 
 
 def mixed(plays: Trace, guides: Trace) -> Trace:
-    """Passages of both by turns."""
+    """Alternate passages of both texts."""
     starts = range(0, min(plays.num_tokens, guides.num_tokens), PASSAGE)
     return joined([trace.part(start, start + PASSAGE) for start in starts for trace in (plays, guides)])
 
 
 def demo_traces(tokens: int, part: int) -> list[Trace]:
-    """`tokens` tokens of plays and of mixed text; `part` 0 is what choices are made on, 1 what they are reported on."""
+    """Return traces of `tokens` tokens of plays and of mixed text; `part` 0 serves to choose parameters, 1 to report results."""
     plays = record(demo_path(), held_out(), tokens, skip=part * tokens, source="plays")
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in GUIDES)
     guides = record(demo_path(), text, tokens // 2, skip=part * (tokens // 2), source="guides")
@@ -67,7 +67,7 @@ def demo_traces(tokens: int, part: int) -> list[Trace]:
 
 
 def synthetic_traces(part: int) -> list[Trace]:
-    """The first layers of the paper's models."""
+    """Return synthetic traces of the first layers of the paper's models."""
     return [first_layers(synthetic_trace(name, SYNTHETIC_TOKENS, seed=part), SYNTHETIC_LAYERS, f"{name}, drawn") for name in MIXTURES]
 
 
@@ -77,7 +77,7 @@ def first_layers(trace: Trace, layers: int, source: str) -> Trace:
 
 
 def policy(name: str, trace: Trace) -> CachePolicy:
-    """A fresh one."""
+    """Return a new policy by name."""
     match name:
         case "min":
             return Belady(used_by_step(trace, 1))
@@ -92,12 +92,12 @@ def played(trace: Trace, make: Callable[[], CachePolicy], ratio: float, **chosen
 
 
 def policies(trace: Trace) -> Iterator[Row]:
-    """One row a policy and way to play it."""
+    """Return one row per policy and setting."""
     ways = [{"prefetch": prefetch} for prefetch in (0, 1, 2) if trace.depths or not prefetch]
     ways += [{"bypass": True}, {"shared": True}]
     for ratio, way, name in product(RATIOS, ways, NAMES):
         if name == "static" and "bypass" in way:
-            continue  # it never does anything else
+            continue  # a static profile always bypasses
         bypass = bool(way.get("bypass", name == "static"))
         counts = played(trace, lambda name=name: policy(name, trace), ratio, **{**way, "bypass": bypass})  # type: ignore[misc]
         layer_tokens = trace.num_layers * (trace.num_tokens - trace.num_tokens // WARM)
@@ -111,7 +111,7 @@ def policies(trace: Trace) -> Iterator[Row]:
 
 
 def papers() -> Iterator[Row]:
-    """The paper's own figures, in rows of the same columns."""
+    """Return the paper's own figures as rows with the same columns."""
     for model, ratio, lru, mrs in PAPER:
         for name, percent in (("lru", lru), ("mrs", mrs)):
             row: Row = {"trace": f"{model} (HybriMoE's paper)", "tokens": "", "experts": "", "top_k": "", "ratio": ratio}
@@ -120,7 +120,7 @@ def papers() -> Iterator[Row]:
 
 
 def sweep(trace: Trace) -> Iterator[Row]:
-    """MRS by alpha and top_p, and score_frequency by both weights."""
+    """Return the hit rates of MRS by alpha and top_p, and of score_frequency by both weights."""
     tried = [
         CacheOptions(policy="mrs", alpha=alpha, top_p=top_p)
         for alpha, top_p in product((0.5, 0.2, 0.1, 0.05, 0.02, 0.01), (trace.top_k, 2 * trace.top_k, trace.num_experts))
@@ -151,7 +151,7 @@ def draw(axes: Axes, points: list[tuple[object, object]], name: str) -> None:
 
 
 def plot_policies(rows: list[Row]) -> Path:
-    """By trace: hit rate by capacity, and by prefetching at half of the experts; beside them the paper's."""
+    """Plot, by trace, the hit rate by capacity and by prefetching at half of the experts, with the paper's figures."""
     traces = list(dict.fromkeys(row["trace"] for row in rows if row["tokens"]))
     figure = Figure(figsize=(3.6 * (len(traces) + 1), 7), layout="constrained")
     grid = figure.subplots(2, len(traces) + 1)
@@ -187,7 +187,7 @@ def draw_paper(axes: Axes) -> None:
 
 
 def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
-    """Admission and sharing at half of the experts."""
+    """Plot the hit rate by admission and sharing at half of the experts."""
     ways = {"always": ("always", "layer"), "bypass": ("bypass", "layer"), "shared slots": ("always", "global")}
     shown = [name for name in NAMES if name != "static"]
     for offset, (label, (admission, scope)) in zip((-0.27, 0, 0.27), ways.items(), strict=True):
@@ -200,7 +200,7 @@ def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
 
 
 def plot_sweep(rows: list[Row]) -> Path:
-    """By trace: the mean hit rate by alpha."""
+    """Plot the mean hit rate by alpha, by trace."""
     traces = list(dict.fromkeys(row["trace"] for row in rows))
     figure = Figure(figsize=(3.4 * len(traces) + 2.2, 4), layout="constrained")
     grid = figure.subplots(1, len(traces), squeeze=False)[0]
@@ -227,8 +227,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("policies", "sweep"))
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files that the bundled model reads as well")
-    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="recorded traces that are played as well")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="further recorded traces")
     arguments = parser.parse_args()
     added = [record(demo_path(), path.read_text(encoding="utf-8"), arguments.tokens, source=path.name) for path in arguments.text]
     added += [Trace.load(path) for path in arguments.trace]

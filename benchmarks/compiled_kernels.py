@@ -1,11 +1,11 @@
-"""What every shipped configuration of the GPU kernels compiles to, with no GPU: registers, spills, shared memory, loads, instructions.
+"""What do the shipped configurations of the GPU kernels compile to? Registers, spills, shared memory and instructions, without a GPU.
 
     python benchmarks/compiled_kernels.py
 
-compiles for sm_80 and sm_90 what `results/compiled_kernels.csv` does not have yet of the installed Triton (`--all`: everything again), and
-drops what is no longer launched. The oldest Triton has rows of its own: `pip install --no-deps --target DIR triton==3.6.0`, then the same
-with PYTHONPATH=DIR. Tests hold the rows to what a GPU has room for, compile what has changed since, and hold a sample to what it compiles
-to now. `--case NAME` prints some cases and writes nothing.
+compiles for sm_80 and sm_90 all launches that `results/compiled_kernels.csv` lacks for the installed Triton (`--all` compiles all again),
+and drops rows of launches that no longer exist. The oldest Triton has rows of its own: `pip install --no-deps --target DIR triton==3.6.0`,
+then the same command with PYTHONPATH=DIR. Tests compare the rows with a GPU's limits, compile changed launches, and compile a sample again.
+`--case NAME` prints some cases and writes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CAPABILITIES = (80, 90)
 META = torch.device("meta")
 BF16 = torch.bfloat16
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)
-# hidden, intermediate, experts, experts a token
+# hidden, intermediate, experts, experts per token
 SHAPES = {
     "qwen3-30b": (2048, 768, 128, 8),
     "deepseek-v2-lite": (2048, 1408, 64, 6),
@@ -106,7 +106,7 @@ def linear_case(weights: str, dtype: torch.dtype, tokens: int) -> Case:
 
 
 def void(result: object) -> None:
-    """For a launcher whose result is of no interest."""
+    """Call a launcher and ignore its result."""
 
 
 def label(dtype: torch.dtype) -> str:
@@ -115,7 +115,7 @@ def label(dtype: torch.dtype) -> str:
 
 @cache
 def cases() -> Mapping[str, Case]:
-    """Every shipped configuration: each kernel at each of its tile sizes, in each type that it is offered in."""
+    """Return every shipped configuration: each kernel with each of its tile sizes and types."""
     found: dict[str, Case] = {}
     for name in ("qwen3-30b", "deepseek-v2-lite", "mixtral", "gpt-oss"):
         for weights in ("bfloat16", "int8", "int4"):
@@ -156,7 +156,7 @@ def cases() -> Mapping[str, Case]:
 
 
 def launches(capability: int) -> dict[str, str]:
-    """The first case that each distinct launch is of, by the launch's key."""
+    """Return the first case of each distinct launch by the launch's key."""
     found: dict[str, str] = {}
     with quiet():
         for name, case in cases().items():
@@ -168,7 +168,7 @@ def launches(capability: int) -> dict[str, str]:
 
 
 def compiled(case: Case, capability: int, wanted: Collection[str] | None = None) -> list[Compiled]:
-    """What a case launches, or of that what is wanted by its key."""
+    """Compile the launches of a case, or only those with a key in `wanted`."""
     with quiet(), recording(capability, wanted) as found:
         case()
     return found.compiled
@@ -183,12 +183,12 @@ def quiet() -> Iterator[None]:
 
 
 def is_product(kernel: str) -> bool:
-    """Whether tensor cores are to do its work."""
+    """Return whether a kernel should use tensor cores."""
     return "product" in kernel or (kernel.endswith("_union_kernel") and kernel != "compact_union_kernel")
 
 
 def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
-    """A row for each key in `wanted`, which says the case that has it."""
+    """Return a row for each key in `wanted`, which maps keys to cases."""
     every = cases()
     by_case: dict[str, list[str]] = {}
     for key, name in wanted.items():
@@ -201,7 +201,7 @@ def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
 
 
 def recorded_rows() -> list[Row]:
-    """What is in the file."""
+    """Return the rows of the file."""
     if not RESULTS.is_file():
         return []
     with RESULTS.open(encoding="utf-8", newline="") as file:
@@ -209,7 +209,7 @@ def recorded_rows() -> list[Row]:
 
 
 def updated(rows: list[Row], *, everything: bool) -> list[Row]:
-    """The rows of the file as it should be."""
+    """Return the rows that the file should have."""
     kept: list[Row] = []
     for capability in CAPABILITIES:
         current = launches(capability)
@@ -227,7 +227,7 @@ def updated(rows: list[Row], *, everything: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="compile everything again")
-    parser.add_argument("--case", action="append", help="part of a case's name; prints, writes nothing")
+    parser.add_argument("--case", action="append", help="part of a case's name; print these cases and write no file")
     arguments = parser.parse_args()
     if arguments.case:
         for capability in CAPABILITIES:

@@ -1,8 +1,8 @@
 """How long does attention take on the CPU, beside PyTorch's? One layer of Qwen3-30B-A3B: 32 query heads, 4 of keys and values, 128 columns.
 
-Queries of one token (decode), of six (verifying a draft) and of whole prompts, over caches of several lengths, in one process with
-PyTorch's own threads; the two take turns. Each answer is checked against float64 first. `gb_s` is the cache read once, `gflop_s` counts
-what the mask shows.
+Queries of one token (decode), of six (verifying a draft) and of whole prompts attend to caches of several lengths. Both providers run
+alternately in one process on PyTorch's own threads, and their results are first checked against float64. `gb_s` counts the cache once,
+`gflop_s` the visible keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from record import write_rows
+from record import percentiles, write_rows
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import as_array
@@ -26,7 +26,7 @@ ERROR_LIMIT = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def providers(runtime: Runtime, dtype: torch.dtype, queries: int, keys: int) -> tuple[dict[str, Callable[[], torch.Tensor]], torch.Tensor]:
-    """Both ways to compute one call, and the answer in float64, all (queries, heads, columns); queries are the last of the keys."""
+    """Return both providers of one call and its float64 result, (queries, heads, columns); the queries are the last tokens of the keys."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, rows, COLUMNS, generator=generator).to(dtype)
@@ -74,9 +74,7 @@ def measure(runtime: Runtime, name: str, queries: int, keys: int, rounds: int) -
             "dtype": name,
             "queries": queries,
             "keys": keys,
-            "p20_ms": round(statistics.quantiles(times[who], n=5)[0], 4),
-            "p50_ms": round(ms[who], 4),
-            "p80_ms": round(statistics.quantiles(times[who], n=5)[3], 4),
+            **percentiles(times[who], "ms", 4),
             "times_as_fast_as_pytorch": round(ms["pytorch"] / ms[who], 2),
             "gb_s": round(2 * KV_HEADS * keys * COLUMNS * size / ms[who] / 1e6, 1),
             "gflop_s": round(4 * HEADS * COLUMNS * shown / ms[who] / 1e6, 1),

@@ -1,11 +1,11 @@
-"""How fast is one MoE layer on the CPU, beside the limits of the machine? Shapes of Qwen3-30B-A3B, by provider and tokens a call.
+"""How fast is one MoE layer on the CPU, beside the limits of the machine? Shapes of Qwen3-30B-A3B, by provider and tokens per call.
 
-Providers: ours by weight type and instruction set, GGUF's Q4_K and Q6_K among them where `gguf` is installed (q4_k+q6_k: down in Q6_K, as
-half of the layers of most files have it), and in the sparse layout with nine neurons of ten off; stock transformers with
-`grouped_mm` and with its loop over experts (both oneDNN). llama.cpp and kt-kernel are not here: the one has no Python API for a layer (its
-figures are those of whole models in `cpu_model.py`), the other's idle workers spin on the cores that the next provider needs. Every
-provider's answer is checked against the reference first. Providers take turns within each round, probes of reading and of GEMM among them,
-so that a change of the machine meets all alike. How layers fare among PyTorch's own threads is measured by `cpu_model.py`.
+Providers are moegraft by weight type and instruction set, with GGUF's Q4_K and Q6_K where `gguf` is installed (q4_k+q6_k has down in Q6_K,
+like half of the layers of most files), and in the sparse layout without nine of ten neurons; and stock transformers with `grouped_mm` and
+with its loop over experts (both oneDNN). llama.cpp has no Python API for a layer and is measured with whole models in `cpu_model.py`;
+kt-kernel's idle workers would disturb the next provider, so it has a benchmark of its own, `kt_kernel_peer.py`. Every provider's result is
+first checked against the reference. Providers and the probes of reading and of GEMM alternate within each round, so that changes of the
+machine affect all alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 from _probe import ReadProbe, gemm_probe
-from record import write_rows
+from record import percentiles, seconds, write_rows
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -30,13 +30,13 @@ from moegraft.operators.self_test import random_blocks
 from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
-DISTINCT = 8  # experts that are drawn; the others repeat them byte by byte, at other addresses
+DISTINCT = 8  # experts that are drawn; the others are copies at other addresses
 ROUNDS = {1: 40, 4: 25, 16: 15, 64: 10, 512: 10}
-CALLS = {1: 8, 4: 4, 16: 3, 64: 2, 512: 1}  # timed in a row when a provider has its turn
-SETTLE_S = 0.01  # before a turn: OpenMP's threads spin for some milliseconds after PyTorch's last call, on a core that another needs
+CALLS = {1: 8, 4: 4, 16: 3, 64: 2, 512: 1}  # consecutive calls of one provider in a round
+SETTLE_S = 0.01  # pause before each provider: OpenMP's threads spin for some milliseconds after PyTorch's last call
 WEIGHT_TYPES = ("int4", "q4_k", "q4_k+q6_k", "q6_k", "int8", "bfloat16")
-# Largest relative error against float64 with the original weights: the rounding of weights and activations to the type. Weights in Q4_K and
-# Q6_K are drawn in it, so that activations alone are rounded.
+# Largest relative error against float64 with the original weights, from rounding weights and activations. Weights in Q4_K and Q6_K are
+# drawn in these types, so that only activations are rounded.
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2, "q4_k": 2e-2, "q4_k+q6_k": 2e-2, "q6_k": 2e-2}
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,7 +61,7 @@ def draw_weights() -> dict[str, torch.Tensor]:
 
 
 def routings(tokens: int, count: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and weights for `count` calls. Few tokens walk through permutations of the experts, so that weights are never in cache."""
+    """Yield ids and weights for `count` calls; few tokens use permutations of the experts, so that weights are never in cache."""
     generator = np.random.default_rng((tokens, seed))
     pool = np.empty(0, np.int64)
     for _ in range(count):
@@ -69,7 +69,7 @@ def routings(tokens: int, count: int, seed: int = 0) -> Iterator[tuple[torch.Ten
             if len(pool) < tokens * TOP_K:
                 pool = np.concatenate([pool, generator.permutation(NUM_EXPERTS)])
             ids, pool = pool[: tokens * TOP_K].reshape(tokens, TOP_K), pool[tokens * TOP_K :]
-            if tokens * TOP_K == NUM_EXPERTS:  # 16 tokens: as routing falls, not every expert exactly once
+            if tokens * TOP_K == NUM_EXPERTS:  # with 16 tokens, routing is random instead of using every expert exactly once
                 ids = generator.random((tokens, NUM_EXPERTS)).argsort(-1)[:, :TOP_K]
         else:
             ids = generator.random((tokens, NUM_EXPERTS)).argsort(-1)[:, :TOP_K]
@@ -82,7 +82,7 @@ def part_type(weight_type: str, part: str) -> str:
 
 
 def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, torch.Tensor]:
-    """The weights that a type's packed form is made of: those that are drawn, or random blocks of the type, dequantised."""
+    """Return the weights before packing: the drawn ones, or random blocks of the type, dequantised."""
     kinds = {part: part_type(weight_type, part) for part in weights}
     found = dict(weights)
     for part, kind in kinds.items():
@@ -116,7 +116,7 @@ def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = Fals
 
 
 def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str, ...] = WEIGHT_TYPES) -> Iterator[Provider]:
-    """By weight type, the instruction set that is chosen by itself first, for all numbers of tokens, then the others but the scalar one."""
+    """Yield, by weight type, the default instruction set for all numbers of tokens, then the others except the scalar one."""
     for weight_type in weight_types:
         packed = pack(weights, weight_type)
         best = Runtime(threads).tile_isas[part_type(weight_type, "gate")]
@@ -136,7 +136,7 @@ def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str
 
 
 def sparse(weights: dict[str, torch.Tensor], threads: int, off: float = 0.9) -> Iterator[Provider]:
-    """The sparse layout at the threshold that a share `off` of the neurons do not reach; bytes are those that have to be read."""
+    """Yield the sparse layout with the threshold that a share `off` of the neurons do not reach; bytes are those that must be read."""
     runtime = Runtime(threads)
     x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16().float()
     acted = torch.nn.functional.silu(torch.einsum("eih,th->eti", weights["gate"].float(), x)).abs()
@@ -176,7 +176,7 @@ def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
 
 
 def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
-    """The relative error against float64; a provider whose answer is wrong is not measured."""
+    """Return the relative error against float64; end the program if it is too large."""
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids, share = next(routings(16, 1))
     ids, share = ids[:5].contiguous(), share[:5].contiguous()
@@ -185,16 +185,10 @@ def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
     expected = reference_experts(x, ids % DISTINCT, share, *parts, GateSpec("silu"), threshold=provider.threshold)
     found = provider.run(x, ids, share).double()
     error = float((found - expected).norm() / expected.norm())
-    # Near a threshold, rounding decides on which side a neuron falls.
+    # Rounding may move a neuron near the threshold to the other side.
     if not error <= ERROR_LIMIT[provider.weights] + (0.1 if provider.threshold > 0.0 else 0.0):
         raise SystemExit(f"{provider.name} {provider.weights}: relative error {error:.2e} against the reference; not measured")
     return error
-
-
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def measure(providers: list[Provider], errors: dict[Provider, float], tokens: int, rounds: int, read: ReadProbe) -> list[dict[str, object]]:
@@ -205,7 +199,7 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
     read_rates: list[float] = []
     gemm_rates: dict[str, list[float]] = {kind: [] for kind in probes}
     distinct = []
-    # Each walks its own way: providers that share weights would find them in the last-level cache.
+    # Each provider has its own routings: providers that share weights would find them in the last-level cache.
     ways = [routings(tokens, (rounds + 1) * (CALLS[tokens] + 1), seed) for seed in range(len(present))]
     with torch.inference_mode():
         for turn in range(rounds + 1):
@@ -215,20 +209,20 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
                     ids, share = next(way)
                     distinct.append(len(ids.unique()))
                     if call == 0 and CALLS[tokens] == 1 and turn > 0:
-                        continue  # long calls need no warming beyond the first turn's
-                    taken = timed(lambda: provider.run(x, ids, share))  # noqa: B023  run at once
+                        continue  # long calls need no warm-up after the first round
+                    taken = seconds(lambda: provider.run(x, ids, share))  # noqa: B023  run at once
                     if turn > 0 and call > 0:
                         times[provider].append(taken)
             time.sleep(SETTLE_S)
             read_rates.extend(read.run() for _ in range(3))
             for kind, (run, operations) in probes.items():
-                gemm_rates[kind].append(operations / min(timed(run), timed(run)))
+                gemm_rates[kind].append(operations / min(seconds(run), seconds(run)))
     read_rate = statistics.median(read_rates)
     gemm_rate = {kind: statistics.median(rates[1:]) for kind, rates in gemm_rates.items()}
     loaded, operations = statistics.mean(distinct), 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
     rows: list[dict[str, object]] = []
     for provider in present:
-        p20, p50, p80 = np.percentile(times[provider], (20, 50, 80))
+        p50 = statistics.median(times[provider])
         limit = gemm_rate["bfloat16" if provider.weights == "bfloat16" else "int8"]
         bytes_read = loaded * provider.expert_bytes
         rows.append(
@@ -237,9 +231,7 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
                 "weights": provider.weights,
                 "threads": provider.threads,
                 "tokens": tokens,
-                "p20_ms": round(p20 * 1e3, 3),
-                "p50_ms": round(p50 * 1e3, 3),
-                "p80_ms": round(p80 * 1e3, 3),
+                **percentiles(1e3 * np.asarray(times[provider]), "ms", 3),
                 "tokens_s": round(tokens / p50, 1),
                 "gb_s": round(bytes_read / p50 / 1e9, 1),
                 "read_probe_gb_s": round(read_rate / 1e9, 1),
@@ -263,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=Runtime().threads)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
-    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

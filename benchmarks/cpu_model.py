@@ -1,10 +1,10 @@
 """How fast is a whole model on the CPU? Six layers of Qwen3-30B-A3B's shapes, random weights: a prompt of 512, and decode after 8 and after
 512 tokens, by provider.
 
-Providers: ours by weight type (experts and linear layers alike; attention by our kernel), transformers as it is, and llama.cpp with the
-same shapes when `llama-cpp-python` and `gguf` are installed (`llama_cpp_peer.py` has how to build it). A read-bandwidth probe runs beside
-each, since the limit of decode is reading the weights. The models are too large to be held side by side: providers run one after the other,
-each in a process of its own, and their ratios to the probe compare best. One that crashes has a row with its `failure`.
+Providers are moegraft by weight type of experts and linear layers, with its attention kernel; stock transformers; and llama.cpp with the
+same shapes where `llama-cpp-python` and `gguf` are installed (`llama_cpp_peer.py` explains how to build it). The limit of decode is reading
+the weights, so a read-bandwidth probe runs beside each provider. Memory does not hold two of the models: providers run one after the other,
+each in a process of its own, and their ratios to the probe are the best comparison. The row of a provider that crashes has its `failure`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from _peer_process import PeerFailed, PeerProcess
 from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
-from record import write_rows
+from record import percentiles, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
@@ -32,7 +32,7 @@ from moegraft.injection import optimize_and_load
 PROMPT = 512
 DECODES = {"decode": 8, f"decode-{PROMPT}": PROMPT}  # tokens of context
 PHASES = (*DECODES, f"prompt-{PROMPT}")
-DISTINCT_EXPERTS = 8  # the others repeat them byte by byte: their memory is as distinct as a real model's
+DISTINCT_EXPERTS = 8  # the others are copies at other addresses, as far apart as a real model's
 RULES = """
 version: 1
 rules:
@@ -68,7 +68,7 @@ def config(layers: int) -> Qwen3MoeConfig:
 
 
 def make_model(layers: int) -> PreTrainedModel:
-    """A bfloat16 model with random routers; experts repeat `DISTINCT_EXPERTS` random ones."""
+    """Return a bfloat16 model with random routers, whose experts repeat `DISTINCT_EXPERTS` random ones."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(layers))
@@ -78,13 +78,13 @@ def make_model(layers: int) -> PreTrainedModel:
         drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
         repeated = drawn.repeat(parameter.shape[0] // DISTINCT_EXPERTS, 1, 1) if ".experts." in name else drawn
         parameter.data.copy_(repeated)
-    model.model.rotary_emb.__init__(config=model.config)  # its buffers were emptied with the rest
+    model.model.rotary_emb.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
     return model.eval()
 
 
 @contextmanager
 def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
-    """`stock` or one of our weight types; the model is freed at the end."""
+    """Yield the phases of `stock` or of one of moegraft's weight types; the model is freed at the end."""
     model = make_model(layers)
     if name != "stock":
         weights = name.removeprefix("ours-").removesuffix("-experts")
@@ -113,20 +113,20 @@ def timed(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def read_gbps() -> float:
-    """Median of reading 1 GiB, by PyTorch's own threads."""
+    """Return the median bandwidth of reading 1 GiB with PyTorch's own threads."""
     block = torch.ones(1 << 28)
     return block.nbytes / statistics.median(timed(lambda: block.sum(), 5)) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What a provider does: `decode(n, context)` makes n tokens after a prompt of `context`, `prefill()` reads the prompt of 512."""
+    """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context`, `prefill()` reads a prompt of 512."""
 
     decode: Callable[[int, int], object]
     prefill: Callable[[], object]
 
 
-Opener = tuple[Any, ...]  # what gives a context of Phases, and its arguments
+Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
 
 
 @contextmanager
@@ -155,28 +155,18 @@ def llama_cpp(name: str, layers: int) -> Iterator[Phases]:
             yield Phases(decode, lambda: peer.prefill(tokens))
 
 
-def decode_times(phases: Phases, context: int, rounds: int, new_tokens: int) -> list[float]:
-    """Seconds of all tokens but the first, whose time is mostly the prompt's."""
-    one = statistics.median(timed(lambda: phases.decode(1, context), rounds))
-    return [taken - one for taken in timed(lambda: phases.decode(new_tokens, context), rounds)]
-
-
 def measure(phases: Phases, phase: str, rounds: int, new_tokens: int) -> dict[str, object]:
-    if phase in DECODES:
-        times, tokens = decode_times(phases, DECODES[phase], rounds, new_tokens), new_tokens - 1
+    if phase in DECODES:  # without the first token, whose time includes the prompt
+        context, tokens = DECODES[phase], new_tokens - 1
+        first = statistics.median(timed(lambda: phases.decode(1, context), rounds))
+        times = [taken - first for taken in timed(lambda: phases.decode(new_tokens, context), rounds)]
     else:
         times, tokens = timed(phases.prefill, rounds), PROMPT
-    rates = statistics.quantiles([tokens / taken for taken in times], n=10)
-    return {
-        "p20_tokens_s": round(rates[1], 1),
-        "p50_tokens_s": round(rates[4], 1),
-        "p80_tokens_s": round(rates[7], 1),
-        "read_probe_gb_s": round(read_gbps(), 1),
-    }
+    return {**percentiles([tokens / taken for taken in times], "tokens_s", 1), "read_probe_gb_s": round(read_gbps(), 1)}
 
 
 def provider_rows(name: str, opener: Opener, rounds: int, new_tokens: int) -> list[dict[str, object]]:
-    """The phases of a provider up to the one that ends its process, if any does."""
+    """Return the rows of a provider's phases, up to the phase in which its process ends, if it does."""
     rows: list[dict[str, object]] = []
     phase = "load"
     try:
@@ -191,7 +181,7 @@ def provider_rows(name: str, opener: Opener, rounds: int, new_tokens: int) -> li
 
 
 def openers(layers: int) -> dict[str, Opener]:
-    """How each provider is opened: ours, transformers, and llama.cpp where it is installed."""
+    """Return the openers of all providers: moegraft, transformers, and llama.cpp where it is installed."""
     ours = ["ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock"]
     found: dict[str, Opener] = {name: (ours_or_stock, name, layers) for name in ours}
     if find_spec("llama_cpp") and find_spec("gguf"):
@@ -201,7 +191,7 @@ def openers(layers: int) -> dict[str, Opener]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--providers", nargs="+", help="by default all that are installed")
+    parser.add_argument("--providers", nargs="+", help="default: all installed providers")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=48)
@@ -209,7 +199,7 @@ def main() -> None:
     arguments = parser.parse_args()
     known = openers(arguments.layers)
     if unknown := set(arguments.providers or ()) - set(known):
-        parser.error(f"no provider is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"no provider is named {', '.join(sorted(unknown))}; expected {', '.join(known)}")
     rows = [row for name in arguments.providers or known for row in provider_rows(name, known[name], arguments.rounds, arguments.new)]
     if not arguments.no_write:
         print(write_rows("cpu_model", rows, ("torch", "transformers", "llama-cpp-python")))

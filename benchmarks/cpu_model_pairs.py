@@ -1,38 +1,31 @@
-"""Is decoding on the CPU faster than llama.cpp's? Both hold six layers of Qwen3-30B-A3B's shapes in the same weight type and take turns.
+"""Is decoding on the CPU faster than llama.cpp's? Six layers of Qwen3-30B-A3B's shapes in the same weight type, interleaved.
 
-`cpu_model.py` measures one provider after the other, minutes apart, in which a shared machine's memory may get faster or slower by half.
-Here each round decodes with one and then with the other; `ratio` is the median over rounds of ours over theirs. Each is in a process of its
-own: where one crashes, the row has the `failure` in place of figures.
+`cpu_model.py` measures providers minutes apart, in which the memory of a shared machine may change its speed by half. Here each round
+decodes with one provider and then with the other; `ratio` is the median over rounds of moegraft's rate over llama.cpp's. Each runs in a
+process of its own; if one crashes, the row has its `failure` in place of figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from _peer_process import PeerFailed, PeerProcess
 from cpu_model import DECODES, Opener, Phases, llama_cpp, ours_or_stock
 from llama_cpp_peer import GGUF_TYPES
-from record import write_rows
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+from record import percentiles, seconds, write_rows
 
 
 def decode_rate(phases: Phases, context: int, tokens: int) -> float:
-    """Tokens a second of all tokens but the first, whose time is mostly the prompt's."""
+    """Return tokens per second of all tokens except the first, which includes the prompt."""
     one = seconds(lambda: phases.decode(1, context))
     return (tokens - 1) / (seconds(lambda: phases.decode(tokens, context)) - one)
 
 
 def measure(weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int) -> list[dict[str, object]]:
-    """Rows of `opened`, ours and theirs by name, up to the phase that ends the process of one, if any does."""
+    """Return the rows of a pair of providers, up to the phase in which the process of one ends, if it does."""
     rows: list[dict[str, object]] = []
     phase = "load"
     (our_name, our_opener), (their_name, their_opener) = opened.items()
@@ -49,13 +42,12 @@ def measure(weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int
 
 
 def figures(pairs: list[tuple[float, float]]) -> dict[str, object]:
-    ratios = statistics.quantiles([a / b for a, b in pairs], n=10)
+    ratios = percentiles([a / b for a, b in pairs], "ratio", 2)
     return {
         "ours_tokens_s": round(statistics.median(a for a, _ in pairs), 1),
         "llama_cpp_tokens_s": round(statistics.median(b for _, b in pairs), 1),
-        "ratio": round(ratios[4], 2),
-        "p20_ratio": round(ratios[1], 2),
-        "p80_ratio": round(ratios[7], 2),
+        "ratio": ratios.pop("p50_ratio"),
+        **ratios,
     }
 
 
@@ -67,7 +59,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
     if find_spec("llama_cpp") is None:
-        raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py has how to build it")
+        raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py explains how to build it")
     rows: list[dict[str, object]] = []
     for weights in arguments.weights:
         names = {f"ours-{weights}": ours_or_stock, f"llama.cpp-{weights}": llama_cpp}

@@ -1,7 +1,7 @@
-"""Where does a decode step on the CPU go? The six-layer benchmark model's time a token: our kernels, and what PyTorch and Python take.
+"""Which parts take the time of a decode step on the CPU? moegraft's kernels, PyTorch and Python, in the six-layer benchmark model.
 
-Our operators are timed around their calls; PyTorch's own operations by its profiler, whose overhead is in those rows alone. With
-`--threads own` the kernels run on threads of their own instead of PyTorch's, which shows what the two cost each other.
+moegraft's operators are timed around their calls. PyTorch's operations are timed by its profiler, whose overhead is only in their rows.
+With `--threads own` the kernels run on threads of their own instead of PyTorch's, which shows the cost of two thread pools.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from moegraft.operators.experts import hybrid
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
 
-TOP = 8  # PyTorch's operations that are shown
+TOP = 8  # number of PyTorch's operations that are shown
 
 
 class OwnThreads(Runtime):
-    """A runtime that leaves PyTorch's threads alone."""
+    """A runtime that does not use PyTorch's threads."""
 
     def __init__(self, threads: int = 0) -> None:
         super().__init__(threads, None, False)
@@ -47,7 +47,7 @@ def on_threads(whose: str) -> Iterator[None]:
 
 @contextmanager
 def timed_operators(spent: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds of every call of our operators to `spent`."""
+    """Add the seconds of every call of moegraft's operators to `spent`."""
 
     def timed(name: str, compute: object, *args: object) -> object:
         start = time.perf_counter()

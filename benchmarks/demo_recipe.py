@@ -1,6 +1,6 @@
-"""What the bundled demo model is: its text, tokenizer, chat template, architecture, validation and exported files.
+"""The recipe of the bundled demo model: its text, tokenizer, chat template, architecture, validation and exported files.
 
-Shapes: B windows, S tokens a window, T = B * S tokens, L layers, E experts, K experts a token, H hidden, V vocabulary.
+Shapes: B windows, S tokens per window, T = B * S tokens, L layers, E experts, K experts per token, H hidden, V vocabulary.
 """
 
 import math
@@ -19,10 +19,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 END, PAD = "<|endoftext|>", "<|pad|>"
-CONTEXT = 1024  # tokens; the longest window trained on
+CONTEXT = 1024  # tokens of the longest training window
 
-# A user's line opens a scene, as every scene of the training stream opens; the answer is the speeches up to the next END.
-# A message that brings its own heading ("JULIET:" on a line) keeps it.
+# A user's line opens a scene, like every scene of the training stream; the answer is the speeches up to the next END. A message that starts
+# with a heading of its own ("JULIET:" on a line) keeps it.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- set content = message['content'] | trim -%}
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Validation of a model: nats a token, bits a byte of text, and the share of routed tokens by layer and expert, `(L, E)`."""
+    """Validation of a model: nats per token, bits per byte of text, and the share of routed tokens by layer and expert, `(L, E)`."""
 
     loss: float
     bits_per_byte: float
@@ -49,13 +49,13 @@ class Evaluation:
 
 
 def split_text(text: str) -> tuple[str, str]:
-    """Cuts the last tenth off as validation text, between two speeches."""
+    """Split off the last tenth as validation text, between two speeches."""
     cut = text.index("\n\n", len(text) * 9 // 10) + 2
     return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-level BPE; a run of line breaks is a word of its own, so that text may be cut after one without changing its tokens."""
+    """Train a byte-level BPE, in which a run of line breaks is a separate word: text may be cut after one without changing its tokens."""
     tokenizer = Tokenizer(models.BPE())
     lines = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -76,16 +76,16 @@ def train_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFas
 
 
 def padded_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' sum `(T, H)` from tokens `(T, H)`, choices `(T, K)` and weights `(T, K)`, as products of all experts at once.
+    """Return the experts' sum `(T, H)` for tokens `(T, H)`, choices `(T, K)` and weights `(T, K)`, as one product over all experts.
 
-    The stock loop takes `gate_up_proj[expert]`, whose gradient is written as zeros of all experts' size once for every expert, and
-    multiplies by as many rows as there are tokens, so that the CPU library builds a kernel for every new count.
+    The stock loop is slower in training: the gradient of `gate_up_proj[expert]` is a tensor of all experts' size for every expert, and the
+    CPU library builds a kernel for every new number of tokens.
     """
     choice = top_k_index.flatten()
     order = choice.argsort()
     expert, token = choice[order], order // top_k_index.shape[1]
     counts = torch.bincount(choice, minlength=experts.num_experts)
-    room = math.ceil(int(counts.max()) / 128) * 128  # rows an expert, of few different sizes
+    room = math.ceil(int(counts.max()) / 128) * 128  # rows per expert, rounded to few different sizes
     row = expert * room + torch.arange(len(order)) - (counts.cumsum(0) - counts)[expert]
     rows = hidden_states.new_zeros(experts.num_experts * room, hidden_states.shape[1])
     rows = rows.index_copy(0, row, hidden_states.index_select(0, token)).view(experts.num_experts, room, -1)
@@ -96,7 +96,7 @@ def padded_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """The untrained model in float32; `Any`, like every model here, because transformers leaves its Auto classes untyped."""
+    """Return the untrained model in float32; `Any`, like every model here, because transformers' Auto classes are untyped."""
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -116,12 +116,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     ALL_EXPERTS_FUNCTIONS.register("padded", padded_experts)
-    # At these sizes plain attention takes less time on a CPU than the fused one, whose backward pass is slow.
+    # At these sizes eager attention is faster on a CPU than fused attention, whose backward pass is slow.
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager", experts_implementation="padded")
 
 
 def to_bfloat16(model: Any) -> Any:
-    """Casts the parameters in place and returns the model; not the rotary frequencies, which `Module.to` would round as well."""
+    """Cast the parameters in place and return the model; the rotary frequencies, which `Module.to` would round, stay in float32."""
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16)
     return model
@@ -129,7 +129,7 @@ def to_bfloat16(model: Any) -> Any:
 
 @contextmanager
 def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the router logits `(T, E)` of every layer while it is open."""
+    """Collect the router logits `(T, E)` of every layer in the body."""
     seen: list[Tensor] = []
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [router.register_forward_hook(lambda _module, _args, output: seen.append(output[0])) for router in routers]
@@ -141,14 +141,14 @@ def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def expert_share(logits: Tensor, top_k: int) -> Tensor:
-    """The share of the routed tokens that each expert takes, `(E,)`, from router logits `(T, E)`."""
+    """Return the share of the routed tokens of each expert, `(E,)`, given router logits `(T, E)`."""
     chosen = logits.topk(top_k, dim=-1).indices
     return torch.bincount(chosen.flatten(), minlength=logits.shape[-1]) / chosen.numel()
 
 
 @torch.no_grad()
 def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> Evaluation:
-    """Validates on plain text, every token predicted once, from at most CONTEXT / 4 tokens before it."""
+    """Validate on plain text; every token is predicted once, from at most CONTEXT / 4 tokens before it."""
     tokens = torch.tensor(tokenizer.encode(text, verbose=False))
     size, top_k = CONTEXT // 4, model.config.num_experts_per_tok
     rows = (len(tokens) - 1) // size
@@ -165,7 +165,7 @@ def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> Evalu
 
 
 def export(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes what `from_pretrained` reads: bfloat16 weights, configurations, tokenizer and chat template."""
+    """Write the files of `from_pretrained`: bfloat16 weights, configurations, tokenizer and chat template."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
         do_sample=True,

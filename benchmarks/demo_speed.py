@@ -1,18 +1,15 @@
 """How fast does the bundled model answer, injected and stock? Prefill and decode tokens/s, providers interleaved in one run.
 
-The model is small enough that Python and attention weigh as much as the experts: a whole-program figure, not a kernel's.
+In so small a model, Python and attention take as much time as the experts: the figures are those of the whole program, not of a kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from record import write_rows
+from record import percentiles, seconds, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -22,24 +19,12 @@ TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 
 
 def load(provider: str) -> PreTrainedModel:
-    """`stock` and `stock-NAME` (an experts implementation of transformers), else a rule file."""
+    """Load `stock`, `stock-NAME` with an experts implementation of transformers, or the model with a rule file."""
     if provider.startswith("stock"):
         _, _, implementation = provider.partition("-")
         chosen = {"experts_implementation": implementation} if implementation else {}
         return AutoModelForCausalLM.from_pretrained(demo_path(), dtype="auto", **chosen).eval()
     return optimize_and_load(demo_path(), provider, progress=False)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def rate_percentiles(times: list[float], tokens: int) -> dict[str, float]:
-    """p20, p50 and p80 of tokens/s."""
-    cuts = statistics.quantiles([tokens / taken for taken in times], n=10)
-    return {"p20": round(cuts[1], 1), "p50": round(cuts[4], 1), "p80": round(cuts[7], 1)}
 
 
 def main() -> None:
@@ -66,7 +51,7 @@ def main() -> None:
         for (name, phase), taken in times.items():
             error = (models[name](ids).logits.float() - reference).abs().max() / reference.abs().max()
             tokens = ids.shape[1] if phase == "prefill" else arguments.new
-            rates = rate_percentiles(taken, tokens)
+            rates = percentiles([tokens / each for each in taken], "tokens_s", 1)
             rows.append({"provider": name, "phase": phase, "tokens": tokens, **rates, "max_rel_error": f"{float(error):.1e}"})
             print(rows[-1])
     print(write_rows("demo_speed", rows))

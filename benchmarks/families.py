@@ -1,7 +1,7 @@
-"""Does an injected model say what the stock one says? One row for each family of the installed transformers.
+"""Does an injected model give the stock model's output? One row for each family of the installed transformers.
 
-Tiny random models of the cases in tests/family_rows.py, saved in float32, loaded by transformers and by `optimize_and_load` with the
-rules `cpu-exact`. Run `python benchmarks/families.py`; writes results/families.csv.
+Tiny random models of the cases in tests/support/family_rows.py are saved in float32 and loaded by transformers and by `optimize_and_load`
+with the rules `cpu-exact`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEW_TOKENS = 64
 
 @dataclass(slots=True)
 class Row:
-    """What one case gave; the fields are the columns."""
+    """The result of one case; the fields are the columns."""
 
     model_type: str
     model_class: str
@@ -51,13 +51,13 @@ class Row:
 
 @torch.no_grad()
 def relative_error(injected: PreTrainedModel, stock: PreTrainedModel) -> float:
-    """max|a - b| / max|b| of the logits of two prompts of 9 tokens."""
+    """Return max|a - b| / max|b| of the logits of two prompts of 9 tokens."""
     found, expected = (model(input_ids=prompt(9, batch=2)).logits.double() for model in (injected, stock))
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def equal_tokens(injected: PreTrainedModel, stock: PreTrainedModel) -> int:
-    """How many greedy tokens agree before the first that does not."""
+    """Return the number of equal greedy tokens before the first difference."""
     ids = prompt(7)
     generates: list[Callable[..., torch.Tensor]] = [injected.generate, stock.generate]  # type: ignore[list-item]
     found, expected = (generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :] for generate in generates)
@@ -65,7 +65,7 @@ def equal_tokens(injected: PreTrainedModel, stock: PreTrainedModel) -> int:
 
 
 def describe(operator: HybridExperts) -> tuple[str, str]:
-    """The stored layout and the gate of an experts module, in words."""
+    """Describe the stored layout and the gate of an experts module."""
     layout = operator.layout
     words = {
         "gated": layout.gated,

@@ -1,8 +1,8 @@
-"""What do a GGUF file's own types cost on the CPU beside int4 and int8? One layer of Qwen3-30B-A3B's shapes, and a whole model in a file.
+"""How fast are a GGUF file's own types on the CPU beside int4 and int8? One layer of Qwen3-30B-A3B's shapes, and a whole model from a file.
 
-The layer: as `cpu_experts.py` measures it, all types taking turns in one run. The model: one file, gate and up in Q4_K, down in Q6_K, read
-by us with the rules 'cpu' and, where `llama-cpp-python` is installed (`llama_cpp_peer.py` has how to build it), by llama.cpp, one after the
-other in turns, each in a process of its own. One that crashes has a row with its `failure`.
+The layer is measured as by `cpu_experts.py`, with all types interleaved in one run. The model is one file with gate and up in Q4_K and down
+in Q6_K, which moegraft reads with the rules 'cpu', and llama.cpp where `llama-cpp-python` is installed (`llama_cpp_peer.py` explains how to
+build it). The two alternate, each in a process of its own; the row of one that crashes has its `failure`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def model_rows(layers: int, turns: int, threads: int) -> list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=Runtime().threads)
-    parser.add_argument("--rounds", type=float, default=1.0, help="times the usual number of rounds")
+    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--only", choices=["layer", "model"])

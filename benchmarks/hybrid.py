@@ -1,15 +1,15 @@
-"""How fast is a model whose experts do not fit the GPU? Decode and prefill by schedule, cache and prefetch, beside what other systems do.
+"""How fast is a model whose experts do not fit the GPU? Decode and prefill by schedule, cache and prefetch, beside other systems' methods.
 
-Without a GPU: the product's own engine on the virtual clock of a modelled machine (`--device emulated`), with the shapes of three models
-at their full number of layers and made-up routing (`_synthetic_routing.py`); every figure says `modelled`. The same systems, named after
-what they stand for:
+The product's own engine runs on the virtual clock of a modelled machine, with the shapes of three models at their full number of layers and
+synthetic routing (`_synthetic_routing.py`); every figure is marked `modelled`. The systems are:
 
 - `all_cpu`: KTransformers' default, all experts on the CPU; `fixed`: its map of hot experts; `layer_map`: llama.cpp's whole layers;
-- `on_demand`: LRU and loading what is missing, with `next_layer` prefetch it stands for AdapMoE;
-- `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and everything together;
-- `bound`: everything, knowing what later layers will choose; `all_gpu`: every expert has a slot.
+- `on_demand`: LRU and loading on demand, which represents AdapMoE with `next_layer` prefetch;
+- `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and all three together;
+- `bound`: all three, with the choices of later layers known.
 
-Shared experts run on the GPU while the CPU and the link serve the routed ones, under every system; `--alone` runs them after each other.
+Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
+other.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from _hybrid_simulation import Figures, Simulation, System
 from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
-from record import write_rows
+from record import percentiles, with_speedups, write_rows
 
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.routing_trace import Trace
 from moegraft.operators.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
@@ -48,39 +46,25 @@ SYSTEMS = (
     System("bound", "two_threshold", MRS, IMPACT, foresight="perfect"),
 )
 PROMPTS = (32, 128, 512, 1024)
-WARM_TOKENS = 200  # the profile that says which experts are hot
+WARM_TOKENS = 200  # tokens of the profile that determines the hot experts
 DECODE_TOKENS = 60
 TRACED_TOKENS = 4
 
 
-def decode_rows(
-    model: str, machine: str, ratio: float, systems: Sequence[System], seed: int, *, beside: bool
+def measured(
+    model: str, machine: str, ratio: float, systems: Sequence[System], phase: str, seed: int, *, beside: bool
 ) -> Iterator[dict[str, object]]:
-    """Time between tokens."""
-    trace = synthetic_trace(model, WARM_TOKENS + DECODE_TOKENS, seed)
-    warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
-    for system in systems:
-        yield _row(model, machine, ratio, system, "decode", 1, _played(model, machine, ratio, system, warm, play, 1, beside))
-
-
-def prefill_rows(
-    model: str, machine: str, ratio: float, systems: Sequence[System], seed: int, *, beside: bool
-) -> Iterator[dict[str, object]]:
-    """Time to the first token, by length of the prompt."""
-    for prompt in PROMPTS:
-        trace = synthetic_trace(model, WARM_TOKENS + prompt, seed)
+    """Measure the time between tokens (decode), or the time to the first token by length of the prompt (prefill)."""
+    for batch in PROMPTS if phase == "prefill" else (1,):
+        trace = synthetic_trace(model, WARM_TOKENS + (batch if phase == "prefill" else DECODE_TOKENS), seed)
         warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
         for system in systems:
-            yield _row(model, machine, ratio, system, "prefill", prompt, _played(model, machine, ratio, system, warm, play, prompt, beside))
-
-
-def _played(model: str, machine: str, ratio: float, system: System, warm: Trace, play: Trace, batch: int, beside: bool) -> Figures:
-    share = 1.0 if system.name == "all_gpu" else ratio
-    return Simulation(MODELS[model], PROFILES[machine], share, system, warm).run(play, batch, beside=beside)
+            figures = Simulation(MODELS[model], PROFILES[machine], ratio, system, warm).run(play, batch, beside=beside)
+            yield _row(model, machine, ratio, system, phase, batch, figures)
 
 
 def traced(model: str, machine: str, ratio: float, system: System, seed: int, *, beside: bool) -> Timeline:
-    """Who worked when while some tokens were decoded, by the virtual clock."""
+    """Return the timeline of a few decoded tokens, by the virtual clock."""
     trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
     simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
     timeline = simulation.engine.timings.timeline = Timeline(simulation.device.name)
@@ -89,7 +73,6 @@ def traced(model: str, machine: str, ratio: float, system: System, seed: int, *,
 
 
 def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
-    p20, p50, p80 = np.percentile(figures.step_ms, (20, 50, 80))
     return {
         "device": f"modelled {machine}",
         "model": model,
@@ -98,9 +81,7 @@ def _row(model: str, machine: str, ratio: float, system: System, phase: str, tok
         "cache_ratio": ratio,
         "system": system.name,
         "mean_ms": round(float(figures.step_ms.mean()), 3),
-        "p20_ms": round(float(p20), 3),
-        "p50_ms": round(float(p50), 3),
-        "p80_ms": round(float(p80), 3),
+        **percentiles(figures.step_ms, "ms", 3),
         "tokens_s": round(1e3 * tokens / float(figures.step_ms.mean()), 2),
         "hit_rate": round(figures.hit_rate, 3),
         "cpu_busy": round(figures.cpu, 3),
@@ -111,18 +92,6 @@ def _row(model: str, machine: str, ratio: float, system: System, phase: str, tok
     }
 
 
-def with_speedups(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Each row with its speed over `all_cpu` and `fixed` under the same conditions."""
-    keys = ("device", "model", "phase", "tokens", "cache_ratio")
-
-    def base(row: dict[str, object], system: str) -> float:
-        same = (other for other in rows if other["system"] == system and all(other[key] == row[key] for key in keys))
-        found = next(same, None)
-        return float("nan") if found is None else float(str(found["mean_ms"])) / float(str(row["mean_ms"]))
-
-    return [{**row, "over_all_cpu": round(base(row, "all_cpu"), 3), "over_fixed": round(base(row, "fixed"), 3)} for row in rows]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
@@ -131,8 +100,8 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
     parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="shared experts wait for the routed ones")
-    parser.add_argument("--trace", type=Path, help="only write who worked when, for the first model and ratio under the last system")
+    parser.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
+    parser.add_argument("--trace", type=Path, help="only write a timeline of the first model and ratio under the last system")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     systems = [system for system in SYSTEMS if system.name in arguments.systems]
@@ -143,14 +112,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for model in arguments.models:
         for ratio in arguments.ratios:
-            for phase, measure in (("decode", decode_rows), ("prefill", prefill_rows)):
-                if phase in arguments.phases:
-                    found = with_speedups(
-                        list(measure(model, arguments.machine, ratio, systems, arguments.seed, beside=not arguments.alone))
-                    )
-                    for row in found:
-                        print(*(f"{name}={value}" for name, value in row.items() if name not in ("device", "p20_ms", "p80_ms")), flush=True)
-                    rows += found
+            for phase in arguments.phases:
+                measurement = measured(model, arguments.machine, ratio, systems, phase, arguments.seed, beside=not arguments.alone)
+                found = with_speedups(list(measurement), ("device", "model", "phase", "tokens", "cache_ratio"), "mean_ms")
+                for row in found:
+                    print(*(f"{name}={value}" for name, value in row.items() if name not in ("device", "p20_ms", "p80_ms")), flush=True)
+                rows += found
     if not arguments.no_write:
         print(write_rows("hybrid_modelled", rows, ("torch", "numpy")))
 

@@ -1,19 +1,17 @@
 """The hybrid systems on a real GPU: time to the first token by prompt length, time between tokens, layer by layer and captured.
 
-    python benchmarks/hybrid_gpu.py                           # all there is to measure, on prompts of random tokens
+    python benchmarks/hybrid_gpu.py                           # all systems, on prompts of random tokens
     python benchmarks/hybrid_gpu.py --prompt-sets FOLDER      # models with random weights, layers cut to what fits
     python benchmarks/hybrid_gpu.py --checkpoint FOLDER ...   # a model with its own weights and routing
 
-Each system is a rule file over the same weights (`_gpu_systems.py`); its logits are checked against those of `all_cpu` first. Prompts are
-drawn from the sets that are in FOLDER (`_prompts.py`), or are random tokens where none is named. `--gpu emulated --scale 16` runs the same
-code on any machine on a sixteenth of the widths, which shows that it works and nothing else. Times between tokens are those after the
-first of the prompts' lengths.
+Each system is a rule file over the same weights (`_gpu_systems.py`); its logits are first checked against those of `all_cpu`. Prompts are
+drawn from the sets in FOLDER (`_prompts.py`), or are random tokens without a folder. `--gpu emulated --scale 16` runs the same code on any
+machine with a sixteenth of the widths, to test it; its times mean nothing. Times between tokens are measured after the shortest prompt.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +21,7 @@ from pathlib import Path
 import torch
 from _gpu_systems import SHAPES, SYSTEMS, system
 from _prompts import read_sets, sampled
-from record import write_rows
+from record import percentiles, with_speedups, write_rows
 from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria
 
 from moegraft.injection.demo import demo_path
@@ -31,12 +29,12 @@ from moegraft.operators.offload.devices.cuda import why_no_cuda
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.timeline import Timeline
 
-TOLERANCE = 0.05  # relative, of bfloat16 logits summed in another order
+TOLERANCE = 0.05  # relative difference of bfloat16 logits that are summed in another order
 Row = dict[str, object]
 
 
 def prompts_of(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    """(1, tokens) by set."""
+    """Return a prompt (1, tokens) by set."""
     if arguments.prompt_sets is None:
         return {"random": torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(tokens))}
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint or demo_path(), model_max_length=1 << 20)
@@ -44,7 +42,7 @@ def prompts_of(arguments: argparse.Namespace, tokens: int, vocabulary: int) -> d
 
 
 class Stamps(StoppingCriteria):
-    """When each token was there."""
+    """A streamer that records the time of each token."""
 
     def __init__(self) -> None:
         self.at_s = [time.perf_counter()]
@@ -57,7 +55,7 @@ class Stamps(StoppingCriteria):
 
 
 def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> list[float]:
-    """What each token took, the first one with the prompt."""
+    """Return the ms of each token; the first includes the prompt."""
     stamps = Stamps()
     settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamps], **settings)
@@ -65,7 +63,7 @@ def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> list
 
 
 def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
-    """The share of the time that each was at work, seen layer by layer in a run of its own; what is captured shows the link alone."""
+    """Return the share of the time that each device was busy, measured in a run of its own; captured steps report only the link."""
     engine = next(iter(engines_of(model)), None)
     if engine is None:
         return {}
@@ -95,9 +93,9 @@ def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argp
             runs = [token_ms(model, ids, new_tokens) for _ in range(arguments.rounds)]
             replayed = sum(engine.statistics.replayed for engine in engines_of(model)) - replayed
             found = {"prompt_set": name, "prompt_tokens": tokens}
-            rows.append({**about, "phase": "first token", **found, **spread([run[0] for run in runs]), "steps_replayed": 0})
+            rows.append({**about, "phase": "first token", **found, **percentiles([run[0] for run in runs], "ms", 3), "steps_replayed": 0})
             if new_tokens > 1:
-                each = spread([ms for run in runs for ms in run[1:]])
+                each = percentiles([ms for run in runs for ms in run[1:]], "ms", 3)
                 rows.append({**about, "phase": "next token", **found, **each, "steps_replayed": replayed})
             shares = busy(model, partial(token_ms, model, ids, new_tokens))
             for row in rows[-1 - (new_tokens > 1) :]:
@@ -106,14 +104,8 @@ def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argp
     return rows
 
 
-def spread(times_ms: list[float]) -> Row:
-    """`p20_ms`, `p50_ms`, `p80_ms`; of one time all the same."""
-    tenths = statistics.quantiles(times_ms, n=10, method="inclusive") if len(times_ms) > 1 else times_ms * 9
-    return {f"p{10 * (place + 1)}_ms": round(tenths[place], 3) for place in (1, 4, 7)}
-
-
 def compared(shape: str, ratio: float, arguments: argparse.Namespace) -> list[Row]:
-    """All systems on one model. Ends the program where one answers otherwise than `all_cpu`."""
+    """Measure all systems on one model; end the program if the logits of one differ from those of `all_cpu`."""
     rows: list[Row] = []
     expected: torch.Tensor | None = None
     for name in ["all_cpu", *(name for name in arguments.systems if name != "all_cpu")]:
@@ -129,18 +121,6 @@ def compared(shape: str, ratio: float, arguments: argparse.Namespace) -> list[Ro
             about = {"gpu": arguments.gpu, "model": cut, "weights": arguments.weights, "cache_ratio": ratio, "system": name}
             rows += measure(model, about, arguments)
     return rows
-
-
-def with_speedups(rows: list[Row]) -> list[Row]:
-    """Each row with its speed over `all_cpu` and `fixed` under the same conditions."""
-    keys = ("model", "cache_ratio", "phase", "prompt_set", "prompt_tokens")
-
-    def over(row: Row, name: str) -> float:
-        same = (other for other in rows if other["system"] == name and all(other[key] == row[key] for key in keys))
-        found = next(same, None)
-        return float("nan") if found is None else round(float(str(found["p50_ms"])) / float(str(row["p50_ms"])), 3)
-
-    return [{**row, "over_all_cpu": over(row, "all_cpu"), "over_fixed": over(row, "fixed")} for row in rows]
 
 
 def arguments_of() -> argparse.Namespace:
@@ -162,7 +142,7 @@ def arguments_of() -> argparse.Namespace:
     reason = why_no_cuda() if arguments.gpu.startswith("cuda") else None
     if reason is not None:
         systems = ", ".join(arguments.systems)
-        parser.exit(2, f"{reason}: with a GPU this would measure {systems}; --gpu emulated --scale 16 tries the code\n")
+        parser.exit(2, f"{reason}: with a GPU this measures {systems}; --gpu emulated --scale 16 tests the code\n")
     return arguments
 
 
@@ -172,7 +152,8 @@ def main() -> None:
     shapes = arguments.models if arguments.checkpoint is None else [arguments.checkpoint.name]
     rows = [row for shape in shapes for ratio in arguments.ratios for row in compared(shape, ratio, arguments)]
     if not arguments.no_write:
-        print(write_rows("hybrid_gpu", with_speedups(rows), ("torch", "transformers", "triton")))
+        conditions = ("model", "cache_ratio", "phase", "prompt_set", "prompt_tokens")
+        print(write_rows("hybrid_gpu", with_speedups(rows, conditions, "p50_ms"), ("torch", "transformers", "triton")))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How fast is one MoE layer on the CPU beside KTransformers' own kernel? Shapes of Qwen3-30B-A3B, bfloat16, int8 and int4.
 
-`kt-kernel` (`pip install --no-deps kt-kernel`: it pins a PyTorch of its own, and what is used here needs none) chooses its instruction set
-by the CPU, as ours does. Its idle workers spin on the cores that others need, so each provider runs in a process of its own, and processes
-take turns, round by round, so that a change of the machine meets all alike. One that crashes has a row with its `failure`. Weights, ids
-and their order are the same for both; answers are checked against float64 first. Its workers and its caller spin beside each other: on
-all cores they wait for one another's time slices, so it is also measured with a thread less, and its better figure counts. Its int4 has
-one scale a row, ours one for 32 columns: `relative_error` says what that costs.
+`kt-kernel` (`pip install --no-deps kt-kernel`, since it pins a PyTorch of its own that this use does not need) chooses its instruction set
+by the CPU, like moegraft. Its idle workers spin and would disturb other providers, so each provider runs in a process of its own; processes
+alternate round by round, so that changes of the machine affect all alike. The row of a provider that crashes has its `failure`. Weights,
+ids and their order are equal, and results are first checked against float64. On all cores, kt-kernel's workers and its spinning caller
+compete for time slices, so it is also measured with one thread less, and the better figure counts. Its int4 has one scale per row,
+moegraft's one for 32 columns: `relative_error` shows the difference.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from cpu_experts import (
     ours,
     routings,
 )
-from record import write_rows
+from record import percentiles, write_rows
 
 CALLS = {1: 120, 4: 60, 16: 20, 64: 8, 512: 3}
 WEIGHT_TYPES = ("bfloat16", "int8", "int4")
 
 
 def kt_kernel(weights: dict[str, torch.Tensor], weight_type: str, threads: int) -> Provider:
-    """Their layer over the same experts; weights are quantised by it, in memory."""
+    """Return kt-kernel's layer over the same experts, whose weights it quantises in memory."""
     from kt_kernel import kt_kernel_ext as kt
 
     pool = kt.WorkerPoolConfig()
@@ -76,7 +76,7 @@ def kt_kernel(weights: dict[str, torch.Tensor], weight_type: str, threads: int) 
 
 
 def timed(run: Forward, tokens: int, seed: int) -> list[float]:
-    """Milliseconds of each call but the first few."""
+    """Return the ms of each call except the first few."""
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
     found = []
     for ids, share in routings(tokens, CALLS[tokens] + 2, seed):
@@ -122,17 +122,15 @@ def rows_of(weight_type: str, threads: int, rounds: int) -> list[dict[str, objec
         times = {run: np.concatenate([each["times"][tokens] for each in found[run]]) for run in runs if found[run]}
         best = min((float(np.median(times[run])) for run in times if run[0] == "kt-kernel"), default=math.nan)
         for run in times:
-            p20, p50, p80 = (float(value) for value in np.percentile(times[run], (20, 50, 80)))
+            figures = percentiles(times[run], "ms", 3)
             rows.append(
                 {
                     "provider": run[0],
                     "weights": weight_type,
                     "threads": run[1],
                     "tokens": tokens,
-                    "p20_ms": round(p20, 3),
-                    "p50_ms": round(p50, 3),
-                    "p80_ms": round(p80, 3),
-                    "times_as_fast_as_kt_kernel": "" if math.isnan(best) else round(best / p50, 2),
+                    **figures,
+                    "times_as_fast_as_kt_kernel": "" if math.isnan(best) else round(best / figures["p50_ms"], 2),
                     "relative_error": f"{found[run][0]['error']:.1e}",
                 }
             )

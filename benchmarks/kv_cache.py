@@ -1,11 +1,11 @@
-"""What does a quantised key-value cache cost a model? Next-token probabilities over it, beside the exact cache, on held-out text.
+"""How much quality does a quantised key-value cache lose? Next-token probabilities beside those of the exact cache, on held-out text.
 
     python benchmarks/kv_cache.py                                  # the bundled model, bfloat16
     python benchmarks/kv_cache.py --model FOLDER --text FILE --dtype float32
 
-Each window's first half is read at once, as a prompt; its second half is fed token by token, so that later tokens are quantised as they are
-in `generate`. `kl_nats` is a token's divergence from what the exact cache gives; `same_token` the share of equal likeliest tokens;
-`perplexity` that of the second halves; `cache_bytes` what the tensors of the cache hold at the end of a window.
+Each window's first half is read at once as a prompt; its second half is fed token by token, so that later tokens are quantised as in
+`generate`. `kl_nats` is the mean divergence per token from the exact cache's probabilities, `same_token` the share of equal likeliest
+tokens, `perplexity` that of the second halves, and `cache_bytes` the size of the cache's tensors at the end of a window.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moegraft.operators.kv_cache import BITS, QuantizedKvCacheOptions, group_of,
 
 WINDOW = 768  # tokens, of which the first half is the prompt
 STORED = ("keys", "values", "_quantized_keys", "_quantized_values")
-PACKED = ("_data", "_scale", "_shift")  # of quanto's tensors, which say that they are as large as what they stand for
+PACKED = ("_data", "_scale", "_shift")  # of quanto's tensors, which report the size of the values that they represent
 
 
 def held_bytes(value: Any) -> int:
-    """Of tensors anywhere within."""
+    """Return the bytes of all tensors inside an object."""
     if hasattr(value, "_data"):
         return sum(held_bytes(getattr(value, name)) for name in PACKED if hasattr(value, name))
     if isinstance(value, torch.Tensor):
@@ -45,7 +45,7 @@ def cache_bytes(cache: Any) -> int:
 
 @torch.no_grad()
 def followed(model: PreTrainedModel, cache: Any, window: torch.Tensor) -> torch.Tensor:
-    """(tokens, V) float32 log probabilities after the prompt."""
+    """Return the log probabilities (tokens, V) float32 after the prompt."""
     call: Any = model
     half = window.shape[1] // 2
     call(input_ids=window[:, :half], past_key_values=cache)
@@ -60,7 +60,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
     for options in kinds:
         reason = None if options is None else options.why_not_here()
         if reason is not None:
-            print(f"left out: {reason}")
+            print(f"not measured: {reason}")
             continue
         found, held = [], 0
         for window in windows:
@@ -87,7 +87,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_path()))
-    parser.add_argument("--text", type=Path, help="by default the part of the bundled model's text that it was not trained on")
+    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--windows", type=int, default=4)
     options = parser.parse_args()

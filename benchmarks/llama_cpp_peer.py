@@ -1,7 +1,7 @@
 r"""llama.cpp on a random Qwen3-MoE of given sizes, through the packages `llama-cpp-python` and `gguf`; a peer for `cpu_model.py`.
 
-On CPUs with AMX, llama.cpp's own AMX kernels (in 0.3.36 of the package) end the process with an illegal instruction on int4 experts. Build
-it without them there:
+On CPUs with AMX, llama.cpp's AMX kernels (version 0.3.36 of the package) end the process with an illegal instruction on int4 experts.
+There, build it without them:
 
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON \
         -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF" \
@@ -21,14 +21,14 @@ import numpy as np
 from moegraft.operators.self_test import random_blocks
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
-# As half of the layers of most files have it: what is read for all that a token is, in more bits.
+# The types of half of the layers of most files: matrices whose precision matters most have more bits.
 MIXED = "q4_k_m"
 MORE_BITS = ("ffn_down", "attn_v", "output.")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a Qwen3-MoE model; experts repeat `distinct` random ones, each in memory of its own."""
+    """The sizes of a Qwen3-MoE model, whose experts repeat `distinct` random ones, each in memory of its own."""
 
     layers: int
     hidden: int = 2048
@@ -43,7 +43,7 @@ class Sizes:
 
 
 def write_model(path: Path, sizes: Sizes, weights: str) -> None:
-    """A GGUF file with random weights of one of `GGUF_TYPES`, or `MIXED`."""
+    """Write a GGUF file with random weights of one of `GGUF_TYPES`, or `MIXED`."""
     import gguf
 
     def kind(name: str) -> Any:
@@ -143,12 +143,12 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp cannot evaluate")
 
     def prefill(self, tokens: list[int]) -> None:
-        """Evaluates a prompt from an empty cache."""
+        """Evaluate a prompt from an empty cache."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         self._evaluate(tokens)
 
     def decode(self, steps: int) -> None:
-        """Evaluates `steps` tokens, one at a time, after what is in the cache; each is the last one's most likely successor."""
+        """Evaluate `steps` tokens one at a time after those in the cache; each is the most likely successor of the last."""
         token = 1
         vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         for _ in range(steps):

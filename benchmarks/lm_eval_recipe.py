@@ -1,12 +1,12 @@
-"""Scores of the language model evaluation harness (lm-eval) for an injected model, by share of neurons left out: the published study's way.
+"""How does leaving neurons out change the scores of the language model evaluation harness (lm-eval)? The method of the published study.
 
     pip install lm-eval
     python benchmarks/lm_eval_recipe.py --model Qwen/Qwen3-30B-A3B --tasks arc_challenge,arc_easy,hellaswag,winogrande,truthfulqa_mc2
-    python benchmarks/lm_eval_recipe.py                  # the bundled model, on a task made of held-out text; no download
+    python benchmarks/lm_eval_recipe.py                  # the bundled model, on a task from held-out text; no download
 
-An injected model is a PreTrainedModel, so the harness takes it as it is: `HFLM(pretrained=model, tokenizer=tokenizer)`. The rules are those
-of any file (`--rules`) with `sparsity` at each target. The made-up task, `word_order`, asks which of four lines comes next: three have two
-words exchanged.
+An injected model is a PreTrainedModel, which the harness accepts: `HFLM(pretrained=model, tokenizer=tokenizer)`. The rules are those of any
+file (`--rules`) with `sparsity` at each target. The task of the bundled model, `word_order`, asks which of four lines comes next; three of
+them have two words exchanged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ metric_list:
 
 
 def write_task(folder: Path, questions: int) -> None:
-    """`word_order` and its data: after 6 lines of held-out text the next one, or it with two neighbouring words exchanged."""
+    """Write the task `word_order`: 6 lines of held-out text, then the next line or copies with two neighbouring words exchanged."""
     lines = split_text(TEXT.read_text(encoding="utf-8"))[1].splitlines(keepends=True)
     drawn = random.Random(0)
     rows: list[dict[str, object]] = []
@@ -72,7 +72,7 @@ def _exchanged(words: list[str], at: int) -> str:
 
 
 def scores(model: Any, tokenizer: Any, tasks: list[str], limit: int | None, include: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each task's results, as the harness names them."""
+    """Return each task's results by the harness's names."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -92,9 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="hub id or folder; default: the bundled model")
     parser.add_argument("--rules", default="cpu-exact", help="rule file, or the name of a shipped one")
-    parser.add_argument("--tasks", default="word_order", help="names, with commas between")
+    parser.add_argument("--tasks", default="word_order", help="names separated by commas")
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="shares of routed neurons to leave out")
-    parser.add_argument("--limit", type=int, default=200, help="questions of each task; 0: all")
+    parser.add_argument("--limit", type=int, default=200, help="questions per task; 0 for all")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     path = arguments.model or demo_path()

@@ -1,7 +1,7 @@
 """How much memory does loading take? Peak anonymous memory of stock `from_pretrained` and of `optimize_and_load`, side by side.
 
-Each provider loads the same checkpoint in a process of its own, whose RssAnon is sampled: mapped file pages, which the kernel may drop
-at any time, do not count. The bound to hold is the packed experts plus the rest of the model plus 10%.
+Each provider loads the same checkpoint in a process of its own, whose RssAnon is sampled. Mapped file pages do not count, since the
+operating system may drop them at any time. The required bound is 110% of the packed experts and the other weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROVIDERS = ("stock", "cpu-exact", "cpu")
 
 
 def make_checkpoint(folder: Path, layers: int, dtype: torch.dtype) -> None:
-    """A random Qwen3-MoE checkpoint whose experts are nearly all of it: about 72 MiB a layer in float32."""
+    """Write a random Qwen3-MoE checkpoint that consists mostly of experts, about 72 MiB per layer in float32."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -40,7 +40,7 @@ def rss_anon_bytes() -> int:
 
 
 class PeakSampler:
-    """Samples RssAnon every 2 ms from a thread of its own."""
+    """A thread that samples RssAnon every 2 ms."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -62,7 +62,7 @@ class PeakSampler:
 
 
 def measure(provider: str, folder: Path) -> dict[str, float]:
-    """Runs in the child: loads once and reports its peak and what should have been enough."""
+    """Load once in a child process, and report the peak and the bytes held afterwards."""
     from transformers import AutoModelForCausalLM
 
     from moegraft.injection import optimize_and_load

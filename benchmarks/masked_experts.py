@@ -1,7 +1,6 @@
-"""A stock model with neurons left out by any criterion, in plain PyTorch: what the quality of kernels' thresholds is judged against.
+"""A stock model with neurons left out by any criterion, in plain PyTorch, to compare criteria with the kernels' thresholds.
 
-Every neuron is computed and then multiplied by zero, so this is slow and has no need of kernels: sorting an expert's neurons, which no fast
-kernel would do, is one criterion like another here.
+All neurons are computed and the inactive ones set to zero, which is slow but allows criteria that no fast kernel supports, such as sorting.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from transformers import PreTrainedModel
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.reference import reference_activation, reference_gate
 
-# Of a module's path, the expert (None: a shared one) and act(gate) (n, I) float32: which neurons of which token are kept, (n, I) bool.
+# Returns the neurons to keep, (n, I) bool, given a module's path, the expert (None for a shared one) and act(gate), (n, I) float32.
 Keep = Callable[[str, int | None, torch.Tensor], torch.Tensor]
 SHARED_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Where neurons can be left out: experts modules with their layouts, and shared experts, by path."""
+    """The modules whose neurons can be left out: experts modules with their layouts, and shared experts, by path."""
 
     routed: Mapping[str, ExpertsLayout]
     shared: Mapping[str, int]
@@ -37,7 +36,8 @@ class Sites:
 
 
 def find_sites(model: PreTrainedModel) -> Sites:
-    """
+    """Find a model's experts and shared experts.
+
     Raises:
         ValueError: the model has no experts of the shared interface.
     """
@@ -56,7 +56,7 @@ def find_sites(model: PreTrainedModel) -> Sites:
 
 @contextmanager
 def masked(model: PreTrainedModel, sites: Sites, keep: Keep) -> Iterator[None]:
-    """While it lasts, the model's experts keep only the neurons that `keep` says; it may look at activations and keep all."""
+    """Keep only the neurons that `keep` returns in all experts of the model within the body; `keep` may also only observe."""
     changed: dict[str, Any] = {}
     for path, layout in sites.routed.items():
         changed[path] = _routed_forward(model.get_submodule(path), layout, path, keep)
@@ -68,7 +68,7 @@ def masked(model: PreTrainedModel, sites: Sites, keep: Keep) -> Iterator[None]:
         yield
     finally:
         for path in changed:
-            del model.get_submodule(path).forward  # the class's own is there again
+            del model.get_submodule(path).forward  # restores the method of the class
 
 
 def _routed_forward(module: nn.Module, layout: ExpertsLayout, path: str, keep: Keep) -> Callable[..., torch.Tensor]:

@@ -1,33 +1,21 @@
-"""Plots of the CPU results: a layer on its roofline, a whole model beside its peers, and where a decode step goes."""
+"""Plots of the CPU results: a layer on its roofline, a whole model beside its peers, and the parts of a decode step."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from readme_tables import RESULTS, default_rows, read
 
-RESULTS = Path(__file__).parent / "results"
 MARKS = {"int4": "o", "int8": "s", "bfloat16": "^"}
-Row = dict[str, str]
-
-
-def read(name: str) -> list[Row]:
-    path = RESULTS / f"{name}.csv"
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def roofline(axes: plt.Axes) -> None:
-    """Arithmetic by intensity (operations a byte of weights read): below the read probe's slope and the GEMM probe's level."""
-    rows = [row for row in read("cpu_experts") if "sparse" not in row["provider"] and "avx2" not in row["provider"]]
-    rows = [row for row in rows if row["provider"].endswith("bf16") or row["provider"].startswith("transformers")]
+    """Plot arithmetic by intensity (operations per byte of weights) under the limits of the read probe and the GEMM probe."""
+    rows = [row for row in default_rows(read("cpu_experts")) if row["weights"] in MARKS]
     read_gb_s, gemm_gop_s = (max(float(row[column]) for row in rows) for column in ("read_probe_gb_s", "gemm_probe_gop_s"))
     span = [0.5, 2000.0]
     axes.plot(span, [min(read_gb_s * x, gemm_gop_s) for x in span], alpha=0)  # sets the limits
@@ -35,10 +23,10 @@ def roofline(axes: plt.Axes) -> None:
     axes.plot([span[0], knee, span[1]], [span[0] * read_gb_s, gemm_gop_s, gemm_gop_s], color="black", lw=1)
     for row in rows:
         gop_s, gb_s = float(row["gop_s"]), float(row["gb_s"])
-        colour = "tab:blue" if row["provider"].startswith("ours") else "tab:orange"
+        colour = "tab:blue" if row["provider"] == "moegraft" else "tab:orange"
         axes.plot(gop_s / gb_s, gop_s, MARKS[row["weights"]], color=colour)
         axes.annotate(f"T={row['tokens']}", (gop_s / gb_s, gop_s), fontsize=6, xytext=(3, 3), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte of weights", ylabel="Gop/s", title="one MoE layer on the roofline")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of weights", ylabel="Gop/s", title="one MoE layer on the roofline")
     for weights, mark in MARKS.items():
         axes.plot([], [], mark, color="grey", label=weights)
     axes.plot([], [], "-", color="tab:blue", label="moegraft")
@@ -68,7 +56,7 @@ def profile(axes: plt.Axes) -> None:
         axes.barh([f"{provider}, {threads} threads" for provider, threads in bars], values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="ms a token", title="where a decode step goes")
+    axes.set(xlabel="ms per token", title="time of a decode step")
     axes.legend(fontsize=7)
 
 

@@ -28,7 +28,7 @@ def _pick(rows: Sequence[Row], **where: str) -> list[Row]:
 
 
 def _bars(axes: plt.Axes, rows: Sequence[Row], systems: Sequence[str], column: str) -> None:
-    """Groups along the cache ratio, a bar for each system."""
+    """Draw a group per cache ratio with a bar per system."""
     ratios = sorted({row["cache_ratio"] for row in rows}, key=float)
     width = 0.8 / len(systems)
     for place, system in enumerate(systems):

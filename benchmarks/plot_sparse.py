@@ -1,4 +1,4 @@
-"""Plots of what a layer without unneeded neurons took on a GPU: the published study's Figures 6 and 7 and its Table 2.
+"""Plots of the times of sparse experts on a GPU, after the published study's Figures 6 and 7 and Table 2.
 
 From `results/sparse_layer.csv` and `results/sparse_layer_kernels.csv`, which `sparse_layer.py` writes on a machine with a GPU.
 """
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 def best(rows: Sequence[Row], shape: str, *, sparse: bool) -> dict[tuple[float, int], Row]:
-    """The fastest path by total sparsity and tokens; of dense ones those that compute every neuron."""
+    """Return the fastest path by total sparsity and tokens, among dense paths those that compute every neuron."""
     found: dict[tuple[float, int], Row] = {}
     for row in rows:
         place = (float(row["total_sparsity"]), int(row["tokens"]))
@@ -38,7 +38,7 @@ def shapes_of(rows: Sequence[Row]) -> list[str]:
 
 
 def speedup_by_batch(rows: Sequence[Row], target: Path) -> None:
-    """Speed-up of the fastest sparse path over the fastest dense one by batch (Figure 6), a panel a shape."""
+    """Plot the speed-up of the fastest sparse path over the fastest dense one by batch (Figure 6), with a panel per shape."""
     shapes = shapes_of(rows)
     figure, panels = plt.subplots(1, len(shapes), figsize=(6 * len(shapes), 4), squeeze=False)
     for panel, shape in zip(panels[0], shapes, strict=True):
@@ -56,7 +56,7 @@ def speedup_by_batch(rows: Sequence[Row], target: Path) -> None:
 
 
 def time_by_sparsity(rows: Sequence[Row], target: Path) -> None:
-    """A layer's time by total sparsity beside its floor (what Table 2 has of speed), a panel a shape and batch."""
+    """Plot a layer's time by total sparsity beside its lower bound (the speeds of Table 2), with a panel per shape and batch."""
     panels_of = [(shape, tokens) for shape in shapes_of(rows) for tokens in (SMALL, LARGE)]
     figure, panels = plt.subplots(1, len(panels_of), figsize=(4 * len(panels_of), 4), squeeze=False)
     for panel, (shape, tokens) in zip(panels[0], panels_of, strict=True):
@@ -73,7 +73,7 @@ def time_by_sparsity(rows: Sequence[Row], target: Path) -> None:
 
 
 def time_by_kernel(rows: Sequence[Row], target: Path) -> None:
-    """Where the time of each path goes, by total sparsity (Figure 7), a panel a shape and path."""
+    """Plot the time of each path's kernels by total sparsity (Figure 7), with a panel per shape and path."""
     panels_of = list(dict.fromkeys((str(row["shape"]), str(row["path"])) for row in rows))
     figure, panels = plt.subplots(1, len(panels_of), figsize=(4 * len(panels_of), 4), squeeze=False)
     for panel, (shape, path) in zip(panels[0], panels_of, strict=True):
@@ -99,7 +99,7 @@ def main() -> None:
     ):
         path = RESULTS / f"{name}.csv"
         if not path.is_file():
-            print(f"{path.name} is not there: run sparse_layer.py on a machine with a CUDA GPU")
+            print(f"{path.name} does not exist: run sparse_layer.py on a machine with a CUDA GPU")
             continue
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""Generate the tables of the documentation from the committed results. Run it after a benchmark; a test compares the pages with it."""
+"""Generate the tables of the documentation from the committed results. Run this after a benchmark; a test compares the pages with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, str]
 
 
 def read(name: str) -> list[Row]:
-    """The rows of one results file; none where it was never measured."""
+    """Return the rows of one results file; none where the file does not exist."""
     path = RESULTS / f"{name}.csv"
     if not path.is_file():
         return []
@@ -31,9 +31,25 @@ def provenance(rows: list[Row]) -> str:
     return f"{rows[0]['hardware']}, commit {rows[0]['commit']}, {rows[0]['versions'].replace(' ', ', ')}."
 
 
+def default_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of `cpu_experts.py` for transformers and for moegraft's default instruction set of each weight type.
+
+    The default is the first instruction set that is measured for a weight type; its name depends on the machine.
+    """
+    defaults: dict[str, str] = {}
+    found = []
+    for row in rows:
+        if row["provider"].startswith("ours-sparse"):
+            continue
+        ours = row["provider"].startswith("ours")
+        if not ours or defaults.setdefault(row["weights"], row["provider"]) == row["provider"]:
+            found.append({**row, "provider": "moegraft"} if ours else row)
+    return found
+
+
 def cpu_experts() -> str:
-    """Milliseconds a layer by batch: ours with the widest instruction set of the machine, and transformers."""
-    rows = [row for row in read("cpu_experts") if "avx512_bf16" in row["provider"] or not row["provider"].startswith("ours")]
+    """Return milliseconds per layer by number of tokens, for moegraft and transformers."""
+    rows = default_rows(read("cpu_experts"))
     tokens = sorted({row["tokens"] for row in rows}, key=int)
     found = {(row["provider"], row["weights"], row["tokens"]): row for row in rows}
     body = []
@@ -41,17 +57,17 @@ def cpu_experts() -> str:
         cells = [found.get((provider, weights, count)) for count in tokens]
         body.append(
             [
-                provider.replace("ours-avx512_bf16", "**moegraft**"),
+                provider.replace("moegraft", "**moegraft**"),
                 weights,
                 *(f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells),
             ]
         )
-    read_share = [float(found["ours-avx512_bf16", weights, "1"]["read_share"]) for weights in ("int4", "int8", "bfloat16")]
+    read_share = [float(row["read_share"]) for row in rows if (row["provider"], row["tokens"]) == ("moegraft", "1")]
     return (
-        "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 a token), milliseconds, medians, "
+        "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 per token), milliseconds, medians, "
         f"{rows[0]['threads']} threads:\n\n{table(['', 'weights', *(f'T={count}' for count in tokens)], body)}\n\n"
-        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of a read-bandwidth probe taken beside it. "
-        f"{provenance(rows)}"
+        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth of a read probe in the same "
+        f"run. {provenance(rows)}"
     )
 
 
@@ -68,7 +84,7 @@ def load_memory() -> str:
         ]
         for row in rows
     ]
-    head = ["", "checkpoint", "its MiB", "held after, MiB", "peak of loading, MiB", "peak / held"]
+    head = ["", "checkpoint", "checkpoint, MiB", "held after loading, MiB", "peak while loading, MiB", "peak / held"]
     return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{table(head, body)}\n\n{provenance(rows)}"
 
 
@@ -102,7 +118,7 @@ def cpu_model() -> str:
 
 
 def kt_kernel() -> str:
-    """A layer beside KTransformers' kernel, by tokens a call; of its thread counts the better one."""
+    """Return milliseconds per layer beside KTransformers' kernel at its better thread count, by tokens per call."""
     rows = read("kt_kernel")
     tokens = list(dict.fromkeys(row["tokens"] for row in rows if row["tokens"]))
 
@@ -115,7 +131,7 @@ def kt_kernel() -> str:
         [weights, *(f"{fastest('moegraft', weights, count)} / {fastest('kt-kernel', weights, count)}" for count in tokens)]
         for weights in dict.fromkeys(row["weights"] for row in rows)
     ]
-    caption = "One layer of Qwen3-30B-A3B's shapes, ms (median) by tokens a call, ours / KTransformers' `kt-kernel`, which take turns:"
+    caption = "One layer of Qwen3-30B-A3B's shapes, ms (median) by tokens per call, moegraft / KTransformers' `kt-kernel`, interleaved:"
     return f"{caption}\n\n{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
@@ -127,7 +143,7 @@ def cpu_model_pairs() -> str:
 
 
 def speeds() -> str:
-    """The README's one table of speeds: figures measured alternately with each peer."""
+    """Return the README's table of speeds, from runs that are interleaved with each peer."""
     layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
     formats = ("int4", "int8", "bfloat16")
 
@@ -169,12 +185,12 @@ HYBRID_SYSTEMS = {
     "fixed": "a fixed map of hot experts",
     "on_demand+next_layer": "loading on demand, next layer prefetched",
     "all": "**moegraft**",
-    "bound": "knowing what later layers choose",
+    "bound": "bound: with the choices of later layers known",
 }
 
 
 def hybrid_modelled() -> str:
-    """Decode by share of the experts that have a slot; one prompt length beside it."""
+    """Return decode rates by share of the experts that have a slot, and the time to the first token of one prompt length."""
     rows = [row for row in read("hybrid_modelled") if row["system"] in HYBRID_SYSTEMS]
     ratios = sorted({row["cache_ratio"] for row in rows}, key=float)
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -188,34 +204,34 @@ def hybrid_modelled() -> str:
     shares = " / ".join(f"{float(ratio):.0%}" for ratio in ratios)
     head = ["", *(f"{model}, tokens/s" for model in models), f"s to the first token, 512 tokens, {float(ratios[0]):.0%}"]
     return (
-        f"Modelled, not measured: the engine as it is on a virtual clock that charges what an A6000 and 10 CPU cores are assumed to take, "
-        f"with made-up routing, shared experts on the GPU beside the routed ones; {shares} of the experts have a slot:\n\n"
+        f"Modelled, not measured: the real engine on a virtual clock with the assumed costs of an A6000 and 10 CPU cores, synthetic "
+        f"routing, and shared experts on the GPU while routed ones are transferred; {shares} of the experts have a slot:\n\n"
         f"{table(head, body)}\n\n{provenance(rows)}"
     )
 
 
 def demo_speed() -> str:
-    return rates("demo_speed", "The bundled model, small enough that Python weighs as much as the experts:")
+    return rates("demo_speed", "The bundled model, which is so small that Python takes as much time as the experts:")
 
 
 def serve() -> str:
-    """Tokens a second of all clients together, and how long one waits for its first."""
+    """Return tokens per second of all clients together, and the time to a client's first token."""
     rows = read("serve")
     head = ["", "clients", "tokens/s, median", "p20", "p80", "ms to the first token, median"]
     keys = ("provider", "clients", "p50_tokens_per_s", "p20_tokens_per_s", "p80_tokens_per_s", "p50_first_ms")
     others = max(float(row["others_share"]) for row in rows)
     return (
-        f"The bundled model with `{rows[0]['rules']}`, {rows[0]['threads']} thread, clients on the same cores, of which other processes "
-        f"took {others:.1%} at most. With 1 client both run the same code: what differs there is noise.\n\n"
+        f"The bundled model with `{rows[0]['rules']}` and {rows[0]['threads']} thread, with the clients on the same cores. Other processes "
+        f"took at most {others:.1%} of the cores. With 1 client both rows run the same code, and their difference is noise.\n\n"
         f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
     )
 
 
-THRESHOLDS = (("none", ""), ("threshold", "routed"))  # criterion and scope of what operators do
+THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
 
 
 def sparse_cpu() -> str:
-    """Speed against the dense layout by share of neurons left out, beside what the share costs the bundled model."""
+    """Return the speed over the dense layout by share of neurons left out, beside the bundled model's quality at that share."""
     rows = read("sparse_cpu")
     quality = {row["target"]: row for row in read("sparse_quality") if (row["criterion"], row["scope"]) in THRESHOLDS}
     found = {(row["provider"], row["phase"]): row for row in rows}
@@ -229,8 +245,8 @@ def sparse_cpu() -> str:
         body.append([share, *speed, f"{float(cost['perplexity']):.2f}", f"{float(cost['same_next_token']):.1%}"])
     head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases), "perplexity", "same next token"]
     return (
-        f"Speed against the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, {rows[0]['threads']} threads), "
-        "beside what the share costs the bundled model on held-out text (`benchmarks/sparse_quality.py`):\n\n"
+        f"Speed over the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, {rows[0]['threads']} threads), "
+        "beside the bundled model's quality on held-out text at the same share (`benchmarks/sparse_quality.py`):\n\n"
         f"{table(head, body)}\n\n{provenance(rows)}"
     )
 
@@ -250,9 +266,9 @@ def kv_cache() -> str:
         for row in rows
     ]
     return (
-        f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of as many "
-        "(`benchmarks/kv_cache.py`; the latest tokens wait unquantised, so that short texts save less):\n\n"
-        f"{table(['backend', 'bits', 'cache', 'KL, nats a token', 'same next token', 'perplexity'], body)}\n\n{provenance(rows)}"
+        f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of the same "
+        "length (`benchmarks/kv_cache.py`; the latest tokens are not quantised yet, so short texts save less):\n\n"
+        f"{table(['backend', 'bits', 'cache', 'KL, nats per token', 'same next token', 'perplexity'], body)}\n\n{provenance(rows)}"
     )
 
 
@@ -273,15 +289,15 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """`text` with every `<!-- results: NAME -->` ... `<!-- end -->` filled from the results.
+    """Return `text` with every `<!-- results: NAME -->` ... `<!-- end -->` filled from the results.
 
     Raises:
-        ValueError: a section that no function makes.
+        ValueError: no function generates a section.
     """
 
     def fill(match: re.Match[str]) -> str:
         if match[1] not in SECTIONS:
-            raise ValueError(f"no table is named '{match[1]}'; there are {', '.join(SECTIONS)}")
+            raise ValueError(f"no table is named '{match[1]}'; expected one of {', '.join(SECTIONS)}")
         return f"<!-- results: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)

@@ -1,13 +1,17 @@
-"""Results as CSV rows that say where they come from: hardware, commit and versions beside every figure."""
+"""Results as CSV rows with their provenance: hardware, commit and versions beside every figure."""
 
 from __future__ import annotations
 
 import csv
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -45,11 +49,13 @@ def versions(*packages: str) -> str:
 
 
 def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequence[str] = ("torch", "transformers")) -> Path:
-    """Writes `results/NAME.csv`, each row with its provenance, and returns its path. A row that was read from results keeps its own.
-    Columns are those of all rows: what failed has no figures, and names its failure.
+    """Write `results/NAME.csv`, each row with its provenance, and return its path.
+
+    A row that was read from results keeps its own provenance. The columns are the union of all rows' columns: a failed provider's row has
+    a `failure` and no figures.
 
     Raises:
-        ValueError: no rows.
+        ValueError: there are no rows.
     """
     if not rows:
         raise ValueError(f"{name}: nothing was measured")
@@ -62,3 +68,26 @@ def write_rows(name: str, rows: Sequence[Mapping[str, object]], packages: Sequen
         writer.writeheader()
         writer.writerows({**provenance, **row} for row in rows)
     return path
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def percentiles(samples: Sequence[float] | NDArray[np.float64], unit: str, digits: int) -> dict[str, float]:
+    """Return the columns `p20_UNIT`, `p50_UNIT` and `p80_UNIT`, linearly interpolated; there must be a sample."""
+    return {f"p{share}_{unit}": round(float(np.percentile(samples, share)), digits) for share in (20, 50, 80)}
+
+
+def with_speedups(rows: Sequence[Mapping[str, object]], conditions: Sequence[str], ms: str) -> list[dict[str, object]]:
+    """Return each row with its speed over the systems `all_cpu` and `fixed` under equal `conditions`, by the column `ms`."""
+
+    def over(row: Mapping[str, object], system: str) -> float:
+        same = (other for other in rows if other["system"] == system and all(other[key] == row[key] for key in conditions))
+        found = next(same, None)
+        return float("nan") if found is None else round(float(str(found[ms])) / float(str(row[ms])), 3)
+
+    return [{**row, "over_all_cpu": over(row, "all_cpu"), "over_fixed": over(row, "fixed")} for row in rows]

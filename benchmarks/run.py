@@ -4,7 +4,7 @@
     python benchmarks/run.py NAME [OPTION ...]        # the benchmark's own options: NAME --help
     python benchmarks/run.py report --out report.html
 
-A benchmark writes its tables and plots to benchmarks/results, over those that are there. Exit code 0: it ran; 1: it failed; 2: there is no
+A benchmark writes its tables and plots to benchmarks/results and replaces existing ones. Exit code 0: it ran; 1: it failed; 2: there is no
 benchmark of that name, or its arguments are wrong.
 """
 
@@ -22,7 +22,7 @@ from moegraft.injection.cli.output import columns
 from moegraft.injection.rules.diagnostics import did_you_mean
 
 FOLDER = Path(__file__).parent
-SHOWN = 40  # rows of a table; the file has them all
+SHOWN = 40  # printed rows of a table; the file has all rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _report(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/run.py report", description="Make one HTML page of benchmarks/results; it opens offline."
     )
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="a file that exists is replaced")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="file to write; an existing one is replaced")
     out: Path = parser.parse_args(arguments).out
     try:
         benchmarks = gather(FOLDER)
@@ -72,13 +72,13 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _run(name: str, options: Sequence[str]) -> int:
-    """Runs a benchmark to its end in a process of its own and prints the tables that it wrote."""
+    """Run a benchmark in a process of its own and print the tables that it wrote."""
     before = _modified()
     with subprocess.Popen([sys.executable, str(FOLDER / f"{name}.py"), *options]) as running:
         try:
             exit_code = running.wait()
         except KeyboardInterrupt:
-            running.wait()  # it receives Ctrl-C too, and may have servers to stop
+            running.wait()  # the benchmark receives Ctrl-C too, and may have servers to stop
             return 130
     written = [path for path, state in _modified().items() if before.get(path) != state]
     for path in written:
@@ -91,13 +91,13 @@ def _run(name: str, options: Sequence[str]) -> int:
 
 
 def _modified() -> dict[Path, tuple[int, int]]:
-    """When each result and plot was last written, in nanoseconds, and its bytes."""
+    """Return the modification time in nanoseconds and the size in bytes of each result and plot."""
     files = sorted(path for path in (FOLDER / "results").glob("*") if path.suffix in (".csv", ".png"))
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
 def _print_table(result: Result) -> None:
-    """The columns in which rows differ, and what all rows share below."""
+    """Print the columns in which rows differ, and below them the values that all rows share."""
     shown = result.without(list(result.constant)) if len(result.rows) > 1 else result
     right = [index for index in range(len(shown.columns)) if all(is_number(row[index]) for row in shown.rows)]
     print("\n".join([result.name, *columns([shown.columns, *shown.rows[:SHOWN]], right=right)]))

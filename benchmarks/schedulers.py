@@ -1,14 +1,14 @@
-"""How near the optimum does each schedule come, and what does a plan take?
+"""How close does each schedule come to the optimum, and how long does a plan take?
 
     python benchmarks/schedulers.py makespan speed
 
-- makespan: makespan over the exact optimum by schedule, model shape, modelled machine, stage and share of experts cached; and the same
-  with experts in flight. Routing is drawn, not recorded (`_synthetic_routing.py`); a layer holds the experts that were used most before,
-  and each problem's costs are its machine's by a factor of 0.9 to 1.1 for the CPU, the GPU and the link.
-- speed: microseconds a plan, in C++ alone and through Python, and a call of `gains`.
+- makespan: makespan over the exact optimum by schedule, model shape, modelled machine, stage and share of experts cached, without and with
+  experts in flight. Routing is synthetic (`_synthetic_routing.py`); a layer holds the experts that were used most before, and each problem
+  scales its machine's costs for the CPU, the GPU and the link by factors of 0.9 to 1.1.
+- speed: microseconds per plan, in C++ alone and through Python, and per call of `gains`.
 
-`layer_map` has all experts of a share of the layers on the GPU, where the others have a share of each layer's: the mean of both kinds of
-layer is compared.
+`layer_map` has all experts of a share of the layers on the GPU, the other schedules a share of each layer's experts; the figure of
+`layer_map` is the mean over both kinds of layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moegraft.operators.routing_trace import Trace
 STAGES = {"decode": 1, "verify x4": 4, "verify x8": 8, "prefill 32": 32, "prefill 128": 128, "prefill 512": 512}  # tokens
 RATIOS = (0.25, 0.5, 0.75)
 TRACE_TOKENS = 3072
-PAST_TOKENS = 64  # what a layer's residents were used most in
+PAST_TOKENS = 64  # earlier tokens that determine a layer's resident experts
 PLANNED = tuple(name for name in SCHEDULES if name != "layer_map")
 Row = dict[str, object]
 
@@ -49,7 +49,7 @@ Row = dict[str, object]
 def draw_problem(
     random: np.random.Generator, trace: Trace, model: str, machine: MachineProfile, tokens: int, ratio: float, in_flight: int = 0
 ) -> LayerProblem:
-    """One layer of one step of the trace, with the `in_flight` missing experts that have the most tokens on their way."""
+    """Draw the problem of one layer in one step of the trace; the `in_flight` missing experts with the most tokens are in flight."""
     shape = MODELS[model]
     nbytes = shape.expert_bytes()
     layer = int(random.integers(len(trace.layers)))
@@ -90,7 +90,7 @@ def makespans(schedulers: dict[ScheduleName, Scheduler], problem: LayerProblem, 
 
 
 def cells(problems: int, in_flight: int) -> Iterator[tuple[str, str, str, float, dict[ScheduleName, NDArray[np.float64]]]]:
-    """Ratios to the optimum by model, stage, machine and share of experts cached."""
+    """Return the ratios to the optimum by model, stage, machine and share of experts cached."""
     schedulers = {name: Scheduler(name) for name in PLANNED}
     random = np.random.default_rng(1)
     for model in MODELS:
@@ -147,7 +147,7 @@ def show(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> None:
-    """p99 over the optimum, less 1, by stage: a panel a model. What is below 0.001% is drawn there."""
+    """Plot the p99 excess over the optimum by stage, with a panel per model; values below 0.001% are drawn at 0.001%."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     for model, axes in zip(MODELS, figure.subplots(1, len(MODELS), sharey=True), strict=True):
         for name in SCHEDULES:
@@ -166,14 +166,14 @@ def plot(pooled: dict[tuple[str, str, ScheduleName], NDArray[np.float64]]) -> No
 
 
 class PlannerClock:
-    """Times the planner's C++ on its own."""
+    """A timer of the planner's C++ code alone."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._library = compile_library([Path(__file__).with_name("_planner_speed.cpp")], Path(self._folder.name))
 
     def run(self, what: str, schedule: str, problems: list[LayerProblem], repeats: int) -> NDArray[np.float64]:
-        """Microseconds a call, (repeats,), of `time_plans` or `time_gains`."""
+        """Return microseconds per call, (repeats,), of `time_plans` or `time_gains`."""
         given = (ProblemStruct * len(problems))(*map(ProblemStruct.of, problems))
         pass_us = np.empty(repeats)
         getattr(self._library, what)(schedule.encode(), given, len(problems), repeats, ctypes.c_void_p(pass_us.ctypes.data))
@@ -181,7 +181,7 @@ class PlannerClock:
 
 
 def python_us(schedule: ScheduleName, problems: list[LayerProblem], repeats: int) -> NDArray[np.float64]:
-    """Microseconds for making a problem of its arrays and planning it."""
+    """Return the microseconds to create a problem from its arrays and plan it."""
     scheduler = Scheduler(schedule)
     pass_us = np.empty(repeats)
     for repeat in range(-1, repeats):
@@ -222,8 +222,8 @@ def speed(problems: int, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("makespan", "speed"))
-    parser.add_argument("--problems", type=int, default=400, help="a cell")
-    parser.add_argument("--repeats", type=int, default=25, help="passes that are timed")
+    parser.add_argument("--problems", type=int, default=400, help="problems per cell")
+    parser.add_argument("--repeats", type=int, default=25, help="timed passes")
     arguments = parser.parse_args()
     if "makespan" in arguments.parts:
         makespan(arguments.problems)

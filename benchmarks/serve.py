@@ -1,9 +1,9 @@
-"""How many tokens a second does `moegraft serve` make for 1, 8 and 32 clients at once? The bundled model, decoded together and one by one.
+"""How many tokens per second does `moegraft serve` generate for 1, 8 and 32 clients? The bundled model, decoded together and one by one.
 
-Server and clients are processes of one machine and share its cores. The model is small enough that Python weighs as much as
-the experts: what is measured is the server. Each request is streamed; the first round of each setting warms up and is not counted,
-nor is a round in which the machine held this process up for half a second or more: such a round is done again, and the rows count them.
-`others_share` is what other processes took of all cores' time meanwhile.
+Server and clients are processes of one machine and share its cores. In so small a model, Python takes as much time as the experts, so the
+server itself is measured. Each request is streamed. The first round of each setting warms up. A round in which this process was paused for
+half a second or more is repeated, and the rows count these rounds. `others_share` is the share of all cores' time that other processes
+used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from _core_time import CoreTime
-from record import write_rows
+import psutil
+from record import percentiles, write_rows
 
-SETTINGS = {"together": 32, "one by one": 1}  # requests answered at once
+SETTINGS = {"together": 32, "one by one": 1}  # requests served concurrently
 QUESTIONS = ("What news from Rome?", "Speak of the king.", "Who goes there, and why?", "Tell me of love.")
 HELD_UP_S = 0.5
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
@@ -36,7 +35,7 @@ CODE = "from moegraft.injection.cli.moegraft import main; main()"
 @dataclass(frozen=True, slots=True)
 class Answered:
     tokens: int
-    first_ms: float  # from asking to the first piece of text
+    first_ms: float  # from the request to the first piece of text
     whole_ms: float
 
 
@@ -46,28 +45,56 @@ class Served:
     port: int
 
 
+class CoreTime:
+    """CPU time since the object was created.
+
+    Args:
+        pids: the benchmark's processes, with all their threads.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._began_s, self._all_s, self._own_s = time.perf_counter(), _machine_s(), sum(map(_process_s, pids))
+
+    def others_share(self) -> float:
+        """Return the share of all cores' time that other processes used, from 0 to 1."""
+        others_s = _machine_s() - self._all_s - (sum(map(_process_s, self._pids)) - self._own_s)
+        cores_s = (time.perf_counter() - self._began_s) * (os.cpu_count() or 1)
+        return max(0.0, others_s / cores_s)
+
+
+def _machine_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+def _process_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
 @contextmanager
 def server(rules: str, max_batch: int, threads: int) -> Iterator[Served]:
-    """A server that runs while the body does."""
+    """Run a server during the body."""
     arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch), "--threads", str(threads)]
     running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None, "stderr is a pipe"
-        said = []
+        output = []
         for line in running.stderr:
-            said.append(line)
+            output.append(line)
             if found := re.search(r" at http://[^/]*:(\d+)/v1 ", line):
                 yield Served(running.pid, int(found.group(1)))
                 break
         else:
-            raise SystemExit(f"the server did not start; it says:\n{''.join(said)}")
+            raise SystemExit(f"the server did not start; its output:\n{''.join(output)}")
     finally:
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=60)
 
 
 def ask(port: int, number: int, tokens: int) -> Answered:
-    """One streamed request; drawn with a seed of its own, so that answers differ and runs do not."""
+    """Send one streamed request with a seed of its own: answers of one run differ, and runs are equal."""
     messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
     body = {"messages": messages, "max_tokens": tokens, "temperature": 1, "seed": number, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -89,7 +116,7 @@ def ask(port: int, number: int, tokens: int) -> Answered:
 
 
 class Pulse:
-    """Notes the longest time that this process did not run, though it wanted to."""
+    """A thread that records the longest time for which this process was paused."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -105,7 +132,7 @@ class Pulse:
 
 
 def one_round(port: int, clients: int, first: int, tokens: int) -> tuple[float, list[Answered]]:
-    """Seconds of a round, and its answers."""
+    """Run one round; return its seconds and its answers."""
     with ThreadPoolExecutor(clients) as pool:
         start = time.perf_counter()
         done = list(pool.map(lambda number: ask(port, first + number, tokens), range(clients)))
@@ -113,7 +140,7 @@ def one_round(port: int, clients: int, first: int, tokens: int) -> tuple[float, 
 
 
 def measure(servers: dict[str, Served], clients: int, tokens: int, rounds: int, pulse: Pulse) -> list[dict[str, object]]:
-    """A row for each server; their rounds alternate, so that what else the machine does falls on all of them."""
+    """Return a row per server; rounds of the servers alternate, so that other load affects all alike."""
     taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in servers}
     cores = CoreTime([os.getpid(), *(one.pid for one in servers.values())])
     turn = disturbed = 0
@@ -132,18 +159,14 @@ def measure(servers: dict[str, Served], clients: int, tokens: int, rounds: int, 
 
 
 def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
-    rates = statistics.quantiles(
-        [sum(answer.tokens for answer in answers) / taken_s for taken_s, answers in done], n=10, method="inclusive"
-    )
+    rates = [sum(answer.tokens for answer in answers) / taken_s for taken_s, answers in done]
     answers = [answer for _, answers in done for answer in answers]
     firsts = sorted(answer.first_ms for answer in answers)
     return {
         "rounds": len(done),
         "requests": len(answers),
         "tokens": sum(answer.tokens for answer in answers),
-        "p20_tokens_per_s": round(rates[1], 1),
-        "p50_tokens_per_s": round(rates[4], 1),
-        "p80_tokens_per_s": round(rates[7], 1),
+        **percentiles(rates, "tokens_per_s", 1),
         "p50_first_ms": round(firsts[len(firsts) // 2]),
         "p80_first_ms": round(firsts[len(firsts) * 4 // 5]),
     }
@@ -152,10 +175,12 @@ def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer, at most")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens per answer")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rules", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of a server; 1 on a machine that others use: threads wait for each other")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of a server; use 1 on a shared machine, where threads wait for each other"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
     pulse = Pulse()

@@ -1,12 +1,12 @@
 """How much faster does a whole model decode on the CPU when neurons are left out? Six layers of Qwen3-30B-A3B's shapes, as `cpu_model.py`.
 
-By weight type: the dense layout, then the sparse one at shares of routed neurons left out, decode and a prompt of 512. Weights are random,
-so this is speed alone: what a share costs in quality is measured by `sparse_quality.py`. Thresholds come from a calibration on random
-tokens, and the share that was really left out stands beside each figure. Linear layers are int8 beside int8 experts, else as they are.
+By weight type: the dense layout, then the sparse one at shares of routed neurons left out, for decode and a prompt of 512. Weights are
+random, so only speed is measured; `sparse_quality.py` measures quality. Thresholds come from a calibration on random tokens, and each row
+has the share that was left out. Linear layers are int8 beside int8 experts, otherwise unchanged.
 
-Shares take turns within each round, so that a change of the machine meets all alike. The two layouts are too large to be held at once: a
-read-bandwidth probe beside each tells them apart from the machine. With one thread the clock is CPU time, so that a machine that others use
-counts as if it were quiet, but for its memory. `load_1min` is the machine's load before each.
+Shares alternate within each round, so that changes of the machine affect all alike. Memory does not hold both layouts, so a read-bandwidth
+probe runs beside each to show changes of the machine between them. With one thread, times are CPU time, which other processes hardly
+affect. `load_1min` is the machine's load before each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from functools import partial
 
 import torch
 from cpu_model import LINEAR_RULE, PROMPT, RULES, make_model, read_gbps
-from record import write_rows
+from record import percentiles, write_rows
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -34,14 +33,14 @@ from moegraft.operators.sparsity import LayerSparsity, achieved, total_counts
 
 SHARES = (0.0, 0.5, 0.7, 0.85, 0.9)
 CALIBRATION_TOKENS = 512
-# Of logits, between the two layouts: they round activations between the projections differently.
+# Relative difference of logits between the layouts, which round activations between the projections differently.
 LIMIT = {"int8": 0.1, "bfloat16": 0.05}
 Row = dict[str, object]
 
 
 @contextmanager
 def injected(weights: str, layers: int, *, sparse: bool) -> Iterator[tuple[PreTrainedModel, dict[float, dict[str, float]]]]:
-    """The model with the thresholds of each share, by layer; it is freed at the end."""
+    """Yield the model with the thresholds of each share, by layer; the model is freed at the end."""
     model = make_model(layers)
     text = RULES.format(weights=f"{weights}, sparsity: {{target: 0, scope: routed}}" if sparse else weights)
     text += LINEAR_RULE.format(weights=weights) if weights == "int8" else ""
@@ -64,14 +63,14 @@ def injected(weights: str, layers: int, *, sparse: bool) -> Iterator[tuple[PreTr
 
 
 def clock() -> float:
-    """Seconds."""
+    """Return the time in seconds."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def rates(
     model: PreTrainedModel, shares: Mapping[str, Callable[[], None]], rounds: int, new_tokens: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Tokens a second of each provider and phase, by round; a provider's function prepares the model for it."""
+    """Return tokens per second of each provider and phase, by round; a provider's function prepares the model."""
     prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
 
     def seconds(run: Callable[[], object]) -> float:
@@ -95,10 +94,10 @@ def rates(
 
 
 def check(model: PreTrainedModel, expected: torch.Tensor | None, limit: float) -> torch.Tensor:
-    """Logits with every neuron.
+    """Return logits with every neuron.
 
     Raises:
-        SystemExit: they are not those of the other layout.
+        SystemExit: they differ from those of the other layout.
     """
     logits: torch.Tensor = model(torch.arange(100, 116)[None]).logits.float()
     if expected is not None and float((logits - expected).norm() / expected.norm()) > limit:
@@ -117,17 +116,16 @@ def measured(weights: str, layers: int, rounds: int, new_tokens: int) -> Iterato
             left_out: dict[str, float] = {}
             shares = {f"sparse-{share:.0%}": partial(_prepare, states, found) for share, found in thresholds.items()}
             taken = rates(model, shares or {"dense": lambda: None}, rounds, new_tokens)
-            for name, prepare in shares.items():  # counted apart: decode and prompt look at the same neurons
+            for name, prepare in shares.items():  # counted separately from the timed rounds
                 prepare()
                 model(torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1)))
                 left_out[name] = achieved(total_counts(states.values())) or 0.0
             probe = read_gbps()
         for (name, phase), found in taken.items():
-            p20, p50, p80 = (statistics.quantiles(found, n=10)[index] for index in (1, 4, 7))
-            medians.setdefault(phase, p50)  # the dense layout comes first
+            figures = percentiles(found, "tokens_s", 1)
+            median = medians.setdefault(phase, figures["p50_tokens_s"])  # the dense layout comes first
             row = {"provider": f"{weights}-{name}", "phase": phase, "left_out": round(left_out.get(name, 0.0), 4)}
-            row |= {"p20_tokens_s": round(p20, 1), "p50_tokens_s": round(p50, 1), "p80_tokens_s": round(p80, 1)}
-            row |= {"against_dense": round(p50 / medians[phase], 3), "threads": torch.get_num_threads()}
+            row |= {**figures, "against_dense": round(figures["p50_tokens_s"] / median, 3), "threads": torch.get_num_threads()}
             row |= {"read_probe_gb_s": round(probe, 1), "load_1min": round(load, 2)}
             print(row, flush=True)
             yield row
@@ -135,7 +133,7 @@ def measured(weights: str, layers: int, rounds: int, new_tokens: int) -> Iterato
 
 def _prepare(states: Mapping[str, LayerSparsity], thresholds: Mapping[str, float]) -> None:
     for path, layer in states.items():
-        layer.set_threshold(thresholds[path], 0.0)  # no target, so no drift is looked for
+        layer.set_threshold(thresholds[path], 0.0)  # without a target, drift is not checked
 
 
 def main() -> None:

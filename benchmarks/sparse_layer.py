@@ -1,18 +1,20 @@
-"""How much faster is a layer of experts without the neurons that a token does not need? On a CUDA GPU; the paper's Figure 6, 7 and Table 2.
+"""How much faster is a layer of experts on a CUDA GPU without the neurons that a token does not need? The paper's Figures 6, 7 and Table 2.
 
     python benchmarks/sparse_layer.py                       # both shapes, T = 1 to 512, total sparsity 0 to 87%
-    python benchmarks/sparse_layer.py --tiny                # anywhere, in Triton's interpreter: that it runs, and nothing else
+    python benchmarks/sparse_layer.py --tiny                # a test of the script in Triton's interpreter, without a GPU
 
-Without a GPU it says what it would measure and ends. Every path is held to the eager reference first. Times are of replayed CUDA graphs
-over several routings, so that the L2 cache does not hold the weights; a row's floor is the larger of the bytes that have to be read at the
-device's own copy rate and the operations at its own matrix rate. Speed-ups are over the fastest dense path: the project's own kernel, and
-over a copy of the weights as checkpoints store them PyTorch's grouped_mm, and vLLM's experts where it is installed.
+Without a GPU it prints its measurements' settings and ends. Every path is first compared with the eager reference. Times are those of
+replayed CUDA graphs over several routings, so that the L2 cache does not hold the weights. A row's floor is the larger of the time to read
+the necessary bytes at the device's measured copy rate and the time of the operations at its matrix rate. Speed-ups are over the fastest
+dense path: the project's own kernel, PyTorch's grouped_mm over weights in the checkpoints' layout, and vLLM's experts where vLLM is
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from functools import partial
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOTAL = (0.0, 0.6, 0.7, 0.8, 0.85, 0.87)
 DENSE = ("dense", "grouped_mm", "vllm")
-LIMIT = 2e-2  # relative error of bfloat16 paths: three roundings of the operands
+LIMIT = 2e-2  # relative error of bfloat16 paths, which round operands three times
 Row = dict[str, object]
 
 if "--tiny" in sys.argv:  # Triton reads it when a kernel is defined
@@ -31,7 +33,7 @@ if "--tiny" in sys.argv:  # Triton reads it when a kernel is defined
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from _sparse_floor import SHAPES, Device, Shape, Work, dense_work, mean_floor_ms, sparse_work  # noqa: E402
-from record import write_rows  # noqa: E402
+from record import percentiles, write_rows  # noqa: E402
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec  # noqa: E402
 from moegraft.operators.cpu import as_array  # noqa: E402
@@ -39,12 +41,8 @@ from moegraft.operators.kernels.launch import interpreted, why_unavailable  # no
 from moegraft.operators.reference import reference_experts  # noqa: E402
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def measure(calls: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """Milliseconds of a call, by replay; in the interpreter by the host's clock, which says nothing about a GPU."""
+    """Return the ms of a call by graph replay; in the interpreter by the host's clock, which has no meaning for a GPU."""
     from moegraft.operators.sparse.slots import replay_ms
 
     if not interpreted():
@@ -56,24 +54,24 @@ def measure(calls: Sequence[Callable[[], None]], device: torch.device) -> list[f
 
 
 def rates(device: torch.device) -> Device:
-    """What a large copy and a large matrix product reach."""
+    """Return the measured rates of a large copy and a large matrix product."""
     if interpreted():
         return Device(1e6, 1e6)
     source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy_ms = percentile(measure([lambda: void(target.copy_(source))], device), 0.5)
-    product_ms = percentile(measure([lambda: void(a @ b)], device), 0.5)
+    copy_ms = statistics.median(measure([lambda: void(target.copy_(source))], device))
+    product_ms = statistics.median(measure([lambda: void(a @ b)], device))
     return Device(2 * source.numel() / copy_ms, 2 * 8192**3 / product_ms)
 
 
 def void(result: object) -> None:
-    """For what is called for its time alone."""
+    """Call a function and ignore its result."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Random bfloat16 experts as checkpoints store them: gate_up (E, 2I, H), down (E, H, I)."""
+    """Random bfloat16 experts in the checkpoints' layout: gate_up (E, 2I, H), down (E, H, I)."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -97,7 +95,7 @@ def make_weights(shape: Shape, device: torch.device) -> Weights:
 
 
 class Layer:
-    """The experts in slots, every one of them, with or without a sketch of the gates."""
+    """All experts in slots, with or without a sketch of the gates."""
 
     def __init__(self, shape: Shape, weights: Weights, device: torch.device, *, sketched: bool = False) -> None:
         from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts
@@ -121,7 +119,7 @@ class Layer:
 
 
 def grouped_mm(weights: Weights, call) -> None:  # type: ignore[no-untyped-def]
-    """Compute all neurons by PyTorch's grouped_mm; no step waits for the device, so it can be captured."""
+    """Compute all neurons by PyTorch's grouped_mm, without waiting for the device, so that a graph can capture it."""
     ids, top_k = call.slots.flatten(), call.top_k
     order = ids.sort(stable=True)
     experts = torch.arange(1, len(weights.down) + 1, dtype=ids.dtype, device=ids.device)
@@ -136,7 +134,7 @@ def grouped_mm(weights: Weights, call) -> None:  # type: ignore[no-untyped-def]
 
 
 def baselines(weights: Weights) -> dict[str, Callable[..., None]]:
-    """Dense paths over the weights as checkpoints store them; vLLM's fused experts where it is installed."""
+    """Return the dense paths over weights in the checkpoints' layout, with vLLM's fused experts where vLLM is installed."""
     found: dict[str, Callable[..., None]] = {"grouped_mm": partial(grouped_mm, weights)}
     try:
         from vllm.model_executor.layers.fused_moe import fused_experts
@@ -150,9 +148,10 @@ def baselines(weights: Weights) -> dict[str, Callable[..., None]]:
 
 
 def check(call, weights: Weights, path: Callable[..., None], threshold: float, name: str) -> None:  # type: ignore[no-untyped-def]
-    """
+    """Compare a path with the eager reference.
+
     Raises:
-        RuntimeError: a path computes something else.
+        RuntimeError: the results differ.
     """
     tokens = slice(0, 4)
     call.out.fill_(float("nan"))
@@ -186,11 +185,11 @@ def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device
             for path, (layer, run) in (sparse if total else dense).items():
                 calls = layer.calls(count, routed)
                 threshold = float(calls[0].threshold.value)
-                if path != "sketch":  # which may miss a neuron
+                if path != "sketch":  # a sketch may miss a neuron
                     check(calls[0], weights, run, threshold, path)
                 works = [_work(layer, call, path, dense=not total or path in DENSE) for call in calls]
                 times = measure([partial(run, call) for call in calls], device)
-                median, floor = percentile(times, 0.5), mean_floor_ms(works, reached)
+                median, floor = statistics.median(times), mean_floor_ms(works, reached)
                 if not total:
                     dense_ms[path] = median
                 yield {
@@ -199,9 +198,7 @@ def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device
                     "total_sparsity": total,
                     "routed_sparsity": round(routed, 4),
                     "path": path,
-                    "p20_ms": round(percentile(times, 0.2), 5),
-                    "p50_ms": round(median, 5),
-                    "p80_ms": round(percentile(times, 0.8), 5),
+                    **percentiles(times, "ms", 5),
                     "floor_ms": round(floor, 5),
                     "floor_share": round(floor / median, 3),
                     "speedup": round(min(dense_ms.values()) / median, 3),
@@ -220,7 +217,7 @@ def _work(layer: Layer, call, path: str, *, dense: bool) -> Work:  # type: ignor
 
 
 def kernel_rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:
-    """Time by kernel of each sparse path (Figure 7)."""
+    """Return the time of each kernel of each sparse path (Figure 7)."""
     from torch.profiler import ProfilerActivity, profile
 
     from moegraft.operators.sparse.slots import SLOT_PATHS
@@ -256,7 +253,9 @@ def main() -> None:
             shape = SHAPES[name]
             held = 6 * shape.num_experts * shape.intermediate * shape.hidden / 2**30
             shares = ", ".join(f"{total:.0%} ({shape.routed(total):.1%} of the routed)" for total in TOTAL)
-            print(f"With a GPU: {name}, {held:.1f} GiB a layer, every path at T = {', '.join(map(str, tokens))}, total sparsity {shares}.")
+            print(
+                f"With a GPU: {name}, {held:.1f} GiB per layer, every path at T = {', '.join(map(str, tokens))}, total sparsity {shares}."
+            )
         return
     device = torch.device("cpu" if arguments.tiny else "cuda:0")
     shares = TOTAL[:2] if arguments.tiny else TOTAL
@@ -264,7 +263,7 @@ def main() -> None:
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
     if arguments.tiny:
-        print("Interpreted on the CPU: all paths agree with the reference, and the times say nothing.")
+        print("Interpreted on the CPU: all paths agree with the reference, and the times have no meaning.")
         return
     print(write_rows("sparse_layer", rows, packages=("torch", "triton", "vllm")))
     kernels = [row for name in shapes for row in kernel_rows(name, 64, device)]

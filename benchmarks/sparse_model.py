@@ -1,12 +1,12 @@
-"""How much faster is a whole model without the neurons that a token does not need? On a CUDA GPU; the paper's Table 3.
+"""How much faster is a whole model on a CUDA GPU without the neurons that a token does not need? The paper's Table 3.
 
     python benchmarks/sparse_model.py                 # requests, input and output lengths; as many layers as fit
-    python benchmarks/sparse_model.py --tiny          # anywhere, in Triton's interpreter: that it runs, and nothing else
+    python benchmarks/sparse_model.py --tiny          # a test of the script in Triton's interpreter, without a GPU
 
-Without a GPU it says what it would measure and ends. Sizes are those of Qwen3.5-35B-A3B's experts, attention is plain and weights are
-random, so this is speed alone: what a share costs in quality is measured by `sparse_quality.py`. One model serves all rows. Its dense rows
-are `sparse_experts` with every neuron, by the fastest dense path; shares are of all neurons, the shared expert's included, thresholds from
-a calibration on random tokens. The batch decides which path runs, so that no row should be slower than its dense one.
+Without a GPU it prints its measurements' settings and ends. Sizes are those of Qwen3.5-35B-A3B's experts; attention is plain and weights
+are random, so only speed is measured; `sparse_quality.py` measures quality. One model serves all rows. Its dense rows are `sparse_experts`
+with every neuron, by the fastest dense path. Shares are of all neurons, the shared expert's included; thresholds come from a calibration on
+random tokens. The batch decides on the path, so no row should be slower than its dense one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from moegraft.operators.thresholds import SparsityOptions
 
 SHARES = (0.0, 0.7, 0.8, 0.85)
 REQUESTS = (1, 4, 16, 64)
-LENGTHS = ((128, 128), (1024, 128), (128, 1024), (1024, 1024))  # of input and output
+LENGTHS = ((128, 128), (1024, 128), (128, 1024), (1024, 1024))  # tokens of input and output
 LAYERS, VOCABULARY = 40, 8192
 CALIBRATION_TOKENS = 512
-LEFT_FREE = 0.25  # of the GPU: keys and values, activations, the neurons of large batches
+LEFT_FREE = 0.25  # share of the GPU's memory for keys and values, activations, and neurons of large batches
 RULES = "- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: total}}}\n"
 Row = dict[str, object]
-Thresholds = Mapping[str, tuple[float, float]]  # by layer: the threshold and the share of routed neurons it is for
+Thresholds = Mapping[str, tuple[float, float]]  # by layer: the threshold and its target share of routed neurons
 
 
 def layers_that_fit(name: str) -> int:
@@ -54,7 +54,7 @@ def layers_that_fit(name: str) -> int:
 
 
 def make_model(name: str, layers: int, device: torch.device) -> PreTrainedModel:
-    """A bfloat16 model with random weights, float32 where Triton interprets; its experts are in host memory until they are injected."""
+    """Return a model with random weights in bfloat16, or float32 for Triton's interpreter, with experts in host memory."""
     shape = SHAPES[name]
     config = Qwen2MoeConfig(
         hidden_size=shape.hidden,
@@ -82,7 +82,7 @@ def injected(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def thresholds_by_share(model: PreTrainedModel, layers: Sequence[ExpertsLayer]) -> dict[float, Thresholds]:
-    """What each share of all neurons means for each layer."""
+    """Return each layer's threshold for each share of all neurons."""
     count = CALIBRATION_TOKENS if model.device.type == "cuda" else 64  # interpreted
     ids = torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
     bins = {path: found.bins for path, found in collect(model, layers, [ids]).layers.items()}
@@ -113,8 +113,8 @@ def measured(name: str, layers: int, cases: Sequence[tuple[int, tuple[int, int]]
     for requests, length in cases:
         times: dict[float, list[float]] = {share: [] for share in shares}
         left_out: dict[float, float] = {}
-        for number in range(rounds + 1):  # the first compiles, and times the paths
-            for share, thresholds in shares.items():  # taking turns, so that a change of the clock meets all alike
+        for number in range(rounds + 1):  # the first round compiles, and times the paths
+            for share, thresholds in shares.items():  # interleaved, so that changes of the clock affect all alike
                 for path, (threshold, target) in thresholds.items():
                     states[path].set_threshold(threshold, target)
                 taken = generate_s(model, requests, length)
@@ -144,7 +144,7 @@ def measured(name: str, layers: int, cases: Sequence[tuple[int, tuple[int, int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS))
-    parser.add_argument("--layers", type=int, help="by default as many as fit, at most 40")
+    parser.add_argument("--layers", type=int, help="default: as many as fit, at most 40")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a tiny model in Triton's interpreter; writes nothing")
     arguments = parser.parse_args()
@@ -156,7 +156,7 @@ def main() -> None:
         shares = ", ".join(f"{share:.0%}" for share in SHARES[1:])
         print(f"Nothing was measured: {reason}.")
         print(f"With a GPU: {name}, up to {LAYERS} layers, {', '.join(map(str, arguments.requests))} requests of {lengths} tokens,")
-        print(f"every neuron beside {shares} of all neurons left out; seconds, tokens a second and speed-up over every neuron.")
+        print(f"every neuron beside {shares} of all neurons left out; seconds, tokens per second and speed-up over every neuron.")
         return
     if arguments.tiny:
         rows = list(measured(name, 1, [(2, (3, 2))], 1, torch.device("cpu")))
@@ -165,7 +165,7 @@ def main() -> None:
     for row in rows:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
     if arguments.tiny:
-        print("Interpreted on the CPU: the times say nothing.")
+        print("Interpreted on the CPU: the times have no meaning.")
         return
     print(write_rows("sparse_model", rows, packages=("torch", "triton", "transformers")))
 

@@ -1,15 +1,15 @@
-"""What does leaving neurons out cost a model? Perplexity and next tokens against sparsity, for any model; by default the bundled one.
+"""How much quality does a model lose when neurons are left out? Perplexity and next tokens by sparsity; by default the bundled model.
 
-    python benchmarks/sparse_quality.py                                   # the bundled model on the text that it was not trained on
+    python benchmarks/sparse_quality.py                                   # the bundled model on held-out text
     python benchmarks/sparse_quality.py --model FOLDER --text FILE --name NAME
 
-- routed: neurons of routed experts are left out; routed+shared: those of shared experts too (models that have some).
-- threshold: one threshold of |act(gate)| a layer, from other text: what operators do. topk: each token's and expert's largest are kept, an
-  oracle that would have to sort. group-N: neurons are kept in groups of N, by the group's largest, at the same share of computed neurons;
-  `hot`: each expert's neurons were put in the order of how often they are active first.
-- `sparse_groups.csv`: the thresholds as they are, but computed in groups: what share of neurons a kernel then computes.
+- routed: neurons of routed experts are left out; routed+shared: also neurons of shared experts, where a model has them.
+- threshold: one threshold of |act(gate)| per layer from other text, the criterion of operators. topk: the largest neurons of each token and
+  expert are kept, an oracle that needs sorting. group-N: neurons are kept in groups of N, ranked by the group's largest, at the same share
+  of computed neurons; with `hot`, each expert's neurons are first sorted by how often they are active.
+- `sparse_groups.csv`: the share of neurons that a kernel computes if thresholds are applied to whole groups.
 
-The score is the share of next tokens that are right. The cutoff is the sparsity up to which 95 % of the whole model's score is kept.
+The score is the share of correct next tokens. The cutoff is the sparsity up to which 95 % of the full model's score is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A model with its texts, and what its activations are on the one that thresholds are made from."""
+    """A model with its texts, and the histograms of its activations on the calibration text."""
 
     model: PreTrainedModel
     sites: Sites
@@ -63,11 +63,11 @@ class Score:
 
 
 class Counting:
-    """Applies a criterion to some paths and counts what it leaves out there."""
+    """A criterion on some paths, with counts of the neurons that it leaves out there."""
 
     def __init__(self, keep: Keep, paths: Sequence[str]) -> None:
         self._keep, self._paths = keep, frozenset(paths)
-        self.routed = [0, 0]  # neurons left out, all
+        self.routed = [0, 0]  # neurons left out, and all neurons
         self.shared = [0, 0]
 
     def __call__(self, path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def run(bench: Bench, keep: Keep, windows: Sequence[torch.Tensor]) -> None:
 
 
 def judge(bench: Bench, keep: Keep, whole: list[torch.Tensor] | None) -> tuple[Score, list[torch.Tensor]]:
-    """The other text's next tokens: the score, and the likeliest ones, which `whole` has for the model with every neuron."""
+    """Score the next tokens of the held-out text, and return the likeliest ones; `whole` has those of the model with every neuron."""
     score, likeliest = Score(), []
     with torch.inference_mode(), masked(bench.model, bench.sites, keep):
         for index, window in enumerate(bench.judging):
@@ -140,19 +140,19 @@ def topk_keep(sparsity: float) -> Keep:
 
 
 def hot_first(histogram: ActivationHistogram) -> torch.Tensor:
-    """(E, I) int64: each expert's neurons, those that are active most often first; of equals the earlier one."""
+    """Return each expert's neurons in descending order of activity, ties by index, (E, I) int64."""
     return histogram.active.argsort(dim=-1, descending=True, stable=True)
 
 
 class Grouping:
-    """Neurons in groups of `size`, in their own order or each expert's hottest first."""
+    """Groups of `size` neurons, in their own order or sorted by activity."""
 
     def __init__(self, bench: Bench, size: int, hot: bool) -> None:
         self._size = size
         self._orders = {path: hot_first(histogram) for path, histogram in bench.histograms.items()} if hot else None
 
     def largest(self, path: str, expert: int | None, values: torch.Tensor) -> torch.Tensor:
-        """Each neuron's group's largest value: (n, I) -> (n, I)."""
+        """Return the largest value of each neuron's group: (n, I) -> (n, I)."""
         width = values.shape[-1]
         order = torch.arange(width) if self._orders is None else self._orders[path][expert or 0]
         padded = torch.nn.functional.pad(values[:, order], (0, -width % self._size))
@@ -162,7 +162,7 @@ class Grouping:
 
 
 def group_keep(bench: Bench, sparsity: float, grouping: Grouping) -> Keep:
-    """Groups by their largest, so many that the share of computed neurons is that of the sparsity."""
+    """Return a criterion that keeps as many groups, ranked by their largest neuron, as the sparsity allows."""
     histograms = {path: ActivationHistogram(1, 1) for path in bench.sites.routed}
 
     def look(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def group_keep(bench: Bench, sparsity: float, grouping: Grouping) -> Keep:
 
 
 def criteria(bench: Bench) -> Iterator[tuple[str, str, float, Keep, Sequence[str]]]:
-    """(criterion, scope, sparsity, keep, paths)."""
+    """Yield (criterion, scope, sparsity, keep, paths)."""
     scopes = {"routed": tuple(bench.sites.routed)} | ({"routed+shared": bench.sites.paths} if bench.sites.shared else {})
     for scope, paths in scopes.items():
         for sparsity in SPARSITIES:
@@ -205,7 +205,7 @@ def quality(bench: Bench, name: str) -> list[Row]:
 
 
 def cutoff(rows: Sequence[Row], criterion: str, scope: str, measure: str = "right_next_token") -> float:
-    """The routed sparsity up to which `KEPT_SCORE` of the score is kept, between two measured ones by a straight line."""
+    """Return the routed sparsity up to which `KEPT_SCORE` of the score is kept, by linear interpolation."""
     least = KEPT_SCORE * float(str(rows[0][measure]))
     before = (0.0, float(str(rows[0][measure])))
     for row in rows:
@@ -219,12 +219,12 @@ def cutoff(rows: Sequence[Row], criterion: str, scope: str, measure: str = "righ
 
 
 def grouped(keep: Keep, grouping: Grouping) -> Keep:
-    """What `keep` keeps, with all of its group."""
+    """Return a criterion that keeps the whole group of every neuron that `keep` keeps."""
     return lambda path, expert, acted: grouping.largest(path, expert, keep(path, expert, acted).float()) > 0
 
 
 def groups(bench: Bench, name: str) -> list[Row]:
-    """The share of neurons that is computed when those above the threshold bring their group along."""
+    """Return the share of computed neurons if every neuron above the threshold includes its group."""
     rows: list[Row] = []
     for sparsity in GROUP_SPARSITIES:
         keep = threshold_keep(bench, sparsity)
@@ -239,7 +239,7 @@ def groups(bench: Bench, name: str) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
-    """The score and the perplexity against sparsity, with the cutoffs; and what groups compute."""
+    """Plot the score and the perplexity by sparsity with the cutoffs, and the share of neurons that groups compute."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
@@ -277,9 +277,11 @@ def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub id or folder; default: the bundled model")
-    parser.add_argument("--name", help="what results call it, and their files")
-    parser.add_argument("--text", type=Path, help="default: the text that the bundled model was not trained on")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each half: one makes thresholds, the other judges")
+    parser.add_argument("--name", help="name of the model in results and their files")
+    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="tokens of each half of the text: one for thresholds, the other for scores"
+    )
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()

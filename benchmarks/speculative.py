@@ -1,17 +1,17 @@
-"""Does drafting with fewer experts pay? How many tokens stand, what a round costs, and what comes of it against plain decoding.
+"""Does drafting with fewer experts pay? The acceptance rate, the cost of a round, and the speed compared with plain decoding.
 
     python benchmarks/speculative.py acceptance speed long lossy shapes
 
-- acceptance: the bundled model continues held-out text of the kind it was trained on; the share of drafted tokens that stand, by
-  experts that draft and by position in the draft.
-- speed: decoded tokens/s of ways to draft and of plain decoding, interleaved in one run. A draft of n tokens pays where the tokens
-  a round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`, both given.
+- acceptance: the share of accepted tokens by number of drafting experts and position in the draft, when the bundled model continues
+  held-out text of the kind it was trained on.
+- speed: decoded tokens/s of draft configurations and of plain decoding, interleaved in one run. A draft of n tokens pays if the tokens per
+  round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
 - long: the same over long answers, plain and with the schedule that stops drafting where it does not pay.
-- lossy: what the adaptive mode gains and costs.
-- shapes: `needed` for one layer of the shapes of Qwen3-30B-A3B in CPU memory, beside the tokens a round of a draft that always
-  stands, n + 1: random weights and a random routing, so costs alone. And `needed` by the bytes that are read,
-  `(n * (c0 + r * g) + c0 + U * g) / (c0 + K * g)`, with c0 and g the bytes of all but the experts and of one, and U the distinct
-  experts of n + 1 tokens, `E * (1 - (1 - K / E) ** (n + 1))`.
+- lossy: the speed and the quality of the adaptive mode.
+- shapes: `needed` for one layer of Qwen3-30B-A3B's shapes in CPU memory, beside the n + 1 tokens per round of a draft that is always
+  accepted; weights and routing are random, so only costs are measured. Also `needed` by the bytes that are read, `(n * (c0 + r * g) + c0 +
+  U * g) / (c0 + K * g)`, where g is the bytes of one expert, c0 those of everything else, and U the number of distinct experts of n + 1
+  tokens, `E * (1 - (1 - K / E) ** (n + 1))`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import write_rows
+from record import percentiles, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
@@ -34,9 +34,9 @@ from moegraft.injection.demo import demo_path
 from moegraft.operators.draft import DraftSettings
 
 TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
-HELD_OUT = 9 / 10  # the demo model was trained on what stands before
+HELD_OUT = 9 / 10  # the demo model was trained on the text before
 PROMPT_TOKENS, NEW_TOKENS, LONG_TOKENS = 48, 128, 900
-Providers = Mapping[str, Mapping[str, object] | None]  # None: no draft
+Providers = Mapping[str, Mapping[str, object] | None]  # None for plain decoding
 SPEED_PROVIDERS: Providers = {
     "plain": None,
     "1 expert, 1 token": {"draft_top_k": 1, "max_draft": 1, "schedule": "fixed"},
@@ -60,7 +60,7 @@ Row = dict[str, object]
 
 
 def prompts(count: int) -> list[torch.Tensor]:
-    """Evenly spread places of the held-out text, each (1, PROMPT_TOKENS)."""
+    """Return evenly spaced pieces of the held-out text, each (1, PROMPT_TOKENS)."""
     text = TEXT.read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(demo_path(), model_max_length=len(text))(text[int(len(text) * HELD_OUT) :])["input_ids"]
     step = (len(ids) - PROMPT_TOKENS) // count
@@ -68,14 +68,14 @@ def prompts(count: int) -> list[torch.Tensor]:
 
 
 def clock() -> float:
-    """Seconds; of CPU time where one thread does it all, so that a machine that others use counts as if it were quiet."""
+    """Return the time in seconds; CPU time if there is one thread, which other processes hardly affect."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def load(
     model: str | Path | PreTrainedModel, options: Mapping[str, object] | None, *, int4: bool = False, dtype: str | None = None
 ) -> PreTrainedModel:
-    """The model with its experts on the CPU and, with `options`, a draft; `int4`: experts and attention in 4 bits."""
+    """Load the model with its experts on the CPU and, with `options`, a draft; `int4` for experts and attention in 4 bits."""
     lines = ["version: 1", "extends: cpu", f"vars: {{weights: {'int4' if int4 else 'stored'}}}"]
     if options is not None:
         kwargs = ", ".join(f"{name}: {value}" for name, value in options.items())
@@ -92,7 +92,7 @@ def load(
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
-    """Greedy, or sampled where a seed is given."""
+    """Generate text, greedy or sampled with a seed."""
     if seed is not None:
         torch.manual_seed(seed)
     arguments: dict[str, Any] = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": seed is not None}
@@ -104,13 +104,8 @@ def operator_of(model: PreTrainedModel) -> Any:
     return model.moegraft.model_operator
 
 
-def percentiles(samples: list[float], digits: int) -> dict[str, float]:
-    cuts = statistics.quantiles(samples, n=10)
-    return {"p20": round(cuts[1], digits), "p50": round(cuts[4], digits), "p80": round(cuts[7], digits)}
-
-
 def acceptance(count: int) -> list[Row]:
-    """By experts that draft and renormalisation, greedy and sampled; positions 1 to 5."""
+    """Return acceptance by number of drafting experts and renormalisation, greedy and sampled, for positions 1 to 5."""
     experts = AutoModelForCausalLM.from_pretrained(demo_path()).config.num_experts_per_tok
     rows: list[Row] = []
     for renormalise in ("false", "true"):
@@ -128,9 +123,10 @@ def acceptance(count: int) -> list[Row]:
 
 
 def check_lossless(providers: Providers) -> None:
-    """
+    """Check that lossless providers generate the greedy text of plain decoding in float32.
+
     Raises:
-        AssertionError: in float32 a lossless provider writes another greedy text than plain decoding.
+        AssertionError: the texts differ.
     """
     ids = prompts(1)[0]
     expected = generate(load(demo_path(), None, dtype="float32"), ids)
@@ -142,7 +138,7 @@ def check_lossless(providers: Providers) -> None:
 def timed(
     providers: Providers, count: int, rounds: int, new_tokens: int = NEW_TOKENS
 ) -> tuple[dict[str, PreTrainedModel], dict[str, list[float]]]:
-    """Sampled tokens/s of each provider, by round and prompt, interleaved; greedy text of so small a model repeats itself."""
+    """Return tokens/s of each provider by round and prompt, interleaved; text is sampled, since the model's greedy text repeats itself."""
     check_lossless(providers)
     models = {name: load(demo_path(), options) for name, options in providers.items()}
     texts = prompts(count)
@@ -164,7 +160,7 @@ def speed(providers: Providers, count: int, rounds: int, new_tokens: int = NEW_T
     rows: list[Row] = []
     for name, model in models.items():
         against = [one / plain for one, plain in zip(rates[name], rates["plain"], strict=True)]
-        row: Row = {"provider": name, "new_tokens": new_tokens, **percentiles(rates[name], 1)}
+        row: Row = {"provider": name, "new_tokens": new_tokens, **percentiles(rates[name], "tokens_s", 1)}
         row |= {"against_plain": round(statistics.median(against), 3), "plain_ms": round(plain_ms, 3)}
         row |= dict.fromkeys(MEASURED, "")
         found = operator_of(model).statistics() if operator_of(model) is not None else {"rounds": 0}
@@ -190,7 +186,7 @@ def lossy(count: int, rounds: int) -> list[Row]:
         same = [float((text == other)[0, PROMPT_TOKENS:].float().mean()) for text, other in zip(texts, reference, strict=True)]
         against = [one / plain for one, plain in zip(rates[name], rates["plain"], strict=True)]
         found = operator_of(model).statistics() if operator_of(model) is not None else {}
-        row: Row = {"provider": name, **percentiles(rates[name], 1), "against_plain": round(statistics.median(against), 3)}
+        row: Row = {"provider": name, **percentiles(rates[name], "tokens_s", 1), "against_plain": round(statistics.median(against), 3)}
         row |= {"tokens_per_round": _rounded(found.get("tokens_per_round")), "agreement": _rounded(found.get("agreement"))}
         row |= {"same_tokens_as_plain": round(statistics.mean(same), 3), "perplexity": round(perplexity(models["plain"], texts), 3)}
         rows.append(row)
@@ -204,7 +200,7 @@ def _rounded(value: float | None) -> float | str:
 
 @torch.inference_mode()
 def perplexity(model: PreTrainedModel, texts: list[torch.Tensor]) -> float:
-    """Of the continuations, under the full model."""
+    """Return the perplexity of the continuations under the full model."""
     losses = []
     for text in texts:
         log_p = model(text).logits[0, PROMPT_TOKENS - 1 : -1].float().log_softmax(-1)
@@ -214,7 +210,7 @@ def perplexity(model: PreTrainedModel, texts: list[torch.Tensor]) -> float:
 
 @torch.inference_mode()
 def shapes(rounds: int) -> list[Row]:
-    """One layer of Qwen3-30B-A3B's shapes: a draft step with r experts, and verifying n tokens, in plain steps."""
+    """Return the times of a draft step with r experts and of verifying n tokens, in plain steps, for a layer of Qwen3-30B-A3B's shapes."""
     config = Qwen3MoeConfig(
         hidden_size=2048, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=768,
@@ -275,7 +271,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "long", "lossy", "shapes"))
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for a machine that is shared")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for part in arguments.parts:

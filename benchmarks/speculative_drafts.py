@@ -1,17 +1,17 @@
-"""What makes a draft stand? The method's observations (SS-MoE, Figure 2) on a checkpoint; without --model the bundled one.
+"""What makes a draft token acceptable? The method's observations (SS-MoE, Figure 2) on a checkpoint; by default the bundled one.
 
     python benchmarks/speculative_drafts.py rounds quality tasks sparsity --text talk=questions.txt --text prose=essay.txt
 
-- rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text and drafts in many ways; how
-  many tokens stand by position and by the draft's confidence; which share of the router's weight the experts of a draft have, on
-  average; which share of a verification's experts the draft's routers had named for the same token (`recall`), the first layer apart.
-- quality (`speculative_quality.csv`): perplexity of held-out text with r experts a token, and the share of the router's weight that the
-  first r have.
-- tasks (`speculative_tasks.csv`): rounds on each text that is given, and on the held-out text. The demo model knows one kind of text; what
-  it makes of others tells about drafts and not about the task.
-- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and half of them.
-  `bytes_share` is what such a draft reads of the routed experts' bytes: gates are read whole, of up and down the rows that are left.
-- plot: `speculative_drafts.png` from those files.
+- rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text with many draft configurations.
+  Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting experts have,
+  and the share of a verification's experts that the draft's routers had chosen for the same token (`recall`, without the first layer).
+- quality (`speculative_quality.csv`): perplexity of held-out text with r experts per token, and the share of the router's weight of the
+  first r.
+- tasks (`speculative_tasks.csv`): rounds on each given text and on the held-out text. The demo model knows one kind of text; its drafts on
+  other texts say little about the tasks.
+- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and with half of them.
+  `bytes_share` is the share of the routed experts' bytes that a draft reads: whole gates, and the remaining rows of up and down.
+- plot: `speculative_drafts.png` from these files.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ RATIOS = (0.125, 0.25, 0.5, 0.75)
 RENORMALISED = ((0.25, False), (0.25, True), (0.75, False))
 TOLERANCE = 0.3
 BINS = 10
-QUALITY_TOKENS = 256  # a piece
+QUALITY_TOKENS = 256  # tokens per piece
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 EXPERTS = ("any", "resident", "resident_chosen")
 Row = dict[str, object]
 
 
 def pieces(model: str | Path, text: str, count: int, tokens: int) -> list[torch.Tensor]:
-    """`count` evenly spread pieces of a text, each (1, tokens); fewer where it is short."""
+    """Return `count` evenly spaced pieces of a text, each (1, tokens); fewer if the text is short."""
     ids = AutoTokenizer.from_pretrained(model, model_max_length=len(text) + 1)(text)["input_ids"]
     step = max(tokens, (len(ids) - tokens) // count)
     return [torch.tensor([ids[start : start + tokens]]) for start in range(0, len(ids) - tokens + 1, step)][:count]
@@ -118,7 +118,7 @@ def sparsity(model: str | Path, prompts: Sequence[torch.Tensor], new_tokens: int
 
 @torch.inference_mode()
 def quality(model: str | Path, texts: Sequence[torch.Tensor]) -> list[Row]:
-    """By experts a token."""
+    """Return perplexity and kept weight by number of experts per token."""
     loaded = load(model, "version: 1\nextends: cpu-exact\n")
     switch = loaded.moegraft.context.draft_switch
     shares: list[torch.Tensor] = []
@@ -145,7 +145,7 @@ def quality(model: str | Path, texts: Sequence[torch.Tensor]) -> list[Row]:
 
 
 def _cumulative(top_k_weights: torch.Tensor) -> torch.Tensor:
-    """(K,): the share of the first r, on average."""
+    """Return the mean share of the first r experts, (K,)."""
     ordered = top_k_weights.float().sort(-1, descending=True).values
     return (ordered.cumsum(-1) / ordered.sum(-1, keepdim=True)).mean(0)
 
@@ -195,7 +195,7 @@ def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
 def draw_quality(axes: Axes, rows: list[dict[str, str]]) -> None:
     experts = [int(row["experts"]) for row in rows]
     axes.plot(experts, [float(row["perplexity"]) for row in rows], "-o", color="tab:red")
-    axes.set(title="Quality and router weight by experts a token", xlabel="experts a token, r", xticks=experts)
+    axes.set(title="Quality and router weight by experts per token", xlabel="experts per token, r", xticks=experts)
     axes.set_ylabel("perplexity of held-out text", color="tab:red")
     right = axes.twinx()
     right.plot(experts, [float(row["weight_share"]) for row in rows], "-s", color="tab:blue")
@@ -214,7 +214,7 @@ def draw_tasks(axes: Axes, rows: list[dict[str, str]]) -> None:
 
 
 def draw_sparsity(axes: Axes, rows: list[dict[str, str]], by_experts: list[dict[str, str]]) -> None:
-    """Against drafts of fewer experts, which read that share of the bytes."""
+    """Plot drafts that leave neurons out beside drafts of fewer experts, by the share of bytes read."""
     for top_k in dict.fromkeys(row["draft_top_k"] for row in rows):
         mine = [row for row in rows if row["draft_top_k"] == top_k and row["decoding"] == "greedy"]
         x = [float(row["bytes_share"]) for row in mine]
@@ -258,8 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "plot"))
     parser.add_argument("--model", default=str(demo_path()))
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="for tasks; may be given more than once")
-    parser.add_argument("--experts", nargs="+", default=EXPERTS, choices=EXPERTS, help="for rounds; rows of others are kept")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text for tasks; may be repeated")
+    parser.add_argument("--experts", nargs="+", default=EXPERTS, choices=EXPERTS, help="values for rounds; rows of other values are kept")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

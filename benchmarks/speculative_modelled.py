@@ -1,31 +1,30 @@
-"""What do drafts gain where experts must be brought? Rounds on modelled machines; every figure says `modelled`.
+"""What do drafts gain where experts must be transferred? Rounds on modelled machines; every figure is marked `modelled`.
 
     python benchmarks/speculative_modelled.py --models deepseek-v2-lite moonlight-16b-a3b --bits 16 --link 19
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --append
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long --append
 
-The product's engine, prefetchers and schedules on the virtual clock, with made-up routing; acceptance as the bundled model had it
-(`speculative_drafts.py rounds` comes first). Each row is against two ways without drafts:
+The product's engine, prefetchers and schedules run on the virtual clock with synthetic routing and the bundled model's acceptance (run
+`speculative_drafts.py rounds` first). Each row has its speed over two baselines without drafts:
 
-- `over_load_on_demand`: every expert is brought for every token, nothing is kept: the baseline of SS-MoE (WWW 2026), whose table has 6.92
-  tokens/s for DeepSeek-V2-Lite and 6.22 for Moonlight. 16-bit experts over 19 GB/s, as above, give 6.8: it holds there.
-- `over_plain`: the same engine with the same slots. `gpu` brings what is missing (LRU, the next layer's loaded ahead), as the method
-  does; `hybrid` is our best: CPU and GPU together.
+- `over_load_on_demand`: every expert is transferred for every token and none is kept, the baseline of SS-MoE (WWW 2026), whose table has
+  6.92 tokens/s for DeepSeek-V2-Lite and 6.22 for Moonlight. The model gives 6.8 for 16-bit experts over 19 GB/s, which agrees.
+- `over_plain`: the same engine with the same slots. `gpu` transfers missing experts (LRU, with prefetch of the next layer), like the
+  method; `hybrid` is moegraft's best configuration, CPU and GPU together.
 
-`speculative_modelled_long.csv` has longer answers at a quarter of the slots: in a few dozen tokens luck and the schedule's first probes
-weigh much.
+`speculative_modelled_long.csv` has longer answers with a quarter of the experts in slots: in a few dozen tokens, chance and the schedule's
+first probes have much influence.
 
-Ways, each with what is before it: `draft`, top-k experts, whichever they are; `+ ahead`, what the verification needs is loaded while
-drafting; `resident_chosen + ahead`, only those of a token's own that have a slot draft; `resident + ahead`, the likeliest of all that have
-one, as many as a token has or half of them; `resident_chosen, scaled`, of rows that were not measured again since, with weights scaled to
-the sum of all; `marginal`: drafts as far as they are measured to pay, else a fixed length.
-`over_predicted` is `over_plain` over what the formula says with the run's own tau, U, misses: with c0 a layer without experts, g an
-expert, and t what a miss takes in plain decoding,
-`tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, m_v after what was loaded ahead.
+The draft configurations, each adding to the one before: `draft`, the top-k experts; `+ ahead`, the verification's experts are prefetched
+while drafting; `resident_chosen + ahead`, only those of the token's own experts that have a slot draft; `resident + ahead`, the likeliest
+of all experts with a slot, as many as a token has or half of them; `resident_chosen, scaled`, older rows with weights scaled to the sum of
+all; `marginal`, the draft length by measured costs, otherwise a fixed length. `over_predicted` is `over_plain` over the formula with the
+run's own tau, U and misses, where c0 is the time of a layer without experts, g of an expert, and t of a miss in plain decoding:
+`tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, with m_v after prefetches.
 
-What no way to share a round between CPU, GPU and link can exceed on the hybrid engine, by the arithmetic of `_draft_bounds.py` and at the
-`acceptance` of a token that the run had: `bound` with drafts of the best length; `foreseen` if it were seen of each token, once it is
-drafted, whether it stands. `needed` is the acceptance at which `bound` is 1.15, the target.
+The upper bounds of the hybrid engine, by the arithmetic of `_draft_bounds.py` at the run's `acceptance` per token: `bound` for drafts of
+the best length; `foreseen` if the acceptance of each drafted token were known at once. `needed` is the acceptance at which `bound` reaches
+the target of 1.15.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ ENGINES = (
     System("hybrid", "two_threshold", CacheOptions(), PrefetchOptions()),
 )
 FIXED, LONGEST = 4, 6
-ABLATED_RATIO = 0.25  # all ways there, and elsewhere those with a schedule
+ABLATED_RATIO = 0.25  # ratio with all configurations; other ratios have only those with a schedule
 WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
 TOLERANCE = 0.3
 TARGET = 1.15
@@ -72,7 +71,7 @@ Row = dict[str, object]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is compared under equal conditions."""
+    """The equal conditions of a comparison."""
 
     model: ModelShape
     machine: MachineProfile
@@ -82,7 +81,7 @@ class Case:
     seed: int
 
     def traces(self) -> tuple[Text, Text]:
-        """To fill slots by, and to play."""
+        """Return a trace to fill slots by, and one to replay."""
         length = WARM_TOKENS + self.tokens + LEFT_OVER
         whole = Text(
             synthetic_trace(self.model.name, length, self.seed), synthetic_trace(self.model.name, length, self.seed, other_tokens=7)
@@ -94,8 +93,8 @@ class Case:
 
 
 def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedule]]:
-    """By name; the lossy ones differ in `tolerance`."""
-    half = max(1, top_k // 2)  # acceptance was measured with half of the experts, among others
+    """Return the draft configurations by name; lossy ones differ in `tolerance`."""
+    half = max(1, top_k // 2)  # one of the numbers of experts for which acceptance was measured
     for tolerance in (0.0, TOLERANCE):
         if ratio == ABLATED_RATIO:
             yield f"draft, {FIXED} tokens", DraftWay(half, "any", False, tolerance), FixedSchedule(FIXED)
@@ -130,7 +129,7 @@ def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
 
 
 def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) -> DraftBound:
-    """Of drafts by resident experts."""
+    """Return the bound of drafts by resident experts."""
     model, machine = case.model, case.machine
     size, one = model.expert_bytes(case.bits), np.ones(1)
     gpu, cpu = (float(cost(one, size, case.bits)[0]) for cost in (machine.gpu_ms, machine.cpu_ms))
@@ -145,7 +144,7 @@ def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) 
 
 
 def limits_of(bound: DraftBound, played: Played) -> Row:
-    """Columns of the most that could be gained by as many experts a draft as ran."""
+    """Return the columns of the upper bounds for the number of experts that drafted."""
     judged = sum(played.statistics.compared_at)
     if not judged:
         return {}
@@ -156,7 +155,7 @@ def limits_of(bound: DraftBound, played: Played) -> Row:
 
 
 def predicted_gain(case: Case, plain: Played, played: Played) -> float:
-    """The formula, by one layer."""
+    """Return the formula's gain for one layer."""
     model, alone = case.model, np.ones(1)
     rest = rest_layer_ms(model, case.machine, 1)
     drafted = played.statistics.drafted // played.statistics.rounds
@@ -204,7 +203,7 @@ def _row(
 
 
 def plot(rows: list[dict[str, str]]) -> Path:
-    """Speed over load-on-demand, and over the same engine without drafts, by cache ratio."""
+    """Plot the speed over loading on demand, and over the same engine without drafts, by cache ratio."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(5.2 * len(models), 8.5), layout="constrained")
     panels = figure.subplots(2, len(models), squeeze=False)
@@ -240,15 +239,15 @@ def _read(name: str) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
-    parser.add_argument("--link", type=float, help="GB/s, in place of the machine's")
-    parser.add_argument("--bits", type=float, default=4.5, help="a weight")
+    parser.add_argument("--link", type=float, help="GB/s of the link; default: the machine's")
+    parser.add_argument("--bits", type=float, default=4.5, help="bits per weight")
     parser.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
     parser.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default=NAME, help="of the file; only the usual one is drawn")
-    parser.add_argument("--append", action="store_true", help="keep the rows of the file that are of others")
+    parser.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
+    parser.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     machine = PROFILES[arguments.machine]
@@ -261,7 +260,7 @@ def main() -> None:
             for row in rows_of(case, arguments.engines):
                 print(*(row[name] for name in SHOWN), flush=True)
                 rows.append(row)
-            if not arguments.no_write:  # after each, for a run is long
+            if not arguments.no_write:  # after each case, since a run is long
                 again = {(row["model"], row["engine"], row["cache_ratio"]) for row in rows}
                 before = _read(arguments.name) if arguments.append else []
                 kept = [row for row in before if (row["model"], row["engine"], float(row["cache_ratio"])) not in again]

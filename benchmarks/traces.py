@@ -1,15 +1,15 @@
-"""What does routing look like? Records a model's routing, and draws what HybriMoE's Figure 3 draws.
+"""How are experts used? Records a model's routing, and plots the figures of HybriMoE's Figure 3.
 
-    python benchmarks/traces.py record --out trace.npz     # the bundled model on its held-out text; --model, --text for others,
-                                                           # --prompt-sets FOLDER for prompts, each from its beginning
+    python benchmarks/traces.py record --out trace.npz     # the bundled model on held-out text; --model, --text for others,
+                                                           # --prompt-sets FOLDER for single prompts
     python benchmarks/traces.py plot [--trace trace.npz]   # results/routing.csv and .png
 
-- coverage: the share of all uses that the n most used experts of a layer take (Figure 3a).
-- reuse: the chance that the expert of the n-th largest score computes for the next token (3b).
-- prefill_load: tokens of each expert when a prompt of `PROMPT_TOKENS` goes through at once (3c).
-- recall: the share of a layer's experts that its router names on the hidden states of 1, 2 and 3 layers before.
+- coverage: the share of all uses that belongs to the n most used experts of a layer (Figure 3a).
+- reuse: the chance that the expert of the n-th largest score is used by the next token (3b).
+- prefill_load: tokens of each expert in one pass over a prompt of `PROMPT_TOKENS` (3c).
+- recall: the share of a layer's experts that its router chooses on the hidden states of 1, 2 and 3 layers before.
 
-What an expert costs by its tokens (3e, 3f) is measured by `expert_times.py` and drawn beside these.
+The time of an expert by its tokens (3e, 3f) is measured by `expert_times.py` and plotted beside these.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Row = dict[str, object]
 
 
 def held_out() -> str:
-    """The tenth of the plays that the demo model was not trained on."""
+    """Return the tenth of the plays that the demo model was not trained on."""
     return split_text(TEXT.read_text(encoding="utf-8"))[1]
 
 
 def record(model: Path, text: str, tokens: int, skip: int = 0, rules: str = "cpu-exact", source: str = "") -> Trace:
-    """The routing of `tokens` tokens of `text` after the first `skip`, in windows of `WINDOW`.
+    """Record the routing of `tokens` tokens of `text` after the first `skip`, in windows of `WINDOW`.
 
     Raises:
         ValueError: the text is too short.
@@ -56,7 +56,7 @@ def record(model: Path, text: str, tokens: int, skip: int = 0, rules: str = "cpu
 
 
 def recorded(model: Path, texts: Sequence[torch.Tensor], rules: str, source: str) -> Trace:
-    """The routing of texts, each (T,) int64 and read from its beginning."""
+    """Record the routing of texts, each (T,) int64 and read from its beginning."""
     tokens = sum(map(len, texts))
     loaded = optimize_and_load(model, rules, progress=False)
     trace = record_trace(loaded, texts, source)
@@ -115,20 +115,20 @@ def measured(trace: Trace) -> list[Row]:
 
 
 def lines(axes: Axes, rows: list[Row], measure: str) -> None:
-    """One line a layer, named where they are few, and their mean."""
+    """Plot one line per layer and their mean; few layers are named."""
     found = [row for row in rows if row["measure"] == measure]
     layers = list(dict.fromkeys(row["layer"] for row in found))
     values = {layer: [row["value"] for row in found if row["layer"] == layer] for layer in layers}
     places = [row["x"] for row in found if row["layer"] == layers[0]]
     for layer in layers:
         axes.plot(places, values[layer], linewidth=0.8, alpha=0.7, label=f"layer {layer}" if len(layers) <= NAMED_LAYERS else None)
-    if measure != "prefill_load":  # expert n of one layer has nothing in common with that of another
+    if measure != "prefill_load":  # experts of equal index in different layers are unrelated
         axes.plot(places, np.mean(list(values.values()), axis=0), color="black", marker="o", markersize=3, linewidth=1.5, label="mean")
     axes.grid(alpha=0.3)
 
 
 def plot(trace: Trace, rows: list[Row]) -> Path:
-    """Draws `results/routing.png`."""
+    """Plot `results/routing.png`."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     used, repeated, loads, timed = figure.subplots(2, 2).flat
     even = trace.top_k / trace.num_experts
@@ -144,14 +144,14 @@ def plot(trace: Trace, rows: list[Row]) -> Path:
     draw_times(timed)
     for axes in (used, repeated, loads):
         axes.legend(fontsize="x-small")
-    figure.suptitle(f"Routing of {trace.source}, {trace.num_tokens} tokens, {trace.top_k} of {trace.num_experts} experts a token")
+    figure.suptitle(f"Routing of {trace.source}, {trace.num_tokens} tokens, {trace.top_k} of {trace.num_experts} experts per token")
     path = RESULTS / "routing.png"
     figure.savefig(path, dpi=80, pil_kwargs={"optimize": True})
     return path
 
 
 def draw_times(axes: Axes) -> None:
-    """What `expert_times.py` measured, if it did."""
+    """Plot the results of `expert_times.py`, if there are any."""
     path = RESULTS / "expert_times.csv"
     if not path.is_file():
         axes.set_axis_off()
@@ -174,11 +174,11 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recording, drawing = (commands.add_parser(name) for name in ("record", "plot"))
     for command in (recording, drawing):
-        command.add_argument("--model", type=Path, default=demo_path(), help="a folder; the bundled model where it is not given")
-        command.add_argument("--text", type=Path, help="a text file; the demo model's held-out text where it is not given")
+        command.add_argument("--model", type=Path, default=demo_path(), help="a folder; default: the bundled model")
+        command.add_argument("--text", type=Path, help="a text file; default: the demo model's held-out text")
         command.add_argument("--prompt-sets", type=Path, help="a folder with chatgpt_prompts.csv, mt_bench.jsonl, vicuna_bench.jsonl")
         command.add_argument("--tokens", type=int, default=8192)
-        command.add_argument("--rules", default="cpu-exact", help="how the model is loaded")
+        command.add_argument("--rules", default="cpu-exact", help="rules to load the model with")
     recording.add_argument("--out", type=Path, required=True)
     drawing.add_argument("--trace", type=Path, help="a recorded trace instead of a new one")
     arguments = parser.parse_args()

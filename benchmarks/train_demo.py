@@ -1,8 +1,8 @@
-"""Trains the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse, on 2 cores in about an hour.
+"""Train the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse, on 2 cores in about an hour.
 
     python benchmarks/train_demo.py --out injection/demo --work build/train_demo
 
-Shapes: B windows, S tokens a window, T = B * S tokens, L layers, E experts, V vocabulary.
+Shapes: B windows, S tokens per window, T = B * S tokens, L layers, E experts, V vocabulary.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What one training run does; the learning rate reaches zero after `steps` steps or `minutes` minutes, whichever is first."""
+    """The options of a training run, whose learning rate reaches zero after `steps` steps or `minutes` minutes, whichever is first."""
 
     out: Path
     work: Path
@@ -65,7 +65,7 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; saved with every checkpoint."""
+    """The progress of a run, which every checkpoint contains."""
 
     step: int = 0
     elapsed_s: float = 0.0
@@ -75,7 +75,7 @@ class Progress:
 
 
 def cut_scenes(speeches: list[list[int]], end: int, seed: int) -> Tensor:
-    """One pass over the plays as tokens `(N,)`, with END before every scene of two to four speeches, cut anew for every seed."""
+    """Return one pass over the plays as tokens `(N,)`, with END before every scene of two to four speeches; the cuts depend on the seed."""
     draw = random.Random(seed)
     stream: list[int] = []
     left = 0
@@ -89,7 +89,7 @@ def cut_scenes(speeches: list[list[int]], end: int, seed: int) -> Tensor:
 
 
 def draw_windows(stream: Tensor, step_tokens: int, seed: int) -> Tensor:
-    """Random windows `(B, S + 1)` of the stream: one time in eight of the whole context, for its positions, else of a quarter."""
+    """Draw random windows `(B, S + 1)`: one batch in eight has the whole context, to train its positions, others a quarter of it."""
     draw = random.Random(seed)
     size = CONTEXT if draw.random() < 1 / 8 else CONTEXT // 4
     starts = [draw.randrange(len(stream) - size) for _ in range(step_tokens // size)]
@@ -97,9 +97,9 @@ def draw_windows(stream: Tensor, step_tokens: int, seed: int) -> Tensor:
 
 
 def add_dropout(model: nn.Module, rate: float) -> None:
-    """Drops channels of the embeddings and of what each attention and expert block adds; active in train mode only.
+    """Drop channels of the embeddings and of each attention and expert block's output, in train mode only.
 
-    One mask serves all positions of a window (arXiv:1512.05287, section 4), which costs next to nothing to draw.
+    One mask serves all positions of a window (arXiv:1512.05287, section 4), which is cheap to draw.
     """
 
     def drop(module: nn.Module, _args: object, output: Any) -> Any:
@@ -113,28 +113,28 @@ def add_dropout(model: nn.Module, rate: float) -> None:
 
 
 def balance_loss(layers: list[Tensor], top_k: int) -> Tensor:
-    """Switch Transformer's balancing loss (arXiv:2101.03961, equation 4), by layer: 1 when every expert takes the same load.
+    """Return Switch Transformer's balancing loss (arXiv:2101.03961, equation 4) per layer: 1 when all experts have the same load.
 
-    transformers' own sums the layers first, so that an expert idle in one layer may hide behind its namesake in another.
+    The loss in transformers sums the layers first, so that an idle expert of one layer is not seen if the same index is busy in another.
     """
     terms = [logits.shape[-1] * (expert_share(logits, top_k) * logits.float().softmax(-1).mean(0)).sum() for logits in layers]
     return torch.stack(terms).mean()
 
 
 def share_done(progress: Progress, options: TrainOptions) -> float:
-    """How much of the run is done, by steps or by time, whichever is further."""
+    """Return the share of the run that is done, by steps or by time, whichever is larger."""
     return max(progress.step / options.steps, progress.elapsed_s / 60 / options.minutes)
 
 
 def learning_rate(options: TrainOptions, done: float) -> float:
-    """Linear warm-up, then a cosine to zero, at the share `done` of the run."""
+    """Return the learning rate at the share `done` of the run: linear warm-up, then a cosine to zero."""
     if done < options.warmup:
         return options.peak_rate * (done + 1e-3) / options.warmup
     return options.peak_rate * 0.5 * (1 + math.cos(math.pi * (done - options.warmup) / (1 - options.warmup)))
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW whose weight decay spares the norms."""
+    """Return AdamW without weight decay of the norms."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -142,9 +142,9 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
 
 
 def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: Tensor, options: TrainOptions) -> Tensor:
-    """One step of `model` in float32, by the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`.
+    """Update `model` in float32 with the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`.
 
-    Returns the cross-entropy in nats a token, without the balancing loss.
+    Returns the cross-entropy in nats per token, without the balancing loss.
     """
     twin.train()
     with router_logits(twin) as layers:
@@ -163,7 +163,7 @@ def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: 
 
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes the checkpoint beside its name first, so that a run ended halfway leaves the one before."""
+    """Write the checkpoint atomically, so that an interrupted run keeps the previous one."""
     state = {name: getattr(progress, name) for name in Progress.__slots__}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
     torch.save(state, path.with_suffix(".new"))
@@ -171,7 +171,7 @@ def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, p
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Takes a run up where its last checkpoint left it."""
+    """Resume a run from its last checkpoint."""
     if not path.exists():
         raise ValueError(f"{path}: there is no checkpoint to resume; leave --resume out, or name the --work folder of the run")
     state = torch.load(path)
@@ -182,7 +182,7 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: TrainOptions) -> Progress:
-    """Trains until the schedule or the time is used up; the weights of the best validation are in the progress returned."""
+    """Train until the schedule or the time ends; the returned progress has the weights of the best validation."""
     training, validation = split_text(TEXT.read_text())
     speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
     pass_steps = sum(map(len, speeches)) // options.step_tokens
@@ -213,7 +213,7 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: TrainOptions)
 
 
 def record(model: Any, result: Evaluation, progress: Progress, train_loss: float, options: TrainOptions) -> None:
-    """Adds a point to the curve, prints it, and keeps the weights if they are the best so far."""
+    """Add a point to the curve, print it, and keep the weights if they are the best so far."""
     point = {
         "steps": progress.step,
         "tokens": progress.step * options.step_tokens,
@@ -234,12 +234,12 @@ def record(model: Any, result: Evaluation, progress: Progress, train_loss: float
 
 def parse_options() -> TrainOptions:
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder that gets the trained model")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
-    parser.add_argument("--minutes", type=float, default=60.0, help="the schedule ends by then, whatever the speed")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of the schedule")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1623)
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --work")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --work")
     return TrainOptions(**vars(parser.parse_args()))
 
 
@@ -255,7 +255,7 @@ def main() -> None:
     model.load_state_dict(progress.best_weights)
     export(model, tokenizer, options.out)
     shipped = evaluate(model, tokenizer, validation)
-    print(f"exported: {shipped.loss:.4f} nats a token, {shipped.bits_per_byte:.4f} bits a byte")
+    print(f"exported: {shipped.loss:.4f} nats per token, {shipped.bits_per_byte:.4f} bits per byte")
     packages = ("torch", "transformers", "tokenizers")
     origin = {"seed": options.seed, "threads": torch.get_num_threads()}
     write_rows("demo_training", [{**point, **origin} for point in progress.curve], packages)

@@ -1,4 +1,4 @@
-"""The C++ part: packed expert weights, a thread pool, a forward pass for every instruction set; and the planner of hybrid layers."""
+"""C++ kernels: packed expert weights, a thread pool, forward passes for every instruction set, and the planner of hybrid layers."""
 
 from moegraft.cpu_backend._kernel import (
     LAYOUT_VERSION,

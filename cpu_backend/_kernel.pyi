@@ -1,5 +1,6 @@
 """Types of the C++ extension. T tokens, K experts per token, E experts, H hidden size, I intermediate size."""
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -68,15 +69,15 @@ class ExpertsShape:
     def __hash__(self) -> int: ...
 
 class PackedExperts:
-    """All experts of one layer in the order in which the kernel reads them, `expert_bytes` contiguous bytes for each expert.
+    """All experts of one layer in the order in which the kernel reads them, with `expert_bytes` contiguous bytes per expert.
 
-    int8 and int4 are GGUF's Q8_0 and Q4_0: groups of 32 along the input with one float16 scale. q4_k and q6_k are GGUF's Q4_K and Q6_K,
-    super-blocks of 256 along the input, taken from a file unchanged: nothing is quantised to them here.
+    int8 and int4 are GGUF's Q8_0 and Q4_0: groups of 32 along the input with one float16 scale. q4_k and q6_k are GGUF's Q4_K and Q6_K:
+    super-blocks of 256 along the input, which are packed unchanged from a file; the kernel does not quantise to them.
 
     Args:
-        weight_type: one for all parts, or two joined by a plus sign: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
-        buffer: (E * expert_bytes,) uint8 that starts at a multiple of 64 bytes, such as a mapped cache file; kept alive, not copied.
-            If it is read-only, everything counts as packed.
+        weight_type: one type for all parts, or two joined by a plus sign: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
+        buffer: (E * expert_bytes,) uint8 at an address that is a multiple of 64, such as a mapped cache file; kept alive, not copied. A
+            read-only buffer counts as completely packed.
         sparse: use the layout whose `forward` accepts a `threshold` and skips the rows of up and (transposed) down of neurons below it.
             int8 and int4 quantise down along H, one scale for 32 outputs; all parts have one weight type, which cannot be q4_k or q6_k.
 
@@ -122,7 +123,7 @@ class PackedExperts:
     def pack_quantized(self, expert: int, part: str, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None:
         """Pack codes (rows, cols) and scales (rows, cols / 32) unchanged; int4 codes are -8 to 7.
 
-        Only down in a sparse layout is dequantised and quantised again, along H.
+        In a sparse layout, down is dequantised and quantised again, along H.
         """
     def pack_super_blocks(self, expert: int, part: str, blocks: NDArray[np.uint8]) -> None:
         """Pack q4_k or q6_k rows unchanged: the bytes of a GGUF file, (rows, cols / 256 * 144 or 210)."""
@@ -159,7 +160,7 @@ class NormSpec:
     Args:
         element_type: float32, float16 or bfloat16, of rows, weights and results.
         cols: length of a row.
-        rounds_first: round the quotient to `element_type` before the product with the weight.
+        rounds_first: whether to round the quotient to `element_type` before the product with the weight.
 
     Raises:
         ValueError: an unknown type, `cols` below 1, an `epsilon` that is negative or not finite.
@@ -168,16 +169,16 @@ class NormSpec:
     def __init__(self, element_type: str, cols: int, epsilon: float, weight_offset: float = 0.0, rounds_first: bool = False) -> None: ...
 
 class RouterSpec:
-    """How a router computes logits and chooses experts, in descending order of score, ties by index.
+    """The computation of a router's logits and its choice of experts, in descending order of score, ties by index.
 
     Args:
         hidden: columns of the weight.
         experts: rows of the weight.
         element_type: float32, float16 or bfloat16, of hidden states and weight; logits are accumulated in float32.
-        logits_type, weights_type: of the results.
-        rounds_logits: round the logits to `element_type` before they are scored.
+        logits_type, weights_type: types of the results.
+        rounds_logits: whether to round the logits to `element_type` before they are scored.
         score: `softmax` or `sigmoid` over all experts, or `chosen_softmax` over the logits of the chosen experts.
-        normalise: scale the weights of the chosen experts to a sum of 1, before `scale`.
+        normalise: whether to scale the weights of the chosen experts to a sum of 1, before `scale`.
         groups: number of groups of experts. Only experts of the best `kept_groups` groups can be chosen (DeepSeek-V3, arXiv:2412.19437);
             `group_score` ranks groups by their `largest` score or the sum of their `two_largest`.
         choice_bias: (experts,) float32, added to the scores for the choice alone; copied.
@@ -209,9 +210,9 @@ class RouterSpec:
     ) -> None: ...
 
 class HostCall:
-    """One forward call with its arguments, for a CUDA host function: pass `address` as its user data.
+    """One forward call with its arguments, for a CUDA host function whose user data is `address`.
 
-    It keeps its arrays alive; keep the object itself for as long as the function may be called.
+    It keeps its arrays alive. The object must exist as long as the function may be called.
     """
 
     @property
@@ -235,15 +236,15 @@ class _HostCallMaker(Protocol):
 class Runtime:
     """Kernels for this CPU and a persistent pool of threads.
 
-    Calls run on PyTorch's own OpenMP threads where those are as many: they spin for milliseconds after each operation, and a second
-    pool would compete with them for cores. Submitted work runs on the pool, whose idle threads sleep. Calls from several Python threads
-    are serialised; the GIL is released while the kernel works. After a fork the child must create its own Runtime.
+    Calls run on PyTorch's own OpenMP threads if their number is the same: these spin for milliseconds after each operation, and a second
+    pool would compete with them for cores. Submitted work runs on the runtime's pool, whose idle threads sleep. Calls from several Python
+    threads are serialised; the GIL is released while the kernel works. After a fork the child must create its own Runtime.
 
     Args:
-        threads: 0 for one per physical core, within the process's affinity and its container's CPU quota.
-        isa: an instruction set of `available_isas()` for everything; by default the environment variable MOEGRAFT_ISA, otherwise the
+        threads: number of threads; 0 for one per physical core, within the process's affinity and its container's CPU quota.
+        isa: an instruction set of `available_isas()` for everything; by default that of the environment variable MOEGRAFT_ISA, or else the
             fastest of this CPU for each weight type.
-        share_threads: False runs all work on the runtime's own threads.
+        share_threads: whether to use PyTorch's threads; False runs all work on the runtime's own threads.
 
     Raises:
         ValueError: an invalid number of threads, an unknown or unavailable instruction set.
@@ -257,7 +258,7 @@ class Runtime:
         """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""
     @property
     def isa(self) -> str:
-        """The instruction set in use; `avx512_bf16+amx` where some weight types use another one than the rest."""
+        """The instruction set in use; `avx512_bf16+amx` where some weight types use another one than the others."""
     @property
     def tile_isas(self) -> dict[str, str]:
         """The instruction set for bfloat16 activations, by weight type."""
@@ -285,7 +286,7 @@ class Runtime:
         Args:
             hidden_states: (T, H) float32, float16, or bfloat16 as uint16.
             top_k_index: (T, K) expert ids; -1 and E are padded slots.
-            top_k_weights: (T, K) weight of each expert's share.
+            top_k_weights: (T, K) weights of the experts' outputs.
             out: (T, H), dtype of hidden_states.
             threshold: sparse layouts only: neurons with `|act(gate)|` (ungated: `|act(up)|`) below it count as zero.
             neuron_counts: sparse layouts only: (2,); incremented by the neurons that reached the threshold, and by all neurons.
@@ -347,14 +348,15 @@ class Runtime:
     ) -> None:
         """Attention over a KV cache: `softmax(scale * query @ key.T + mask) @ value`, accumulated in float32 by online softmax.
 
-        Few queries read the cache in place, once for all heads that share it; many are computed by register tiles over a packed copy.
-        bfloat16 multiplies in bfloat16 where the CPU can, and with many queries rounds the softmax's weights to it.
+        Few queries read the cache in place, once for all heads that share it; many queries are computed by register tiles over a packed
+        copy. bfloat16 operands are multiplied in bfloat16 if the CPU supports it, and with many queries the softmax's weights are rounded
+        to bfloat16.
 
         Args:
-            query: (B, heads, T, D); with key and value of one dtype and any strides, the last dimension contiguous.
-            key: (B, KV heads, S, D), of which `heads` is a multiple.
+            query: (B, heads, T, D); query, key and value have one dtype and any strides, with the last dimension contiguous.
+            key: (B, KV heads, S, D); `heads` is a multiple of KV heads.
             value: (B, KV heads, S, D of values).
-            out: (B, T, heads, D of values), C-contiguous, of that dtype.
+            out: (B, T, heads, D of values), C-contiguous, of the same dtype.
             mask: (1 or B, 1 or heads, T, S): bool, True where a query attends to a key; or values that are added
                 to the scores, in the dtype of `query`.
             causal: query t of T attends to the keys up to S - T + t.
@@ -378,7 +380,7 @@ def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, st
     """
 
 def cores_of_cpu_max(text: str) -> int:
-    """Return the whole cores that a cgroup cpu.max text allows, at least 1; 0 where it sets no limit."""
+    """Return the number of whole cores that the text of a cgroup's cpu.max allows, at least 1; 0 for no limit."""
 
 class LayerProblem(Protocol):
     """The fields of `operators.offload.scheduler.LayerProblem`, which documents them."""
@@ -412,6 +414,45 @@ def check_problem(problem: LayerProblem) -> None:
         ValueError: arrays of different lengths; a value that is negative or not a number.
     """
 
+Linear = tuple[int, int, int]  # base, for each position, for each token that a buffer of the cache has room for
+ProgramOperand = (
+    tuple[int, str, Linear, tuple[Linear, ...], tuple[Linear, ...]]  # buffer, dtype, offset, sizes and strides, in elements
+    | tuple[float, float]  # a number: base, for each position
+)
+
+class Program:
+    """A decode step of a whole model: operations in order, over buffers that are bound to memory of the caller.
+
+    The methods that begin with `add_` append an operation; its operands are the results, then what it reads. Small operations run on one
+    thread, the others on all threads of the runtime. A program keeps alive what its operations use, but no bound memory.
+
+    Raises:
+        ValueError: operands that do not fit an operation, from the `add_` methods, `check` or `run`.
+    """
+
+    def __init__(self, runtime: Runtime) -> None: ...
+    def add_small(self, name: str, operands: Sequence[Any], numbers: Sequence[float] = ...) -> None: ...
+    def add_norm(self, norm: NormSpec, operands: Sequence[Any]) -> None:
+        """out, x and, if there is one, weight."""
+    def add_linears(self, linears: Sequence[PackedLinear], operands: Sequence[Any]) -> None:
+        """x, then the result of each layer; the layers have one weight type."""
+    def add_experts(self, experts: PackedExperts, operands: Sequence[Any]) -> None:
+        """out (T, H), hidden states (T, H), ids (T, K) int64, weights (T, K) float32."""
+    def add_router(self, router: RouterSpec, operands: Sequence[Any]) -> None:
+        """logits (T, E), weights (T, K), ids (T, K) int64, hidden states (T, H), weight (E, H); at most 8 tokens."""
+    def add_attention(self, operands: Sequence[Any], scale: float, softcap: float, causal: bool, mask: bool, sinks: bool) -> None:
+        """out (B, T, heads, D), query (B, heads, T, D), key, value and, by the flags, mask and sinks, as in `Runtime.attention`."""
+    def add_matmul(self, operands: Sequence[Any]) -> None:
+        """out (B, M, N), a (B, M, K), b (B, K, N) and perhaps bias (N), of one floating-point dtype."""
+    def end_stage(self) -> int:
+        """End a part that `run` may end with; return the number of stages so far."""
+    def bind(self, buffer: int, bytes: object, origin: int = ...) -> None:
+        """Let a buffer be the memory of `bytes`, a contiguous one-dimensional tensor of bytes; offset 0 is `origin` bytes into it."""
+    def check(self, first: int, last: int, room: int) -> None:
+        """Check that every operand is within its buffer at the positions from `first` to `last`; to be called after `bind`."""
+    def run(self, position: int, first: int, end: int) -> None:
+        """Run the stages from `first` to `end` for a checked position."""
+
 class Planner:
     """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.
 
@@ -423,7 +464,7 @@ class Planner:
 
     def __init__(self, schedule: str) -> None: ...
     def plan(self, problem: LayerProblem) -> tuple[NDArray[np.bool_], NDArray[np.int32], float]:
-        """Return which experts are on the CPU (A,), the positions of those to transfer (m,) in order, and the makespan in ms."""
+        """Return whether each expert is on the CPU (A,), the positions of experts to transfer (m,) in order, and the makespan in ms."""
     def makespan(self, problem: LayerProblem, on_cpu: NDArray[np.bool_]) -> float:
         """Return the makespan of any split in ms.
 
@@ -431,4 +472,4 @@ class Planner:
             ValueError: the split needs more than `max_transfers`.
         """
     def gains(self, problem: LayerProblem) -> NDArray[np.float64]:
-        """Return the ms that each missing expert would save on the GPU (A,), added one by one in descending load."""
+        """Return the ms that each missing expert would save if it were resident (A,), evaluated one by one in descending load."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.sparsity import LayerSparsity, whole
 
-LOWEST, HIGHEST = -24, 8  # log2 of the magnitudes that have bins of their own
-PER_OCTAVE = 256  # a threshold is exact to 0.27 %
+LOWEST, HIGHEST = -24, 8  # log2 of the range of magnitudes that the bins cover
+PER_OCTAVE = 256  # bins per factor of two: a threshold is exact to 0.27 %
 BINS = (HIGHEST - LOWEST) * PER_OCTAVE
 
 
@@ -22,10 +22,10 @@ class ActivationHistogram:
     """Histogram of `|act(gate)|` of one layer in logarithmic bins, with counts of how often each neuron is among the largest.
 
     Attributes:
-        bins: (BINS,) int64; the first holds all below its upper edge, exact zeros too, the last all above its lower one.
-        hot: the share of a layer's activations below its largest ones, for `active`.
-        active: (E, I) int64: how often a neuron reached the layer's `hot` quantile, as it was known at the time.
-        routed: (E,) int64: tokens routed to each expert.
+        bins: (BINS,) int64. The first bin also counts all smaller magnitudes, zeros included; the last bin all larger ones.
+        hot: the quantile that an activation must reach to count in `active`.
+        active: (E, I) int64, how often each neuron reached the layer's `hot` quantile of the text seen so far.
+        routed: (E,) int64, tokens routed to each expert.
     """
 
     def __init__(self, num_experts: int, intermediate: int, hot: float = 0.9) -> None:
@@ -49,13 +49,13 @@ class ActivationHistogram:
         magnitudes = acted.flatten(0, 1)[real.to(acted.device)].abs().float()
         if not bool(torch.isfinite(magnitudes).all()):
             raise UnsupportedModelError("an activation is not finite: thresholds cannot be found for a model that computes NaN or infinity")
-        # Far inside the first bin: no logarithm of 0.
+        # Zeros become a magnitude of the first bin, so that their logarithm is finite.
         octaves = magnitudes.clamp_min(2.0 ** (LOWEST - 1)).log2_().sub_(LOWEST).mul_(PER_OCTAVE)
         numbers = octaves.floor_().clamp_(0, BINS - 1).to(torch.int64).flatten()
         self.bins += torch.bincount(numbers, minlength=BINS).cpu().numpy()
         if not self.bins.any():
             return
-        # One pass cannot know the threshold of the whole text; that of the text so far orders neurons equally well.
+        # One pass cannot know the quantile of the whole text; the quantile of the text so far ranks neurons equally well.
         reached = (magnitudes >= self.quantile(self.hot)).to("cpu", torch.int64)
         self.active.index_add_(0, index[real], reached)
         self.routed.index_add_(0, index[real], torch.ones_like(index[real]))
@@ -66,12 +66,12 @@ class ActivationHistogram:
         return int(self.bins.sum())
 
     def quantile(self, share: float) -> float:
-        """Return the upper edge of the bin up to which at least `share` of the magnitudes are."""
+        """Return the upper edge of the first bin at or below which at least `share` of the magnitudes lie."""
         return quantiles(self.bins, [share])[0]
 
 
 def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return the thresholds that at least `shares` of the magnitudes in `bins` stay below, to one bin.
+    """Return, for each share, the threshold below which at least that share of the magnitudes in `bins` lies, exact to one bin.
 
     Raises:
         ValueError: nothing was counted.
@@ -91,7 +91,7 @@ class Calibration:
     layers: Mapping[str, ActivationHistogram]
 
     def all_bins(self) -> NDArray[np.int64]:
-        """(BINS,) int64, of all layers together."""
+        """Return the histogram of all layers together, (BINS,) int64."""
         total = np.zeros(BINS, np.int64)
         for layer in self.layers.values():
             total += layer.bins
@@ -100,11 +100,11 @@ class Calibration:
 
 @contextmanager
 def calibrating(layers: Mapping[str, LayerSparsity], sizes: Mapping[str, tuple[int, int]]) -> Iterator[Calibration]:
-    """Within the context, every forward pass computes all neurons and adds to the histograms.
+    """Compute all neurons in every forward pass of the body, and add their activations to the histograms it yields.
 
     Args:
-        layers: of one model, by module path.
-        sizes: (num_experts, intermediate) of each.
+        layers: the layers of one model, by module path.
+        sizes: (num_experts, intermediate) of each layer, by module path.
     """
     calibration = Calibration({path: ActivationHistogram(*sizes[path]) for path in layers})
     with whole(layers.values()):

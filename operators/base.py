@@ -1,14 +1,16 @@
-"""The interface of operators: modules with a name, typed options, and weights that they take from a source themselves.
+"""The interface of operators: modules with a name and typed options that load their own weights from a weight source.
 
-All that planning, loading, predictions and programs need to know of an operator is a method here; those with a default apply to few.
+Planning, loading, predictions and programs know an operator through these methods alone. Methods with a default concern few operators.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -31,7 +33,7 @@ Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that an operator will hold once loaded, by device name (`cpu`, `cuda:0`, and `disk` for mapped files)."""
+    """The bytes that an operator holds once loaded, by device name (`cpu`, `cuda:0`, and `disk` for mapped files)."""
 
     by_device: Mapping[str, int]
 
@@ -42,7 +44,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class PlannedUse:
-    """What one rule replaces: the modules at `paths` by `operator` with `options`."""
+    """The use of an operator by one rule: `operator` with `options` replaces the modules at `paths`."""
 
     operator: type[Operator]
     options: Any
@@ -52,48 +54,47 @@ class PlannedUse:
 class Operator(nn.Module, ABC):
     """A module that replaces one of the model's own.
 
-    A subclass names itself and its options class, says whether it can replace a module, what it will hold, how it is
-    built (on meta, before any weight is read) and how it takes its weights. It is registered by name in
-    `moegraft.operators.registry` or through the entry-point group `moegraft.operators`.
+    A subclass names itself and its options class. It reports whether it can replace a module and how many bytes it will hold, is built
+    before any weight is read, and loads its weights. `moegraft.operators.registry` or the entry-point group `moegraft.operators`
+    registers it by name.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
     options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
     summary: ClassVar[str]  # one line for listings
-    sparsity: LayerSparsity | None = None  # the threshold and counts of the neurons that it leaves out
-    # What the option `weights` may be, of an operator that packs weights and has that option.
-    weight_types: ClassVar[tuple[str, ...]] = ()
-    # Why decode steps with this operator cannot be captured in a CUDA graph; None where they can.
-    uncaptured: ClassVar[str | None] = None
+    sparsity: LayerSparsity | None = None  # the threshold and counts of an operator that leaves neurons out
+    weight_types: ClassVar[tuple[str, ...]] = ()  # the values of the option `weights`, where the operator has it
+    uncaptured: ClassVar[str | None] = None  # why a CUDA graph cannot capture decode steps with this operator; None where it can
 
     @classmethod
     @abstractmethod
     def unsupported_reason(cls, module: nn.Module, options: Any) -> str | None:
-        """Return why this operator cannot replace `module` with `options`, or None when it can. Reads structure, never weights."""
+        """Return why this operator cannot replace `module` with `options`, or None where it can; reads structure, never weights."""
 
     @classmethod
     @abstractmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
-        """Return the bytes the operator will hold for `module`; `dtype` is that of the stored weights."""
+        """Return the bytes that the operator will hold for `module`, whose weights are stored as `dtype`."""
 
     @classmethod
     def supports_weight_type(cls, options: Any, weight_type: str) -> bool:
         """Return whether the operator can compute with the super-blocks of a GGUF file in place.
 
         Args:
-            weight_type: of `options` instead of its own: `q4_k`, `q6_k`, or that of gate and up and that of down, as in `q4_k+q6_k`.
+            weight_type: the type to compute with instead of the one in `options`: `q4_k`, `q6_k`, or one type for gate and up and one
+                for down, as in `q4_k+q6_k`.
         """
         return False
 
     @classmethod
     @abstractmethod
     def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> Self:
-        """Create the operator for `module`, which may be on meta; it holds no weights yet."""
+        """Create the operator for `module`, which may be on meta; the new operator holds no weights yet."""
 
     @abstractmethod
     def placement(self) -> str:
-        """Return one line for users: what this operator runs, in which weight type, and where."""
+        """Return one line for users: what this operator computes, in which weight type, on which device."""
 
     @abstractmethod
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
@@ -104,39 +105,39 @@ class Operator(nn.Module, ABC):
         """
 
     def check(self) -> None:
-        """Check what depends on the other operators; called when all of the model are built, before weights are read.
+        """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
 
         Raises:
-            UnsupportedModelError: it cannot work with what the rules put into the model.
+            UnsupportedModelError: the operator cannot work beside the others.
         """
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        """Prepare for the first forward pass; called once, when the whole model is loaded. Must not keep `model`.
+        """Prepare for the first forward pass; called once, when the whole model is loaded. An operator must not keep `model`.
 
         Args:
-            path: of the module that this operator replaced or works in.
+            path: the path of the module that this operator replaced or works in.
         """
 
     def statistics(self) -> Mapping[str, object]:
-        """Return what the operator did so far, by name, for programs that show it."""
+        """Return the operator's counters and measurements so far, by name, for programs that show them."""
         return {}
 
-    # ---- what planning and predictions ask; an operator that none of it applies to overrides nothing ----
+    # For planning and predictions
 
     @classmethod
     def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield options that the model or other rules contradict, such as `sparsity.target`, each with the reason.
+        """Yield each option that the model or another rule contradicts, such as `sparsity.target`, with the reason.
 
         Args:
-            use: what one rule gives to this operator.
-            uses: what all rules of the plan give to operators.
-            model: with its own modules, which may be on meta; some may have been refused by `unsupported_reason`.
+            use: the use of this operator by one rule.
+            uses: the uses of operators by all rules of the plan.
+            model: the model with its own modules, which may be on meta. `unsupported_reason` may have refused some of them.
         """
         return iter(())
 
     @classmethod
     def identity(cls, options: Any) -> str:
-        """Return the options that change what the model computes; keys and values are not reused by a model with others."""
+        """Return the options that change the model's output; a model with other ones does not reuse stored keys and values."""
         return repr(options)
 
     @classmethod
@@ -146,7 +147,7 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def draft_sparsity(cls, options: Any) -> float | None:
-        """Return the share of neurons that drafts leave out; None where they leave out no more than other steps."""
+        """Return the share of neurons that drafts leave out; None where drafts leave out no more than other steps."""
         return None
 
     @classmethod
@@ -156,26 +157,26 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def weight_type_for(cls, options: Any, dtype: torch.dtype) -> str | None:
-        """Return the type that weights stored as `dtype` are packed to; None where the operator has no such choice."""
+        """Return the type that weights stored as `dtype` are packed to; None where the operator packs no weights."""
         return None
 
     @classmethod
     def savings(cls, module: nn.Module, options: Any | None, dtype: torch.dtype) -> Sequence[Saving]:
-        """Return the ways to hold `module` in fewer bytes than with `options`, those that lose least first.
+        """Return the ways to hold `module` in fewer bytes than with `options`, in ascending order of lost precision.
 
         Args:
-            options: None where no rule replaces the module, which is then the stock one.
+            options: None where no rule replaces the module.
         """
         return ()
 
     @classmethod
     def expert_slots(cls, options: Any) -> ExpertSlots | None:
-        """Return how experts in host memory share GPUs; None where they do not."""
+        """Return how experts in host memory share slots on GPUs; None where they use no GPU."""
         return None
 
     @classmethod
     def cache_form(cls, options: Any, config: PretrainedConfig) -> QuantisedForm | None:
-        """Return how `generate` stores keys and values; None: in the model's dtype."""
+        """Return the form in which `generate` stores keys and values; None for the model's dtype."""
         return None
 
     @classmethod
@@ -183,7 +184,7 @@ class Operator(nn.Module, ABC):
         """Return the options to measure this operator's speed with, by weight type."""
         return {}
 
-    # ---- what verification and calibration ask ----
+    # For verification and calibration
 
     @classmethod
     def with_sparsity(cls, options: Any, sparsity: SparsityOptions) -> Any | None:
@@ -192,22 +193,20 @@ class Operator(nn.Module, ABC):
 
     @property
     def weight_type(self) -> str | None:
-        """The type of the weights that it computes with; None where it is not known."""
+        """The type of the weights that the operator computes with; None where it is not known."""
         return None
 
     def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, compute as exactly as the weights allow: leave no neuron out.
-
-        An operator that works within a stock module computes what that module does.
+        """Return a context in which the operator leaves no neuron out, and an operator within a stock module lets that module compute.
 
         Args:
-            module: the one at the operator's path: itself, or the stock module.
+            module: the module at the operator's path: the operator itself, or the stock module.
         """
         return nullcontext()
 
 
 class InPlaceOperator(Operator):
-    """An operator that replaces no module and holds no weights: its module stays, and other rules may replace the module's parts."""
+    """An operator that works within a stock module and holds no weights; other rules may replace parts of that module."""
 
     @classmethod
     def footprint(cls, module: nn.Module, options: Any, dtype: torch.dtype) -> Footprint:
@@ -215,29 +214,57 @@ class InPlaceOperator(Operator):
 
     @classmethod
     def identity(cls, options: Any) -> str:
-        return ""  # it computes what its module does, up to rounding
+        return ""  # the operator computes what its module does, up to rounding
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
 
 
 class ModelOperator(InPlaceOperator):
-    """An operator that does what the whole model does, `generate`, its own way.
+    """An operator that serves some calls of a model's `generate` and hands all others to the stock method, with the reason in the log.
 
-    `model` is only lent to it, call by call, so that an operator does not keep its model alive.
+    Every call is given the model, so that an operator does not keep its model alive.
     """
 
     kind = "model"
     uncaptured = "an operator of the model's own decodes"
 
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self._logged: set[str] = set()
+
+    @classmethod
+    def unsupported_reason(cls, module: nn.Module, options: Any) -> str | None:
+        from transformers import GenerationMixin, PreTrainedModel
+
+        if not isinstance(module, PreTrainedModel) or not isinstance(module, GenerationMixin):
+            return f"{type(module).__name__} does not generate text"
+        return "it has an encoder and a decoder" if module.config.is_encoder_decoder else None
+
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
-        """Return the key-value cache that `generate` would make, for callers that fill one first; None: transformers' own."""
+        """Return an empty key-value cache as `generate` creates it, for callers that fill it first; None for transformers' own."""
         return None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
-        """Add the spans of its rounds to `timelines` from now on; return False where it decodes without rounds."""
+        """Add the spans of the operator's rounds to `timelines` from now on; return False where it decodes without rounds."""
         return False
 
     @abstractmethod
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute `model.generate(*args, **kwargs)`; `plain` is the stock method, bound to the model."""
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning the first time that it occurs."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logging.getLogger(type(self).__module__).warning("%s: %s", self.name, message)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self.options, field.name)}" for field in fields(self.options))
+
+
+def call_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    return {**bound, **bound.pop("kwargs", {})}

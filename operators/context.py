@@ -16,8 +16,8 @@ from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.machine import Machine
 
-# Members that only some models need are imported when they are first asked for: a model on the CPU must not wait for the GPU engine,
-# nor fail where Triton is not installed.
+# Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
+# Triton is not installed.
 if TYPE_CHECKING:
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class InjectionContext:
-    """The shared state of one model; two models never share one. Members are created when an operator first asks for them.
+    """The state that one model's operators share; two models never share it. Members are created on first use.
 
-    It is hashable and can be weakly referenced, so that an operator of another package can keep shared state of its own by context.
+    A context is hashable and can be weakly referenced, so that an operator of another package can keep shared state of its own by context.
 
     Attributes:
-        dtype: that of activations and of what is not replaced.
-        threads: CPU threads of the operators; 0: one for each physical core.
-        draft_switch: how many experts run while a draft is drawn.
-        cache_form: the form of the key-value cache that the rules ask for.
+        dtype: the dtype of activations and of modules that are not replaced.
+        threads: CPU threads of the operators; 0 for one per physical core.
+        draft_switch: how many experts run while a draft is computed.
+        cache_form: the form that the rules give the key-value cache.
     """
 
     machine: Machine
@@ -97,24 +97,24 @@ class InjectionContext:
         return self._decode_steps
 
     def statistics(self) -> dict[str, object]:
-        """Return what operators did together: `sparsity` for each target that rules give, and `devices` for each GPU that experts share."""
+        """Return the shared statistics: `sparsity` of each target that rules give, and `devices` for each GPU that holds experts."""
         sparsity = self.sparse_layers.statistics() if "sparse_layers" in vars(self) else []
         engines = self._gpu_engines_in_use
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
         return {"sparsity": sparsity, "devices": dict(devices)}
 
     def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
-        """Return the counters of each GPU that experts share, with its name; they only grow."""
+        """Return the name and the monotonic counters of each GPU that holds experts."""
         engines = self._gpu_engines_in_use
         return [] if engines is None else engines.counts()
 
     def timelines(self) -> AbstractContextManager[list[Timeline]]:
-        """Record the work of each GPU that experts share while the context is entered; no timelines where there is none."""
+        """Return a context that records the work of each GPU that holds experts and yields one timeline per GPU."""
         engines = self._gpu_engines_in_use
         return nullcontext([]) if engines is None else engines.timelines()
 
     def close(self) -> None:
-        """End captured steps and transfers and free the GPUs' slots; the model computes no more."""
+        """End captured steps and transfers and free the GPUs' slots; the model cannot compute afterwards."""
         if self._decode_steps is not None:
             self._decode_steps.release()
         engines = self._gpu_engines_in_use

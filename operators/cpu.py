@@ -1,4 +1,4 @@
-"""CPU tensors as arrays of the C++ kernels, and the description of their runtime."""
+"""Conversion of CPU tensors to arrays of the C++ kernels, and the description of their runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moegraft.cpu_backend import Runtime
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a CPU tensor as an array over the same memory: bfloat16, which numpy lacks, as its bits in uint16."""
+    """Return a CPU tensor as an array over the same memory; bfloat16, which numpy lacks, becomes its bits in uint16."""
     tensor = tensor.detach()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
@@ -21,10 +21,10 @@ ELEMENT_CODES = {dtype: code for code, dtype in enumerate(_ELEMENTS)}
 
 
 def element_name(dtype: torch.dtype) -> str:
-    """Return the kernel's name of a dtype: `bfloat16`.
+    """Return the kernel's name of a dtype, such as `bfloat16`.
 
     Raises:
-        ValueError: the kernel does not support it.
+        ValueError: the kernel does not support the dtype.
     """
     if dtype not in ELEMENT_CODES:
         raise ValueError(f"the CPU kernel does not support {dtype}")
@@ -32,7 +32,7 @@ def element_name(dtype: torch.dtype) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the kernel may be given the address of a tensor's first element: on the CPU, contiguous, of a dtype that it has."""
+    """Return whether the kernel can read a tensor in place: on the CPU, contiguous, of a dtype that the kernel supports."""
     return (
         tensor.is_cpu
         and tensor.dtype in ELEMENT_CODES
@@ -43,10 +43,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a dtype of the kernel: float64, the only wider one, is rounded to float32."""
+    """Return the tensor in a dtype that the kernel supports: float64 is rounded to float32."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def describe(runtime: Runtime) -> str:
-    """Return the instruction set and threads of a runtime: `avx512_bf16, 2 threads`."""
+    """Return the instruction set and threads of a runtime, as in `avx512_bf16, 2 threads`."""
     return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}"

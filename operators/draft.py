@@ -1,4 +1,4 @@
-"""Running a model with fewer experts a token for a while: what draws the draft and what computes experts agree on it here."""
+"""The switch between drafting with fewer experts per token and full decoding, which drafters set and expert layers read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """How experts run while a draft is drawn.
+    """How experts run while a draft is computed.
 
     Attributes:
-        top_k: experts a token; at least 1.
-        renormalise: whether the weights that are kept are scaled to the sum of all.
-        resident: whether only experts with a slot on a GPU may run, the likeliest of all that have one. An operator without such slots
-            lets any expert run.
-        chosen_only: of those, only the experts that the router chose for the token.
-        verify_prefetch: whether an operator with such slots loads, while the draft is drawn, what its verification will need.
-        sparsity: share of neurons to leave out, counted as the operator counts its own; None: what it always leaves out.
+        top_k: experts per token; at least 1.
+        renormalise: whether the weights of the kept experts are scaled to the sum of all weights.
+        resident: whether only experts with a slot on a GPU run, the likeliest first. An operator without GPU slots ignores it.
+        chosen_only: with `resident`, whether only experts that the router chose for the token run.
+        verify_prefetch: whether an operator with GPU slots prefetches the experts of the verification while the draft is computed.
+        sparsity: share of neurons to leave out, in the scope of the operator's own target; None for the operator's own target.
     """
 
     top_k: int
@@ -36,11 +35,11 @@ class DraftSettings:
 
 
 class DraftSwitch:
-    """One a model, shared by its operators (`context.draft_switch`).
+    """The draft settings of one model, shared by its operators (`context.draft_switch`).
 
-    An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Turning a draft on or
-    off is one assignment, so no interruption leaves some layers drafting and others not. Each thread has a setting of its own:
-    a text that one thread drafts does not thin out the experts of another's.
+    An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Drafting starts and ends by one
+    assignment, so an interruption cannot leave only some layers drafting. Each thread has its own settings: a thread that drafts does not
+    change the experts of another thread's text.
     """
 
     def __init__(self) -> None:
@@ -48,14 +47,14 @@ class DraftSwitch:
         self._layers = 0
         self._resident_layers = 0
         self._sparse_layers = 0
-        self._said = False
+        self._warned = False
 
     def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:
-        """Counts one layer of experts that will follow this switch.
+        """Count one layer of experts that follows this switch.
 
         Args:
-            has_slots: its experts may be resident on a GPU.
-            sparse: it can leave neurons out.
+            has_slots: whether the layer's experts may be resident on a GPU.
+            sparse: whether the layer can leave neurons out.
         """
         self._layers += 1
         self._resident_layers += has_slots
@@ -63,33 +62,33 @@ class DraftSwitch:
 
     @property
     def layers(self) -> int:
-        """Layers of experts that follow this switch."""
+        """Number of layers of experts that follow this switch."""
         return self._layers
 
     @property
     def resident_layers(self) -> int:
-        """Those of them whose experts may have a slot on a GPU."""
+        """Number of these layers whose experts may have a slot on a GPU."""
         return self._resident_layers
 
     @property
     def sparse_layers(self) -> int:
-        """Those of them that can leave neurons out."""
+        """Number of these layers that can leave neurons out."""
         return self._sparse_layers
 
     def say_once(self, reason: str) -> None:
-        """Logs why a layer cannot draft as it is asked to: of all layers and drafts the first."""
-        if not self._said:
-            self._said = True
+        """Log why a layer cannot follow the draft settings; only the first reason of all layers is logged."""
+        if not self._warned:
+            self._warned = True
             logger.warning("draft: %s", reason)
 
     @property
     def settings(self) -> DraftSettings | None:
-        """None: no draft is being drawn and every chosen expert runs."""
+        """The settings of the calling thread; None where it is not drafting and every chosen expert runs."""
         return getattr(self._thread, "settings", None)
 
     @contextmanager
     def drafting(self, settings: DraftSettings) -> Iterator[None]:
-        """Experts follow `settings` while the body runs, whatever ends it."""
+        """Apply `settings` to the calling thread while the body runs."""
         before = self.settings
         try:
             self._thread.settings = settings
@@ -98,7 +97,7 @@ class DraftSwitch:
             self._thread.settings = before
 
     def narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's routing, (T, K) and (T, K), as the draft has it; unchanged while none is drawn."""
+        """Return a layer's routing, ids and weights (T, K), reduced to the draft's experts; unchanged while the thread is not drafting."""
         settings = self.settings
         if settings is None or settings.top_k >= top_k_index.shape[-1]:
             return top_k_index, top_k_weights
@@ -106,9 +105,9 @@ class DraftSwitch:
 
 
 def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `settings.top_k` experts of each token with the largest weights, wherever they stand: many routers do not sort.
+    """Keep the `settings.top_k` experts of each token with the largest weights, in any order: many routers do not sort.
 
-    The others become padded slots: id -1, which no kernel reads, and weight 0.
+    The other experts become padded slots: id -1, which no kernel reads, and weight 0.
 
     Args:
         top_k_index: (T, K) int64.

@@ -1,34 +1,34 @@
-"""Errors that a user can fix: each message has the place, the reason, and what to do."""
+"""Errors that a user can fix: each message has the place, the reason and the remedy."""
 
 import os
 
 
 class MoegraftError(ValueError):
-    """Base of every error that is the input's fault; programs print its message alone and exit with code 2."""
+    """Base of every error that the input causes; programs print its message alone and exit with code 2."""
 
 
 class RuleFileError(MoegraftError):
-    """A rule file, or what it asks of a model, is wrong; the message lists every finding as `file:line:column: error: ...`."""
+    """A rule file is wrong, or does not fit the model; the message lists every finding as `file:line:column: error: ...`."""
 
 
 class CheckpointError(MoegraftError):
-    """A checkpoint is damaged, incomplete or of a kind that cannot be read; the message names the file and the key."""
+    """A checkpoint is damaged, incomplete or of an unsupported kind; the message names the file and the key."""
 
 
 class UnsupportedModelError(MoegraftError):
-    """A model, module or option combination that cannot be served; the message names the reason."""
+    """A model, module or combination of options is not supported; the message gives the reason."""
 
 
 class NotEnoughMemoryError(MoegraftError):
-    """A plan needs more memory than the machine has free; the message has both figures and what would make it fit."""
+    """A plan needs more memory than the machine has free; the message gives both figures and the ways to save memory."""
 
 
 class ThresholdsError(MoegraftError):
-    """A thresholds file that cannot be used, or not for this model; the message names the file and what differs."""
+    """A thresholds file cannot be read or is for another model; the message names the file and the difference."""
 
 
 def error_sentence(error: Exception) -> str:
-    """The error without the errno and the advice pages that libraries add."""
+    """Return the error's message without the errno and the advice that libraries append."""
     if isinstance(error, MoegraftError):
         return str(error)
     if isinstance(error, OSError) and error.filename and error.strerror:

@@ -1,4 +1,4 @@
-"""What planning and operators exchange about memory and speed before a weight is read."""
+"""Estimates of memory and speed that planning and operators exchange before a weight is read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ GPU_MARGIN_SHARE, GPU_MARGIN_BYTES = 0.06, 768 << 20
 
 
 def gpu_margin_bytes(total_bytes: int) -> int:
-    """Return what stays free on a GPU of this size: activations of a prompt, PyTorch's own blocks, the display."""
+    """Return the bytes to leave free on a GPU of this size, for a prompt's activations, PyTorch's own blocks and the display."""
     return max(GPU_MARGIN_BYTES, int(GPU_MARGIN_SHARE * total_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The speed of one kind of layer on a CPU: weights read per second with one token, arithmetic per second with many."""
+    """The speed of one kind of layer on a CPU: GB/s of weights with one token, GFLOP/s with many."""
 
     decode_gbps: float
     prefill_gflops: float
@@ -27,12 +27,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """What a GPU reaches, which is less than its data sheet has.
+    """The speed that a GPU reaches in practice.
 
     Attributes:
-        gbps: of its own memory.
-        tflops: of 16-bit arithmetic.
-        link_gbps: of copies to it from host memory.
+        gbps: bandwidth of its own memory.
+        tflops: 16-bit arithmetic.
+        link_gbps: bandwidth of copies from host memory.
         origin: where the figures are from, for people.
     """
 
@@ -47,7 +47,7 @@ class GpuRates:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A way to hold a module in fewer bytes; `advice` names what to write into a rule."""
+    """A way to hold a module in fewer bytes; `advice` is the option to write into a rule."""
 
     advice: str
     footprint: Footprint
@@ -59,8 +59,8 @@ class RoutedExperts:
 
     Attributes:
         resident: share of the experts that have a slot on a GPU.
-        left_out: share of the neurons that a token does not need.
-        gated: whether a gate decides which neurons those are; else the up projection does.
+        left_out: share of the neurons that are left out.
+        gated: whether the gate selects these neurons; otherwise the up projection does.
     """
 
     num_experts: int
@@ -74,37 +74,37 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Slots on a GPU: `resident` experts stay there, `total` slots include those that experts are loaded into."""
+    """Slots on a GPU: `resident` experts stay there; `total` also counts the slots that other experts are loaded into."""
 
     resident: int
     total: int
 
 
 class ExpertSlots(ABC):
-    """How experts in host memory share a GPU: some have a slot there. Layers with equal objects share the slots."""
+    """How experts in host memory share the slots of a GPU. Layers with equal objects share slots."""
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """Tokens of the key-value cache that room is left for when slots take what is free."""
+        """Tokens of the key-value cache to reserve memory for where slots take the free memory."""
 
     @property
     @abstractmethod
     def is_sized(self) -> bool:
-        """Whether the rule gives the number of slots; else they take what is free."""
+        """Whether the rule gives the number of slots; otherwise they take the free memory."""
 
     @abstractmethod
     def with_ratio(self, ratio: float) -> Self:
-        """Return the same with slots for this share of the experts."""
+        """Return a copy with slots for this share of the experts."""
 
     @abstractmethod
     def count(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int) -> SlotCount:
-        """Return the slots of `layers` layers on a GPU with `free_bytes` for them."""
+        """Return the slots of `layers` layers on a GPU with `free_bytes` of memory for slots."""
 
     @abstractmethod
     def layer_ms(self, layer: RoutedExperts, tokens: int, cpu: Rate, gpu: GpuRates, shared_ms: float) -> float:
-        """Return what one layer takes for `tokens` tokens, routed evenly.
+        """Return the ms that one layer takes for `tokens` tokens with even routing.
 
         Args:
-            shared_ms: what the GPU computes first, while the CPU and the link are at work: shared experts. The result includes it.
+            shared_ms: time of the shared experts, which the GPU computes first while the CPU and the link work. The result includes it.
         """

@@ -1,4 +1,4 @@
-"""One layer of experts in its model: its sizes, what a token passes in it, and whether a sparsity can be reached there."""
+"""The sizes of one layer of experts in its model, and the checks of a sparsity and a thresholds file against them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
 
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts")
-SHARED_DOWN = ("down_proj", "output_linear")  # what shared experts call the projection that reads their neurons
+SHARED_DOWN = ("down_proj", "output_linear")  # names of the down projection of shared experts
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLayer:
-    """The sizes of one layer; `top_k` is the experts of a token, `shared_intermediate` the neurons of the shared experts."""
+    """The sizes of one layer; `top_k` is the number of experts per token, `shared_intermediate` that of the shared experts' neurons."""
 
     path: str
     num_experts: int
@@ -42,7 +42,7 @@ class ExpertsLayer:
         """Return the share of this layer's routed neurons that drafts leave out, for a `draft_sparsity`.
 
         Raises:
-            ValueError: it cannot be reached, or is not above what is always left out.
+            ValueError: the share cannot be reached, or is not above the target of `options`.
         """
         if draft <= options.target:
             raise ValueError(
@@ -51,14 +51,14 @@ class ExpertsLayer:
         return self.routed_target(replace(options, target=draft))
 
     def why_unfit(self, thresholds: Thresholds) -> str | None:
-        """Return why a thresholds file is not for this layer, or None when it is."""
+        """Return why a thresholds file is not for this layer, or None where it is."""
         made_for = f"made for '{thresholds.model}' ({thresholds.model_type})"
         found = thresholds.layers.get(self.path)
         if found is None:
             return f"{made_for}: it has no layer {self.path}"
         theirs = (found.num_experts, found.hidden, found.intermediate, found.shared_intermediate, thresholds.top_k)
         ours = (self.num_experts, self.hidden, self.intermediate, self.shared_intermediate, self.top_k)
-        names = ("experts", "hidden", "intermediate", "shared neurons", "experts a token")
+        names = ("experts", "hidden", "intermediate", "shared neurons", "experts per token")
         for name, their, our in zip(names, theirs, ours, strict=True):
             if their != our:
                 return f"{made_for}: {self.path} has {their} {name} there and {our} in this model"
@@ -69,7 +69,7 @@ def experts_layer(path: str, model: nn.Module) -> ExpertsLayer:
     """Return the layer at `path` of a model with its own modules, which may be on meta.
 
     Raises:
-        UnsupportedModelError: the number of experts of a token is not known.
+        UnsupportedModelError: the number of experts per token is not known.
     """
     layout = read_layout(model.get_submodule(path))
     config: Any = model.config
@@ -79,19 +79,20 @@ def experts_layer(path: str, model: nn.Module) -> ExpertsLayer:
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
-    """
+    """Return the number of experts per token.
+
     Raises:
-        UnsupportedModelError: the config does not have the number.
+        UnsupportedModelError: the config does not state it.
     """
     text: Any = config.get_text_config()
     found = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
     if found is None:
-        raise UnsupportedModelError(f"the config of {config.model_type} does not say how many experts a token has")
+        raise UnsupportedModelError(f"the config of {config.model_type} does not state the number of experts per token")
     return found
 
 
 def shared_intermediate(path: str, model: nn.Module) -> int:
-    """Return the neurons of the shared experts of the experts at `path`: in their block or, as in Granite, in their layer."""
+    """Return the number of shared neurons beside the experts at `path`: in the same block or, as in Granite, in the same layer."""
     block, _, _ = path.rpartition(".")
     layer, _, _ = block.rpartition(".")
     for owner in (block, layer):
@@ -104,14 +105,14 @@ def shared_intermediate(path: str, model: nn.Module) -> int:
 
 
 def sparsity_errors(use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what the `sparsity` of a rule asks of its layers and cannot have, as `Operator.plan_errors` does."""
+    """Yield the options of a rule's `sparsity` that its layers cannot fulfil, as `Operator.plan_errors` does."""
     options = use.operator.sparsity_options(use.options)
     drafts = (each.operator.draft_sparsity(each.options) for each in uses)
     draft = next((share for share in drafts if share is not None), None)
     if options is None or not (options.target or draft):
         return
     try:
-        # Layers that their operator does not support have an error already.
+        # Unsupported layers have an error of their own.
         layers = [experts_layer(path, model) for path in use.paths if why_unsupported(model.get_submodule(path)) is None]
         targets = [layer.routed_target(options) if draft is None else layer.draft_target(options, draft) for layer in layers]
     except (UnsupportedModelError, ValueError) as error:
@@ -125,7 +126,8 @@ def sparsity_errors(use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Modul
 
 
 def _check_file(path: Path, layers: Sequence[ExpertsLayer], targets: Sequence[float]) -> None:
-    """
+    """Check a thresholds file against the layers.
+
     Raises:
         ThresholdsError: the file cannot be read, is not for these layers, or does not reach a target.
     """
@@ -135,4 +137,4 @@ def _check_file(path: Path, layers: Sequence[ExpertsLayer], targets: Sequence[fl
         if reason is not None:
             raise ThresholdsError(f"{path}: {reason}; calibrate this one with moegraft calibrate")
         if target > thresholds.grid[-1]:
-            raise ThresholdsError(f"{path}: its last share is {thresholds.grid[-1]:g}, and {target:.4g} of the routed neurons are to go")
+            raise ThresholdsError(f"{path}: its last share is {thresholds.grid[-1]:g}, below the target of {target:.4g} of routed neurons")

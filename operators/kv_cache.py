@@ -12,17 +12,17 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.cache_form import QuantisedForm
+from moegraft.operators.base import ModelOperator, call_arguments
+from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.generation import GenerateOperator, call_arguments, layer_types, name_layers
 
 if TYPE_CHECKING:
     from transformers import Cache
 
 
 Backend = Literal["hqq", "quanto", "fp8"]
-# The last is the default. hqq also has 1 bit, too few for readable text, and 3, of which it restores ten values at a time, across tokens.
+# The last is the default. hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
 BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "quanto": (2, 4), "fp8": (8,)}
 GROUPS = (64, 32, 16, 8)  # default sizes, the largest that fits first
 RESIDUAL = 128
@@ -33,13 +33,13 @@ class QuantizedKvCacheOptions:
     """Options of `quantized_kv_cache`.
 
     Attributes:
-        backend: what quantises: `hqq` (the package of that name) and `quanto` (optimum-quanto, which compiles a kernel when it is first
-            used) have a scale and a zero point for every `group` values; `fp8` is transformers' own, with one scale for a layer's keys
-            and one for its values, taken from the first tokens.
-        bits: of a stored value: 2, 4 or 8 with `hqq`, 2 or 4 with `quanto`. By default 8, with `quanto` 4.
+        backend: the library that quantises. `hqq` (the package of that name) and `quanto` (optimum-quanto, which compiles a kernel on
+            first use) store a scale and a zero point for every `group` values. `fp8` is transformers' own; it stores one scale for a
+            layer's keys and one for its values, taken from the first tokens.
+        bits: bits of a stored value: 2, 4 or 8 with `hqq`, 2 or 4 with `quanto`. By default 8, with `quanto` 4.
         group: values of one head of one token that share a scale. By default the largest of 64, 32, 16 and 8 that divides heads.
-        residual: tokens that wait in the model's dtype until there are this many, and are then quantised together with all before them;
-            a prompt is quantised at once. By default 128. `fp8` has none.
+        residual: number of recent tokens that stay in the model's dtype before they are quantised together with all earlier ones. A
+            prompt is quantised at once. By default 128. Not used by `fp8`.
     """
 
     backend: Backend = "hqq"
@@ -63,13 +63,13 @@ class QuantizedKvCacheOptions:
         return self.bits or BITS[self.backend][-1]
 
     def form(self, group: int) -> QuantisedForm:
-        """Return how a cache is stored, `group` being that of this model."""
+        """Return the form of the cache of a model whose group size is `group`."""
         if self.backend == "fp8":
             return QuantisedForm(self.value_bits, None, 0)
         return QuantisedForm(self.value_bits, group, self.residual or RESIDUAL)
 
     def cache_config(self, group: int) -> dict[str, object]:
-        """Return the arguments of transformers' `QuantizedCache`; a head is its axis 1 with hqq, and 0 with quanto."""
+        """Return the arguments of transformers' `QuantizedCache`, which puts heads on axis 1 with hqq and on axis 0 with quanto."""
         if self.backend == "fp8":
             return {"backend": self.backend}
         axis = 1 if self.backend == "hqq" else 0
@@ -77,7 +77,7 @@ class QuantizedKvCacheOptions:
         return {"backend": self.backend, "axis_key": axis, "axis_value": axis, **sizes}
 
     def missing_reason(self) -> str | None:
-        """Return what this installation lacks for the backend, or None."""
+        """Return which package the backend lacks and how to install it, or None where the backend can run."""
         if self.backend == "fp8":
             found = hasattr(cache_utils, "Fp8QuantizedLayer")
             return None if found else "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
@@ -90,22 +90,22 @@ class QuantizedKvCacheOptions:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent is not there
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
-class QuantizedKvCache(GenerateOperator):
+class QuantizedKvCache(ModelOperator):
     """`generate` over transformers' `QuantizedCache` (after KIVI: Liu et al. 2024, arXiv:2402.02750).
 
     The cache takes fewer bytes and is not exact: the text may change. Each step restores a layer's keys and values to the model's dtype
-    before it attends to them, so decoding gets slower, not faster: it is for contexts that do not fit otherwise. Calls that bring a
-    cache, or need one that tokens can be taken out of, use that one.
+    before attention, so decoding is slower: the operator is for contexts that do not fit otherwise. A call with a cache of its own uses
+    that cache, and a call that must remove tokens from its cache is not quantised.
     """
 
     name = "quantized_kv_cache"
     options_type = QuantizedKvCacheOptions
     summary = "keeps keys and values in transformers' quantised cache: less memory, slower steps, text that may change"
-    uncaptured = "the key-value cache is quantised: it grows, and is rewritten as it does"
+    uncaptured = "the key-value cache is quantised: it grows and is rewritten"
 
     def __init__(self, options: QuantizedKvCacheOptions, group: int) -> None:
         super().__init__(options)
@@ -156,7 +156,7 @@ class QuantizedKvCache(GenerateOperator):
             self.warn_once(f"the cache is not quantised: {reason}")
             return plain(**arguments)
         self._caches += 1
-        # A fresh dictionary: older versions of transformers take entries out of it.
+        # A new dictionary per call: older versions of transformers remove entries from it.
         return plain(**{**arguments, "cache_implementation": "quantized", "cache_config": self.options.cache_config(self._group)})
 
     def statistics(self) -> Mapping[str, object]:
@@ -180,17 +180,14 @@ def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
 
 
 def _fits(group: int, config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> bool:
-    """Whether every token's keys and values are whole groups, and those fill whole bytes: hqq packs groups side by side."""
+    """Return whether every token's keys and values form whole groups that fill whole bytes: hqq packs groups side by side."""
     heads, widths = _heads(config)
     groups_per_byte = 8 // options.value_bits if options.backend == "hqq" else 1
     return all(width % group == 0 and (heads * width // group) % groups_per_byte == 0 for width in widths)
 
 
 def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
-    """Return the least heads of a token in the cache, and the widths of keys and values.
-
-    Those of a latent attention may be stored whole, or as the latent.
-    """
+    """Return the least number of heads per token in the cache and the widths of keys and values, whole or as a latent."""
     text = config.get_text_config(decoder=True)
     latent = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")]
     if any(latent):
@@ -224,7 +221,7 @@ def _unsupported_layers(model: PreTrainedModel) -> str | None:
 
 
 def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:
-    """Return why a call needs another cache than a quantised one, or None."""
+    """Return why a call cannot use a quantised cache, or None where it can."""
     given = arguments.get("generation_config")
     config = model.generation_config if given is None else given
 
@@ -233,23 +230,23 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) ->
 
     cache = arguments.get("past_key_values")
     if cache is not None:
-        return f"the call brings one of its own ({type(cache).__name__})"
+        return f"the call has a cache of its own ({type(cache).__name__})"
     if setting("use_cache") is False:
-        return "the call asks for none"
+        return "the call sets use_cache to False"
     if setting("cache_implementation") is not None:
-        return f"the call asks for a cache of kind {setting('cache_implementation')}"
+        return f"the call sets cache_implementation to {setting('cache_implementation')}"
     if (setting("num_beams") or 1) > 1:
-        return "beams copy it from one another at every token"
+        return "beam search reorders the cache at every token"
     if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
-        return "rejected draft tokens cannot be taken out of it again"
+        return "rejected draft tokens cannot be removed from a quantised cache"
     return None
 
 
 def _compile_quanto() -> None:
-    """Compile the package's kernel now, where a failure can be explained, and not in the middle of the first answer.
+    """Compile the package's kernel before the first answer, so that a failure can be reported with its remedy.
 
     Raises:
-        RuntimeError, OSError, ImportError: it cannot be compiled.
+        RuntimeError, OSError, ImportError: the kernel cannot be compiled.
     """
     from transformers.cache_utils import QuantoQuantizedLayer
 

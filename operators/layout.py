@@ -1,7 +1,4 @@
-"""How an experts module stores its weights, read off the module itself, and how one expert's piece is cut from it.
-
-Which gate an experts module applies, found by asking the module rather than by knowing its family.
-"""
+"""The layout of an experts module: sizes, storage order and gate, found by probing the module rather than by its family."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from moegraft.cpu_backend import ExpertsShape, GateSpec, activations
 from moegraft.operators.reference import reference_activation, reference_gate
 from moegraft.operators.weights import Part
 
-# A clamp wider than this cannot be told from no clamp by probing, and no model's activations reach it.
+# Probing cannot distinguish a wider clamp from no clamp, and no model's activations reach it.
 PROBE_RANGE = 64.0
-TOLERANCE = 1e-5  # float32 evaluations of one formula in two orders of operations differ by less
+TOLERANCE = 1e-5  # above the difference of two float32 evaluations of one formula
 
 
 # The probes are float32 whatever the caller's default dtype: `torch.set_default_dtype(torch.bfloat16)` would blur them.
@@ -33,16 +30,16 @@ def _grid(low: float, high: float, count: int) -> torch.Tensor:
 
 
 def _scalars(module: nn.Module) -> list[float]:
-    """The numbers a module holds: its clamps and scales are among them, whatever it calls them."""
+    """Return the positive numbers among a module's attributes: its clamps and scales, under any name."""
     held = (value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool))
     return sorted({float(value) for value in held if 0 < value < PROBE_RANGE})
 
 
 def _evaluate(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The module's own gate at every pair of the two vectors: (G, U)."""
+    """Apply the module's own gate to every pair of the two vectors, (G, U)."""
     pairs_gate, pairs_up = torch.meshgrid(gate, up, indexing="ij")
     apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
-    # A width of two has one neuron, whose gate comes first in both layouts (concatenated and interleaved).
+    # Two columns are one neuron, whose gate comes first in both layouts (concatenated and interleaved).
     pairs = torch.stack([pairs_gate.flatten(), pairs_up.flatten()], dim=-1)
     return apply(pairs).view(len(gate), len(up))
 
@@ -57,15 +54,18 @@ def _match_activation(module: nn.Module, values: torch.Tensor, curve: torch.Tens
 
 
 def recognise_gate(module: nn.Module) -> GateSpec | None:
-    """The gate of an experts module as the kernel describes it, or None when it is of another form.
+    """Return the gate of an experts module as the kernel describes it, or None where the kernel does not support its form.
 
-    The module's `_apply_gate` (or `act_fn` where it has no gate) is evaluated on a grid and compared with every form the
-    kernel knows, limits taken from the numbers the module holds; only a form that agrees on the whole grid is returned.
-    Weights are not read, so the module may be on meta.
+    The module's `_apply_gate` (or `act_fn` where it has no gate) is evaluated on a grid and compared with every form that the kernel
+    supports, with limits among the module's own numbers. Only a form that agrees on the whole grid is returned. Weights are not read, so
+    the module may be on meta.
     """
     with torch.no_grad(), torch.device("cpu"):
         if not getattr(module, "has_gate", True):
-            return _recognise_ungated(module)
+            values = _grid(-8.0, 8.0, 257)
+            act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
+            ungated = _match_activation(module, values, act(values))
+            return None if ungated is None else GateSpec(activation=ungated[0], alpha=ungated[1])
         if not _splits_as_stored(module):
             return None
         near = _grid(-0.9, 0.9, 37)
@@ -79,22 +79,15 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
 
 
 def _splits_as_stored(module: nn.Module) -> bool:
-    """Whether `_apply_gate` takes gate and up from where the storage flag says they are."""
+    """Return whether `_apply_gate` splits gate and up as the flag `is_concatenated` describes their storage."""
     apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
     first, second = _values(0.3, -0.7), _values(0.5, 0.9)  # (gate, up) of two neurons
     joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if module.is_concatenated else torch.cat([first, second])
     return torch.allclose(apply(joined), torch.cat([apply(first), apply(second)]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _recognise_ungated(module: nn.Module) -> GateSpec | None:
-    values = _grid(-8.0, 8.0, 257)
-    act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
-    found = _match_activation(module, values, act(values))
-    return None if found is None else GateSpec(activation=found[0], alpha=found[1])
-
-
 def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> GateSpec | None:
-    """Fits the clamps one axis at a time, then demands agreement on the whole grid."""
+    """Fit the clamps one axis at a time; return None unless the result agrees on the whole grid."""
     gate = up = _grid(-PROBE_RANGE, PROBE_RANGE, 129)
     limits = [math.inf, *_scalars(module)]
     make = partial(GateSpec, activation=name, alpha=alpha, up_offset=offset)
@@ -111,7 +104,7 @@ def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> G
 
 
 def _closest(specs: list[GateSpec], gate: torch.Tensor, up: torch.Tensor, expected: torch.Tensor) -> GateSpec:
-    """The first spec of least error: a clamp before a saturating activation and one after it nearly agree."""
+    """Return the first spec of least error; a clamp before a saturating activation and one after it nearly agree."""
     return min(specs, key=lambda spec: float((reference_gate(spec, gate, up) - expected).abs().max()))
 
 
@@ -144,20 +137,20 @@ class ExpertsLayout:
         return matrices + biases if self.bias else matrices
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
-        """The shape of one expert's piece in `nn.Linear` orientation."""
+        """Return the shape of one expert's piece in `nn.Linear` orientation."""
         rows = self.hidden if part.startswith("down") else self.intermediate
         if part.endswith("_bias"):
             return (rows,)
         return (rows, self.intermediate if part == "down" else self.hidden)
 
     def parameter(self, part: Part) -> str:
-        """The name of the module's parameter that holds `part`."""
+        """Return the name of the module's parameter that holds `part`."""
         matrix, _, bias = part.partition("_")
         name = "down_proj" if matrix == "down" else "gate_up_proj" if self.gated else "up_proj"
         return f"{name}_bias" if bias else name
 
     def cut(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
-        """One expert's piece as a view of that expert's slice of the stored parameter, `stored[expert]`."""
+        """Return one expert's piece as a view of `stored`, that expert's slice of the stored parameter."""
         piece = stored if part.endswith("_bias") or not self.transposed else stored.T
         if part.startswith("down") or not self.gated:
             return piece
@@ -168,11 +161,11 @@ class ExpertsLayout:
 
 
 def why_unsupported(module: nn.Module) -> str | None:
-    """The reason why a module does not follow the shared experts interface of transformers 5, or None when it does."""
+    """Return why a module does not follow the shared experts interface of transformers 5, or None where it does."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_bias"):
         return f"{type(module).__name__} does not follow transformers' shared experts interface (use_experts_implementation)"
     if getattr(module, "has_post_expert_norm", False):
-        return f"{type(module).__name__} normalises each expert's output, which the kernel cannot do"
+        return f"{type(module).__name__} normalises each expert's output, which the kernel does not support"
     needed = {"down_proj", "gate_up_proj" if module.has_gate else "up_proj"}
     if module.has_bias:
         needed |= {f"{name}_bias" for name in needed}
@@ -180,7 +173,7 @@ def why_unsupported(module: nn.Module) -> str | None:
     if held != needed:
         return f"{type(module).__name__} holds {_names(held)} where {_names(needed)} is expected"
     if recognise_gate(module) is None:
-        return f"{type(module).__name__} has a gate function of a form that the kernel does not know"
+        return f"{type(module).__name__} has a gate function of a form that the kernel does not support"
     return None
 
 
@@ -189,7 +182,7 @@ def _names(names: set[str]) -> str:
 
 
 def read_layout(module: nn.Module) -> ExpertsLayout:
-    """The layout of a module that `why_unsupported` lets pass; it may be on meta.
+    """Return the layout of a module that `why_unsupported` accepts; the module may be on meta.
 
     Raises:
         ValueError: the module is unsupported.

@@ -1,4 +1,4 @@
-"""The memory, cores and GPUs of this machine, read when asked and never at import."""
+"""The memory, cores and GPUs of this machine, read on each call and never at import."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A snapshot of what decides where things are placed."""
+    """A snapshot of the resources that decide the placement of modules."""
 
     cores: int
-    available_bytes: int  # host memory that can still be taken, a container's limit included
+    available_bytes: int  # free host memory, at most what a container's limit leaves
     gpus: tuple[Gpu, ...] = ()
 
 

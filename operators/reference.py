@@ -1,4 +1,4 @@
-"""The one eager reference of the experts' forward pass: plain loops in PyTorch, for tests and benchmarks of every kernel."""
+"""The eager reference of the experts' forward pass: plain loops in PyTorch, for tests and benchmarks of every kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moegraft.cpu_backend import GateSpec
 
 
 def reference_activation(name: str, x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
-    """The activation that the kernels know by `name`; `alpha` scales silu's sigmoid argument."""
+    """Return the activation of `x` that the kernels know by `name`; `alpha` scales silu's sigmoid argument."""
     match name:
         case "silu":
             return x * torch.sigmoid(alpha * x)
@@ -31,7 +31,7 @@ def reference_activation(name: str, x: torch.Tensor, alpha: float = 1.0) -> torc
 
 
 def reference_gate(spec: GateSpec, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """`min(act(min(gate, gate_limit)), act_limit) * (clamp(up, +-up_limit) + up_offset)`; `act(up)` without a gate."""
+    """Return `min(act(min(gate, gate_limit)), act_limit) * (clamp(up, +-up_limit) + up_offset)`; `act(up)` without a gate."""
     if gate is None:
         return reference_activation(spec.activation, up, spec.alpha)
     acted = reference_activation(spec.activation, gate.clamp(max=spec.gate_limit), spec.alpha).clamp(max=spec.act_limit)
@@ -53,7 +53,7 @@ def reference_experts(
     threshold: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, computed in `dtype`.
+    """Return the weighted sum of each token's experts, computed in `dtype`.
 
     Args:
         hidden_states: (T, H).
@@ -86,8 +86,8 @@ def reference_experts(
 
 
 def reference_kept(activations: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which neurons (T, I) are computed, by their activations."""
-    # A NaN is not below the threshold: it must be seen.
+    """Return which neurons are computed, (T, I) bool, given their activations."""
+    # A NaN is not below the threshold, so that it reaches the output.
     return ~(activations.abs() < threshold)
 
 

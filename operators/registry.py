@@ -1,4 +1,4 @@
-"""Operators by name: ours, and those other installed packages add through the entry-point group `moegraft.operators`."""
+"""Operators by name: moegraft's own, and those of other packages in the entry-point group `moegraft.operators`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from moegraft.operators.base import InPlaceOperator, Operator
 
 ENTRY_POINT_GROUP = "moegraft.operators"
-# By path, so that this package imports none of its own sub-packages.
+# By path, so that this module imports no operator.
 BUILT_IN = (
     "moegraft.operators.cpu_ops.attention:CpuAttention",
     "moegraft.operators.experts.hybrid:HybridExperts",
@@ -27,9 +27,10 @@ class OperatorRegistry:
     """A read-only table of operator classes by short name."""
 
     def __init__(self, operators: Iterable[type[Operator]]) -> None:
-        """
+        """Create the table.
+
         Raises:
-            ValueError: two operators of one name, or options that are no frozen dataclass.
+            ValueError: two operators have one name, or options are not a frozen dataclass.
         """
         self._by_name: dict[str, type[Operator]] = {}
         for operator in operators:
@@ -37,7 +38,7 @@ class OperatorRegistry:
 
     def _add(self, operator: type[Operator]) -> None:
         other = self._by_name.get(operator.name)
-        if other is operator:  # given twice is no clash
+        if other is operator:  # the same class given twice is no conflict
             return
         if other is not None:
             raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
@@ -56,15 +57,15 @@ class OperatorRegistry:
 
     @property
     def in_place(self) -> frozenset[str]:
-        """The names of operators that leave their module where it is."""
+        """The names of operators that work within a stock module."""
         return frozenset(name for name, operator in self._by_name.items() if issubclass(operator, InPlaceOperator))
 
     def options_of(self, name: str) -> tuple[str, ...]:
-        """The names of an operator's options."""
+        """Return the names of an operator's options."""
         return tuple(field.name for field in fields(self._by_name[name].options_type))
 
     def with_operators(self, *operators: type[Operator]) -> OperatorRegistry:
-        """A new registry with more operators, for a test or a notebook."""
+        """Return a new registry with more operators, for a test or a notebook."""
         return OperatorRegistry([*self._by_name.values(), *operators])
 
 
@@ -81,10 +82,10 @@ def _load(path: str) -> type[Operator]:
 
 
 def load_registry() -> OperatorRegistry:
-    """All operators installed here.
+    """Return a registry of all installed operators.
 
     Raises:
-        ValueError: an entry point names something that is no operator, or a name that is taken.
+        ValueError: an entry point names an object that is not an operator, or two operators have one name.
     """
     added = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)]
     return OperatorRegistry([_load(path) for path in (*BUILT_IN, *added)])

@@ -1,8 +1,8 @@
-"""Routers of every family, read and called alike: their scores of all experts, their choices, and each call as it is made.
+"""A uniform interface to the routers of every family: their scores of all experts, their choices, and hooks on their calls.
 
-Caches read the scores; prefetching applies the routers of later layers to the current hidden states. A router is called the way its block
-calls it and chooses by its family's own rule, biases and groups included. What it returns is read by shapes and types: families order it
-differently and turn logits into scores in different ways.
+Caches read the scores; prefetching applies the routers of later layers to the current hidden states. A router is called as its block calls
+it and chooses by its family's own rule, biases and groups included. Its output is read by shapes and dtypes: families differ in the order
+of the tensors and in the function from logits to scores.
 
 Shapes: T tokens, E experts, K experts per token, H hidden.
 """
@@ -22,19 +22,19 @@ from torch import nn
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.structure import ROUTER_NAMES
 
-# How families turn logits into scores. The first that explains a router's weights is used.
+# The functions from logits to scores that families use. A router's function is the one that explains its weights best.
 SCORE_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "probabilities": lambda logits: logits,
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
 }
-EXPLAINS = 0.02  # of a token's weight: bfloat16 weights are off by up to 0.004, another function's by more
+EXPLAINS = 0.02  # share of a token's weight: bfloat16 rounding changes weights by up to 0.004, another function by more than this
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOutput:
-    """What a router returned: logits or scores of (T, E or more) experts, and weights and ids (T, K) of the chosen, where it has them."""
+    """The output of a router: logits or scores (T, E or more), and where it chooses, weights and ids (T, K) of the chosen experts."""
 
     logits: torch.Tensor
     top_k_weights: torch.Tensor | None
@@ -53,7 +53,7 @@ class RouterOutput:
         if not wide:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "no tensor"
             raise ValueError(f"a router of {num_experts} experts returned {shapes}, without scores of all experts")
-        # Only a layer that chooses all its experts has two; its ids stand first where the logits stand last.
+        # Only a layer that chooses all its experts returns two wide tensors; its logits are last where its ids are first.
         logits = wide[-1] if parts[0] is index else wide[0]
         rest = [part for part in parts if part is not logits and part.is_floating_point()]
         weights = next((part for part in rest if index is not None and part.shape == index.shape), None)
@@ -67,7 +67,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def score_function(output: RouterOutput) -> str:
     """Return the name of the function in `SCORE_FUNCTIONS` that the weights of the chosen experts follow, up to a factor per token.
 
-    `softmax` where none does, or where one expert per token leaves nothing to compare.
+    The result is `softmax` where no function fits, or where a token has one expert, whose weight cannot be compared.
     """
     logits = output.logits.float()
     if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < EXPLAINS).all()):
@@ -85,7 +85,7 @@ def score_function(output: RouterOutput) -> str:
 
 
 def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-    """Return whether the weights (T, K) of the chosen experts are their scores of (T, E), up to a factor per token."""
+    """Return whether the weights (T, K) of the chosen experts are proportional to their scores (T, E) for every token."""
     found = _shares(scores.gather(-1, top_k_index.long()))
     return bool(((found - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
 
@@ -98,8 +98,8 @@ def scores_of(router_output: Any, num_experts: int, function: str | None = None)
     """Return each expert's share of a token's scores: (T, E) float32, rows sum to 1 (less where a router may choose no expert).
 
     Args:
-        router_output: what the router's forward pass returned: logits (T, E) alone, or among weights and ids in any order.
-        function: how the family turns logits into scores, a name in `SCORE_FUNCTIONS`; by default found from the output.
+        router_output: the output of the router's forward pass: logits (T, E) alone, or with weights and ids in any order.
+        function: the name in `SCORE_FUNCTIONS` of the family's function from logits to scores; by default inferred from the output.
 
     Raises:
         ValueError: there are no scores of all experts in `router_output`.
@@ -114,7 +114,7 @@ def scores_of(router_output: Any, num_experts: int, function: str | None = None)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router's decision for T tokens: (T, K) int64 and (T, K) with the likeliest expert first, and (T, E) float32."""
+    """A router's decision for T tokens: ids (T, K) int64 and weights (T, K), likeliest expert first, and scores (T, E) float32."""
 
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
@@ -126,9 +126,9 @@ class Scoring:
     """A router's scores of all experts, chosen or not.
 
     Attributes:
-        scores: (T, E) float32, what weights follow.
-        rankings: (T, E) float32 each, of which the router may choose the largest: the scores, and the scores or logits plus each
-            correction that the router or its block holds. Expert groups are not considered.
+        scores: (T, E) float32, to which weights are proportional.
+        rankings: (T, E) float32 each, the values by which the router may rank experts: the scores, and the scores or logits plus each
+            correction bias of the router or its block. Expert groups are not considered.
     """
 
     scores: torch.Tensor
@@ -136,12 +136,12 @@ class Scoring:
 
 
 class Router:
-    """One layer's router, as the block that holds it calls it.
+    """One layer's router, called as its block calls it.
 
     Attributes:
-        path: of the experts module that it routes to.
+        path: the path of the experts module that it routes to.
         exact: whether `route` chooses as the model does. False where a router reads more than hidden states and its block's tensors:
-            the ids of the tokens (hash layers of DeepSeek-V4), or another layer's state (Zaya).
+            token ids (hash layers of DeepSeek-V4), or another layer's state (Zaya).
     """
 
     def __init__(self, path: str, module: nn.Module, block: nn.Module, num_experts: int) -> None:
@@ -157,14 +157,14 @@ class Router:
         unknown = [p for p in named if p.name not in self._held]
         self._callable = all(p.default is not p.empty for p in unknown)
         self.exact = not unknown
-        self._windowed: bool | None = None  # whether it needs (1, T, H); unknown before the first call
+        self._windowed: bool | None = None  # whether the router needs (1, T, H); None before the first call
 
     def _call(self, hidden_states: torch.Tensor) -> Any:
-        """Call `forward` without hooks, which are for what the model does, not for predictions."""
+        """Call `forward` without hooks, which observe the model's own calls, not predictions."""
         return self.module.forward(hidden_states, **{name: getattr(self._block, name) for name in self._held})
 
     def scores(self, output: Any) -> torch.Tensor:
-        """Return `scores_of` the router's `output`, (T, E) float32; the function that turns logits into scores is found once."""
+        """Return `scores_of` the router's `output`, (T, E) float32; the function from logits to scores is inferred once."""
         read = RouterOutput.read(output, self.num_experts)
         if self._function is None and read.top_k_index is not None:
             self._function = score_function(read)
@@ -172,7 +172,7 @@ class Router:
 
     @torch.no_grad()
     def scoring(self, output: Any) -> Scoring:
-        """Return the scores of every expert, from what `forward` returned."""
+        """Return the scores and rankings of every expert, given the output of `forward`."""
         scores = self.scores(output)
         logits = RouterOutput.read(output, self.num_experts).logits.float()[:, : self.num_experts]
         raw = SCORE_FUNCTIONS[self._function](logits) if self._function is not None else scores
@@ -187,7 +187,7 @@ class Router:
         """Return the router's decision on hidden states (T, H), which may be those of an earlier layer."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not self._callable:
-            # Approximated by its rows of weights, one for each expert.
+            # An approximation: the matrix with one row of weights per expert gives the logits.
             rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
             weight = next(rows, None)
             if weight is None:
@@ -195,12 +195,12 @@ class Router:
             logits = F.linear(tokens, weight.to(tokens.dtype))
             return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
         if self._windowed is None:
-            # Tried flat first: nearly all take (T, H), and some that are given (1, T, H) gather along a wrong axis.
+            # (T, H) is tried first: nearly all routers accept it, and some gather along a wrong axis when given (1, T, H).
             try:
                 RouterOutput.read(self._call(tokens[:1]), self.num_experts)
                 self._windowed = False
             except (ValueError, IndexError, RuntimeError):
-                self._windowed = True  # if it refuses this as well, its error is raised below
+                self._windowed = True  # if this fails as well, the call below raises the error
         output = self._call(tokens[None] if self._windowed else tokens)
         read = RouterOutput.read(output, self.num_experts)
         if read.top_k_index is None:
@@ -221,7 +221,7 @@ class Router:
         return found
 
     def _routed_by_block(self, tokens: torch.Tensor, read: RouterOutput) -> RouterOutput:
-        """Complete the output of a router that returns logits alone (Jamba before transformers 5.2x): its block chooses."""
+        """Complete the output of a router that returns logits alone, where its block chooses (Jamba before transformers 5.2x)."""
         choose = getattr(self._block, "route_tokens_to_experts", None)
         if choose is None:
             self.exact = False
@@ -232,8 +232,8 @@ class Router:
 
 
 def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None, scores: torch.Tensor) -> Routing:
-    """Sort a decision, likeliest first: many routers do not sort, and biases may rank a chosen expert below one that is not."""
-    assert top_k_index is not None, "a router's decision names experts"
+    """Return a decision sorted by weight: many routers do not sort."""
+    assert top_k_index is not None, "a router's decision has ids of experts"
     index = top_k_index.long()
     weights = top_k_weights if top_k_weights is not None else scores.gather(-1, index)
     order = weights.argsort(dim=-1, descending=True, stable=True)
@@ -256,7 +256,7 @@ def router_of(model: nn.Module, experts_path: str) -> Router:
     """Return the router of the experts module at `experts_path`, a module of the same block; the model may be on meta.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: the block has no router.
     """
     experts: Any = model.get_submodule(experts_path)  # its attributes are not declared in a common class
     module = _sibling_router(model, experts_path)
@@ -276,10 +276,10 @@ class RoutedCall:
     """One call of one layer's experts.
 
     Attributes:
-        router: of the layer.
+        router: the layer's router.
         router_input: (T, H), the router's input; predictions for later layers start from it.
         scores: (T, E) float32.
-        top_k_index, top_k_weights: (T, K), what the experts were called with.
+        top_k_index, top_k_weights: (T, K), the arguments of the experts.
     """
 
     router: Router
@@ -291,7 +291,7 @@ class RoutedCall:
 
 @contextmanager
 def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
-    """Call `on_call` for every call of a layer's experts while the body runs; yields the routers by path."""
+    """Call `on_call` after every router and before its experts while the body runs; yield the routers by path."""
     routers = routers_of(model)
     hooks = []
     for path, router in routers.items():
@@ -306,7 +306,7 @@ def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> It
 
 
 class _Watch:
-    """The hooks of one layer, which join a router's call with the call of its experts that follows."""
+    """The hooks of one layer, which join a router's call with the following call of its experts."""
 
     def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
         self._router = router
@@ -318,7 +318,7 @@ class _Watch:
         self._pending = hidden_states.detach().reshape(-1, hidden_states.shape[-1]), self._router.scores(output)
 
     def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._pending is None:  # experts called without their router
+        if self._pending is None:  # the experts were called without their router
             return
         (router_input, scores), self._pending = self._pending, None
         given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]

@@ -1,4 +1,4 @@
-"""Routing traces: the router scores and choices of every layer for a run of tokens, recorded from a model and kept as one .npz file.
+"""Routing traces: the router scores and choices of every layer for a run of tokens, recorded from a model and stored as one .npz file.
 
 Shapes: S tokens in decoding order, L layers of routed experts, E experts, K experts per token, D prediction depths.
 """
@@ -22,7 +22,7 @@ from moegraft.operators.routing import RoutedCall, watch_routing
 
 FORMAT = 1
 NO_EXPERT = -1
-DEPTHS = 3  # layers ahead that a recording predicts
+DEPTHS = 3  # number of layers ahead that a recording predicts
 KINDS = {"scores": "f", "weights": "f", "chosen": "i", "predicted": "i", "starts": "b", "layers": "U", "source": "U", "format": "i"}
 
 
@@ -37,15 +37,15 @@ class Trace:
     Attributes:
         scores: (S, L, E) float32, the router's share for every expert.
         chosen: (S, L, K) int64, the experts that were computed; -1 for a padded slot.
-        weights: (S, L, K) float32, the weights of their outputs.
-        predicted: (D, S, L, K) int64; at [d, s, l] what the router of layer l chooses on the hidden states of layer l - 1 - d,
-            likeliest first; -1 where there is no such layer.
+        weights: (S, L, K) float32, the weights of the chosen experts.
+        predicted: (D, S, L, K) int64; [d, s, l] is the choice of the router of layer l on the hidden states of layer l - 1 - d,
+            likeliest first; -1 where layer l - 1 - d does not exist.
         starts: (S,) bool, whether a token is the first of its text.
         layers: paths of the L experts modules.
         source: a description of the recording for people.
 
     Raises:
-        TraceError: shapes disagree, an id is no expert's, a token chooses an expert twice, or a score is not finite.
+        TraceError: shapes disagree, an id is out of range, a token chooses an expert twice, or a score is not finite.
     """
 
     scores: NDArray[np.float32]
@@ -63,7 +63,7 @@ class Trace:
                 raise TraceError(f"{name} has ids from {ids.min()} to {ids.max()}; there are {self.num_experts} experts")
             ordered = np.sort(ids, axis=-1)
             if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NO_EXPERT)).any():
-                raise TraceError(f"{name} has a token that takes one expert twice")
+                raise TraceError(f"{name} has a token that chooses one expert twice")
         for name, values in (("scores", self.scores), ("weights", self.weights)):
             if not np.isfinite(values).all():
                 raise TraceError(f"{name} has values that are not finite")
@@ -104,15 +104,15 @@ class Trace:
 
     @property
     def depths(self) -> int:
-        """The number of layers ahead that were predicted."""
+        """The number of layers ahead that the trace predicts."""
         return int(self.predicted.shape[0])
 
     def used(self) -> NDArray[np.bool_]:
-        """Return (S, L, E): which experts were computed."""
+        """Return which experts were computed, (S, L, E) bool."""
         return mark_experts(self.chosen, self.num_experts)
 
     def loads(self) -> NDArray[np.int64]:
-        """Return (L, E): the tokens of each expert, a profile for the static cache policy."""
+        """Return the tokens of each expert, (L, E) int64, a profile for the static cache policy."""
         return np.asarray(self.used().sum(axis=0), dtype=np.int64)
 
     def part(self, start: int, stop: int) -> Trace:
@@ -127,7 +127,7 @@ class Trace:
         Raises:
             OSError: the file cannot be written.
         """
-        with path.open("wb") as file:  # given a name, numpy would add a suffix to it
+        with path.open("wb") as file:  # numpy would append a suffix to a name
             np.savez_compressed(
                 file,
                 format=np.int64(FORMAT),
@@ -146,7 +146,7 @@ class Trace:
 
         Raises:
             OSError: the file cannot be read.
-            TraceError: it is not a trace, or a damaged one.
+            TraceError: the file is not a trace, or is damaged.
         """
         try:
             arrays = _read_arrays(path)
@@ -184,7 +184,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def mark_experts(ids: NDArray[np.int64], num_experts: int) -> NDArray[np.bool_]:
-    """Return (..., K) ids as (..., E) marks; padded slots mark nothing."""
+    """Return ids (..., K) as marks (..., E) bool, without padded slots."""
     marks = np.zeros((*ids.shape[:-1], num_experts + 1), dtype=np.bool_)
     np.put_along_axis(marks, ids, True, axis=-1)  # -1 marks the column that is cut off
     return np.asarray(marks[..., :num_experts])
@@ -194,8 +194,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
     """Concatenate traces of one model.
 
     Raises:
-        ValueError: there is none.
-        TraceError: they are of different models.
+        ValueError: `traces` is empty.
+        TraceError: the traces are of different models.
     """
     if not traces:
         raise ValueError("no traces to join")
@@ -212,16 +212,16 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 @torch.no_grad()
 def record_trace(model: nn.Module, texts: Iterable[torch.Tensor], source: str, depths: int = DEPTHS) -> Trace:
-    """Run `model` over `texts`, each (tokens,) int64 ids in one forward pass, and record every layer that routes.
+    """Run `model` over `texts`, each (tokens,) int64 ids in one forward pass, and record every layer with a router.
 
-    Attention is causal, so a token is routed as if it had been decoded after those before it. Layers are numbered in the order they ran.
+    Attention is causal, so tokens are routed as in decoding. Layers are numbered in the order in which they ran.
 
     Args:
         depths: how many layers ahead to predict.
 
     Raises:
-        ValueError: there is no text.
-        UnsupportedModelError: no layer routed.
+        ValueError: `texts` is empty.
+        UnsupportedModelError: no layer has a router.
         TraceError: layers differ in experts or in experts per token.
     """
     traces = []

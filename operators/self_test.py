@@ -1,4 +1,4 @@
-"""The self-test of the C++ kernel: the instruction sets that it was compiled for, those that this CPU has, and the error of each."""
+"""The self-test of the C++ kernel: its instruction sets, which of them this CPU has, and the error of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
 SUPER_BLOCK_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
-TOKENS = 27  # some 18 an expert: a full tile of every instruction set and the rest of another
-# The reference takes the packed weights, so only activations are rounded: bfloat16 with bfloat16 weights, int8 with all of fewer bits.
+TOKENS = 27  # about 18 per expert: a full tile of every instruction set and a partial one
+# The reference uses the packed weights, so the error comes from rounded activations: bfloat16 with bfloat16 weights, else int8 or float32.
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2}
 
 
@@ -27,8 +27,8 @@ class InstructionSet:
     """One instruction set of the kernel.
 
     Attributes:
-        usable: compiled, and this CPU has it.
-        errors: relative error of the kernel's output by weight type; empty where it is not usable.
+        usable: whether this CPU has it.
+        errors: relative error of the kernel's output by weight type; empty where the instruction set is not usable.
     """
 
     name: str
@@ -55,10 +55,10 @@ class KernelInUse:
     """How the kernel runs on this machine.
 
     Attributes:
-        isa: the instruction set in use: that of MOEGRAFT_ISA where it is set, else `default_isa`.
-        tile_isas: the instruction set in use for the weights of each type.
-        default_isa: what the kernel chooses for this CPU; `avx512_bf16+amx` where weight types differ.
-        threads: by default: physical cores within affinity and quota.
+        isa: the instruction set in use: the environment variable MOEGRAFT_ISA, or else `default_isa`.
+        tile_isas: the instruction set in use, by weight type.
+        default_isa: the kernel's choice for this CPU; `avx512_bf16+amx` where it differs by weight type.
+        threads: the default number of threads: physical cores within affinity and quota.
     """
 
     isa: str
@@ -68,14 +68,15 @@ class KernelInUse:
 
 
 def kernel_in_use() -> KernelInUse:
+    """Return how a runtime with default settings runs here."""
     runtime = Runtime(threads=1)
     return KernelInUse(runtime.isa, runtime.tile_isas, Runtime.default_isa(), Runtime().threads)
 
 
 def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a matrix (..., cols) in q4_k or q6_k as a GGUF file stores it, (..., bytes): of both signs, and about 1 / sqrt(cols) large."""
+    """Return a random matrix (..., cols) in q4_k or q6_k as GGUF stores it, (..., bytes); its values are about 1 / sqrt(cols) large."""
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, SUPER_BLOCK_BYTES[weight_type]), np.uint8)
-    # On average half of all steps of a scale times half of those of a code, which in q4_k minima as large are taken from.
+    # A code and its scale are each half of their range on average; in q4_k an equally large minimum is subtracted.
     scales = {0: 1 / 200, 2: 7.5 / 200} if weight_type == "q4_k" else {208: 1 / 1400}
     for offset, scale in scales.items():
         blocks[..., offset : offset + 2] = np.array([scale / math.sqrt(shape[-1])], np.float16).view(np.uint8)
@@ -83,7 +84,7 @@ def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Ge
 
 
 def _error(isa: str, weight_type: str) -> float:
-    """Return the relative error on random tokens; infinite where the output is not finite. Only bfloat16 weights take bfloat16 tokens."""
+    """Return the relative error on random tokens, bfloat16 for bfloat16 weights, else float32; infinite where the output is not finite."""
     random = np.random.default_rng(0)
     gate_spec, sizes = GateSpec(), SUPER_BLOCK_SHAPE if weight_type in SUPER_BLOCK_BYTES else SHAPE
     packed = PackedExperts(sizes, gate_spec, weight_type)

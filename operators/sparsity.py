@@ -1,4 +1,4 @@
-"""The thresholds of a model's layers while it runs, counts of the neurons left out, and a warning when they drift from the target."""
+"""The thresholds of a running model's layers, counts of the neurons left out, and a warning when these drift from the target."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.thresholds import SparsityOptions
 
 logger = logging.getLogger(__name__)
-WINDOW_TOKENS = 1024  # between two checks: the shares of fewer tokens scatter from passage to passage of one text
-DRIFT = 0.02
+WINDOW_TOKENS = 1024  # tokens between two checks: over fewer tokens, the share varies between passages of one text
+DRIFT = 0.02  # largest difference from the target without a warning
 
-# Called with top_k_index (T, K) and act(gate) (T, K, I) float32; rows of padded slots are arbitrary.
+# Called with top_k_index (T, K) and act(gate) (T, K, I) float32, whose rows of padded slots are arbitrary.
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What one call leaves out: neurons below `threshold`; those that reach it are added to `counts` (2,) int64."""
+    """The sparsity of one call: it leaves out neurons below `threshold`, and adds active and all neurons to `counts` (2,) int64."""
 
     threshold: float
     counts: NDArray[np.int64]
 
 
 class DeviceSparsity(Protocol):
-    """A layer's kernels on a GPU; they import this module, which therefore cannot import them."""
+    """A layer's kernels on a GPU, whose module imports this one."""
 
     def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None: ...
 
@@ -40,17 +40,15 @@ class DeviceSparsity(Protocol):
 
 
 class LayerSparsity:
-    """The threshold of one layer of experts, which its operator reads in every forward pass, and the count of what reached it.
+    """The threshold of one layer of experts, which its operator reads in every forward pass, and the counts of its neurons.
 
-    Drafts may have a threshold of their own. It applies while the calling thread draws one, so that nothing has to be restored however
-    the draft ends.
+    Drafts may have a threshold of their own, which applies while the calling thread drafts.
 
     Attributes:
-        threshold: of `|act(gate)|`; 0 computes every neuron.
-        routed_target: the share of routed neurons that is to be left out; 0 before the threshold is set.
-        counts: (2,) int64: neurons that reached the threshold, and all that were looked at. Kernels on the CPU add to it, and reading it
-            adds what a GPU counted.
-        observer: while it is set, the operator shows it every activation.
+        threshold: the threshold of `|act(gate)|`; 0 computes every neuron.
+        routed_target: the target share of routed neurons to leave out; 0 before the threshold is set.
+        counts: (2,) int64, neurons that reached the threshold and all neurons. CPU kernels add to it; reading it adds a GPU's counts.
+        observer: called by the operator with every activation while it is set.
     """
 
     def __init__(self, options: SparsityOptions, group: SparsityGroup, switch: DraftSwitch | None = None) -> None:
@@ -69,7 +67,7 @@ class LayerSparsity:
 
     @property
     def target_in_force(self) -> float:
-        """The share of routed neurons that a call of the calling thread is to leave out."""
+        """The target share of routed neurons for calls of this thread."""
         return self._draft_target if self.drafting else self.routed_target
 
     @property
@@ -85,32 +83,32 @@ class LayerSparsity:
 
     @property
     def drafting(self) -> bool:
-        """Whether the calling thread draws a draft with a sparsity of its own."""
+        """Whether the calling thread drafts with a sparsity of its own."""
         settings = None if self._switch is None else self._switch.settings
         return settings is not None and settings.sparsity is not None
 
     def in_force(self) -> InForce:
-        """Return what a call of the calling thread leaves out on the CPU."""
+        """Return the sparsity of a call of this thread on the CPU."""
         if not self.drafting:
             return InForce(self.threshold, self._counts)
         assert self._draft_threshold is not None, "set when the model was loaded"
         return InForce(self._draft_threshold, self._draft_counts)
 
     def attach(self, on_device: DeviceSparsity) -> None:
-        """The kernels of this layer run there from now on."""
+        """Use the kernels of a GPU from now on."""
         self._on_device = on_device
         on_device.set_threshold(self.threshold, self.routed_target)
         if self._draft_threshold is not None:
             on_device.set_threshold(self._draft_threshold, self._draft_target, drafting=True)
 
     def set_draft_threshold(self, threshold: float, routed_target: float) -> None:
-        """Set the threshold of drafts that leave out more."""
+        """Set the threshold of drafts, which leave out more neurons."""
         self._draft_threshold, self._draft_target = threshold, routed_target
         if self._on_device is not None:
             self._on_device.set_threshold(threshold, routed_target, drafting=True)
 
     def set_threshold(self, threshold: float, routed_target: float, counts: NDArray[np.int64] | int = 0) -> None:
-        """Set the threshold for a target, and the counts."""
+        """Set the threshold, its target and the counts."""
         self.threshold = threshold
         self.counts[:] = counts
         self.routed_target = self._group.routed_target = routed_target
@@ -119,7 +117,7 @@ class LayerSparsity:
         self._group.restart()
 
     def begin(self, tokens: int) -> None:
-        """Note a forward pass over `tokens` tokens, before it runs; all layers have run the ones before by then."""
+        """Note a forward pass over `tokens` tokens before it runs, when all layers have finished the earlier passes."""
         if self.drafting:
             return
         if self.routed_target and self._window_tokens >= WINDOW_TOKENS:
@@ -130,13 +128,13 @@ class LayerSparsity:
         self._window_tokens = 0
 
     def describe(self) -> str:
-        """Return what it is meant to leave out, as text."""
+        """Describe the target for users."""
         if not self.options.target:
             return "every neuron in a layout that can leave some out"
         return f"without the {100 * self.options.target:g} % of {self.options.scope} neurons that matter least"
 
     def statistics(self) -> Mapping[str, object]:
-        """Return what it leaves out, by name."""
+        """Return the thresholds and the shares left out, by name."""
         found: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
         if self._draft_threshold is not None:
             found |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
@@ -160,15 +158,15 @@ class SparsityGroup:
             layer.restart_window()
 
     def check_drift(self) -> None:
-        """Warn once when the share left out since the last check is off the target."""
+        """Warn once when the share left out since the last check differs from the target by more than DRIFT."""
         share = achieved(total_counts(self.layers) - self._before)
         self.restart()
         if share is None or self._warned or abs(share - self.routed_target) <= DRIFT:
             return
         self._warned = True
         logger.warning(
-            "sparsity: %.1f %% of the routed neurons are left out, where the target is %.1f %%: this text is unlike the one that the "
-            "thresholds are from; moegraft calibrate --text FILE makes them from your own",
+            "sparsity: %.1f %% of the routed neurons are left out, where the target is %.1f %%: this text differs from the one that the "
+            "thresholds were calibrated on; moegraft calibrate --text FILE calibrates on your own text",
             100 * share,
             100 * self.routed_target,
         )
@@ -181,14 +179,14 @@ class SparseLayers:
         self._groups: dict[SparsityOptions, SparsityGroup] = {}
 
     def join(self, options: SparsityOptions, switch: DraftSwitch | None = None) -> LayerSparsity:
-        """Return the state of one more layer; `switch` reports when it drafts."""
+        """Create the state of one more layer; `switch` reports when the layer drafts."""
         group = self._groups.setdefault(options, SparsityGroup(options))
         layer = LayerSparsity(options, group, switch)
         group.layers.append(layer)
         return layer
 
     def statistics(self) -> list[Mapping[str, object]]:
-        """Return what the layers of each target left out together."""
+        """Return the share that the layers of each target left out together."""
         return [
             {
                 "target": group.options.target,
@@ -202,7 +200,7 @@ class SparseLayers:
 
 
 def total_counts(layers: Iterable[LayerSparsity]) -> NDArray[np.int64]:
-    """Return (2,): active neurons, and all, of several layers."""
+    """Return the counts of several layers together, (2,) int64: active neurons, and all neurons."""
     total = np.zeros(2, np.int64)
     for layer in layers:
         total += layer.counts
@@ -210,14 +208,14 @@ def total_counts(layers: Iterable[LayerSparsity]) -> NDArray[np.int64]:
 
 
 def achieved(counts: NDArray[np.int64]) -> float | None:
-    """Return the share of neurons that were left out, given (active, all); None where none were counted."""
+    """Return the share of neurons that were left out, given the counts (2,) of active and all neurons; None without counts."""
     active, neurons = counts.tolist()
     return 1 - active / neurons if neurons else None
 
 
 @contextmanager
 def whole(layers: Iterable[LayerSparsity]) -> Iterator[None]:
-    """Within the context, no neuron is left out unless `threshold` is set again, and drift is not checked."""
+    """Compute every neuron in the body, unless it sets a threshold again, without checks of the drift; then restore the thresholds."""
     before = [(layer, layer.threshold, layer.routed_target, layer.counts.copy()) for layer in layers]
     for layer, *_ in before:
         layer.set_threshold(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a module is, by its structure alone: the kinds that a rule's `kind:` matches."""
+"""The kind of a module, which a rule's `kind:` matches, recognised by its structure alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from moegraft.operators.base import Kind
 
 ROUTER_NAMES = ("gate", "router")
-SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # of the experts that every token passes
+SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # names of the experts that every token passes
 
 
 def is_experts(path: str, module: nn.Module) -> bool:
-    """A module named `experts` that holds all routed experts of a layer, as transformers 5 has them."""
+    """Return whether a module is named `experts` and holds all routed experts of a layer, as in transformers 5."""
     own = dict(module.named_parameters(recurse=False))
     return path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts") and any(p.dim() == 3 for p in own.values())
 
 
 def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
-    """The sibling of an experts module that scores the experts: has a weight with one row an expert."""
+    """Return whether a module is the sibling of an experts module that scores the experts: its weight has one row per expert."""
     parent, _, leaf = path.rpartition(".")
     if leaf not in ROUTER_NAMES:
         return False
@@ -32,30 +32,30 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
 
 @lru_cache(maxsize=512)
 def source_of(owner: type[nn.Module]) -> str:
-    """The text of a class, empty where it has none."""
+    """Return the source text of a class; empty where it has none."""
     try:
         return inspect.getsource(owner)
-    except (OSError, TypeError):  # typed into a prompt, or built in C
+    except (OSError, TypeError):  # defined in an interactive session, or in C
         return ""
 
 
 def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
-    """A plain linear layer that its owner calls and does not take apart (`self.kv_b_proj.weight`, as absorbed attention does)."""
+    """Return whether a module is a linear layer that its owner only calls; absorbed attention reads `self.kv_b_proj.weight` instead."""
     if type(module) is not nn.Linear:
         return False
     parent, _, leaf = path.rpartition(".")
-    owner: Any = type(model.get_submodule(parent))  # mypy takes a module's __hash__ for that of its class
+    owner: Any = type(model.get_submodule(parent))  # mypy confuses the __hash__ of a module with that of its class
     return f"self.{leaf}.weight" not in source_of(owner)
 
 
 def is_attention(module: nn.Module) -> bool:
-    """A module whose forward calls the attention function that its config names, as transformers' attention interface has it."""
+    """Return whether a module calls the attention function that its config names, through transformers' attention interface."""
     owner: Any = type(module)
     return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS.get_interface(" in source_of(owner)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A root-mean-square norm of one tensor: a vector of weights, no children, and a reciprocal root in its class's text."""
+    """Return whether a module is a root-mean-square norm: one vector of weights, no children, a reciprocal root in its class's source."""
     own = module._parameters
     if set(own) != {"weight"} or own["weight"] is None or own["weight"].dim() != 1 or module._modules:
         return False
@@ -64,7 +64,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
-    """Every kind that `module` at `path` (empty for the model itself) is."""
+    """Return every kind of `module`, which is at `path` (empty for the model itself)."""
     found: set[Kind] = set()
     if not path:
         return frozenset({"model"})

@@ -1,7 +1,8 @@
 """The option `sparsity`, the thresholds file that it refers to, and the margin of a sketch.
 
-A thresholds file gives, for a grid of shares, the `|act(gate)|` that this share of a layer's neurons stays below, and what that was
-measured on. It is JSON, which people can read and a checkpoint can include. It belongs to one model's weights and is refused for any other.
+A thresholds file gives, for a grid of shares, the `|act(gate)|` below which this share of a layer's neurons lies, and the text that it was
+measured on. It is JSON, so that people can read it and a checkpoint can include it. It belongs to the weights of one model and is refused
+for any other.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Mode = Literal["layer", "global"]
 
 @dataclass(frozen=True, slots=True)
 class SparsityOptions:
-    """Which neurons of an expert are left out: those whose `|act(gate)|` is below a threshold. It changes the model's output.
+    """Leave out the neurons of an expert whose `|act(gate)|` is below a threshold. It changes the model's output.
 
     Attributes:
-        target: share of neurons to leave out, from 0 (none, in the layout that allows it) to below 1.
-        scope: what the share is of: `routed`, the neurons of a token's routed experts; or `total`, of these and of the shared experts,
-            which stay whole, so that the routed ones must be sparser.
-        thresholds: a file that `moegraft calibrate` wrote. By default that in the model's own folder, `moegraft_thresholds.json`; where
-            there is none, a short calibration runs when the model is loaded.
+        target: share of neurons to leave out, from 0 (none, in a layout that can leave some out) to below 1.
+        scope: the neurons that the share counts. `routed` counts those of a token's routed experts; `total` also counts those of the
+            shared experts, which are always computed, so that the routed experts must be sparser.
+        thresholds: a file that `moegraft calibrate` wrote, by default `moegraft_thresholds.json` in the model's own folder. Without a
+            file, a short calibration runs when the model is loaded.
         mode: `layer` gives every layer the target; `global` uses one threshold for all layers, which reach the target together.
     """
 
@@ -54,13 +55,13 @@ class SparsityOptions:
 
 
 def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
-    """Return the share of routed neurons that has to be left out.
+    """Return the share of routed neurons to leave out.
 
     A token passes `top_k * intermediate` routed neurons and `shared_intermediate` shared ones, so `total = routed * K I / (K I + I_shared)`
-    (the accounting that the published table of Qwen3.5-35B-A3B fits).
+    (which agrees with the published table of Qwen3.5-35B-A3B).
 
     Raises:
-        ValueError: the scope includes shared neurons, which stay, and the target cannot be reached.
+        ValueError: the scope includes shared neurons, which are always computed, and the target cannot be reached.
     """
     if options.scope == "routed" or not shared_intermediate:
         return options.target
@@ -68,8 +69,8 @@ def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, sh
     most = routed / (routed + shared_intermediate)
     if options.target >= most:
         raise ValueError(
-            f"target {options.target:g} of all neurons cannot be reached: the shared expert stays whole, so that {most:.3f} would leave no "
-            "routed neuron; lower it, or set scope: routed"
+            f"target {options.target:g} of all neurons cannot be reached: shared neurons are always computed, so the target must be below "
+            f"{most:.3f}; lower it, or set scope: routed"
         )
     return options.target / most
 
@@ -77,7 +78,7 @@ def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, sh
 FORMAT = "moegraft-thresholds/1"
 CRITERION = "abs_act_gate"
 FILE_NAME = "moegraft_thresholds.json"  # in a model's own folder
-# Shares of neurons at which thresholds are stored; those in between are interpolated.
+# Shares of neurons at which thresholds are stored; thresholds between them are interpolated.
 GRID = (*(step / 100 for step in range(100)), 0.995, 0.999)
 
 
@@ -87,7 +88,7 @@ class LayerThresholds:
 
     Attributes:
         shared_intermediate: neurons of the layer's shared experts, 0 where there are none.
-        weights: what `weights_hash` gave.
+        weights: the result of `weights_hash`.
         quantiles: the threshold at each share of the grid.
     """
 
@@ -122,10 +123,10 @@ class Thresholds:
     """A thresholds file.
 
     Attributes:
-        model, model_type: as the user and the config name them.
-        text_sha256, tokens, held_out_tokens: the text, its tokens that the thresholds are from, and its tokens that they were evaluated on.
-        top_k: experts a token.
-        layers: by the path of the experts module.
+        model, model_type: the model's name as the user gave it, and the type in its config.
+        text_sha256, tokens, held_out_tokens: the text, and the numbers of tokens of it for calibration and for evaluation.
+        top_k: experts per token.
+        layers: the layers by the path of their experts module.
         all_layers: the quantiles of all layers together, for mode `global`.
     """
 
@@ -144,7 +145,7 @@ class Thresholds:
         """Return the `|act(gate)|` below which a neuron of `module` is left out; 0 for a target of 0.
 
         Raises:
-            ValueError: the target is above the last of the grid.
+            ValueError: the target is above the last share of the grid.
         """
         if routed_target == 0:
             return 0.0
@@ -155,12 +156,12 @@ class Thresholds:
 
 
 def interpolated(grid: Sequence[float], quantiles: Sequence[float], share: float) -> float:
-    """Return a threshold between two of the grid, by their logarithms: activations spread over orders of magnitude."""
+    """Return the threshold at `share`, interpolated by logarithms: activations spread over orders of magnitude."""
     return float(np.exp2(np.interp(share, grid, np.log2(quantiles))))
 
 
 def weights_hash(source: WeightSource, num_experts: int) -> str:
-    """Return what identifies a layer's weights on any machine: a hash of nine rows of three experts' first matrix, by float32 value."""
+    """Return a hash that identifies a layer's weights on any machine: the float32 values of three rows of three experts' first matrix."""
     digest = hashlib.sha256()
     part = source.parts()[0]  # the gate, or up where there is none
     for expert in sorted({0, num_experts // 2, num_experts - 1}):
@@ -171,14 +172,14 @@ def weights_hash(source: WeightSource, num_experts: int) -> str:
 
 
 def write_thresholds(thresholds: Thresholds, path: Path) -> None:
-    """Replace the file atomically, so that a reader never finds half of it.
+    """Replace the file atomically, so that a reader never finds an incomplete one.
 
     Raises:
         OSError: the file cannot be written.
     """
     body = {"format": FORMAT, "criterion": CRITERION, **asdict(thresholds)}
     text = json.dumps(_rounded(body), indent=1, allow_nan=False)
-    # One line for each list of numbers: the quantiles of 48 layers are 5,000 of them.
+    # Each list of numbers takes one line: the quantiles of 48 layers are 5,000 numbers.
     text = re.sub(r"\[[-+.,\s\de]+\]", lambda found: " ".join(found[0].split()), text)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -189,7 +190,7 @@ def write_thresholds(thresholds: Thresholds, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to six digits, which is finer than the histogram behind them."""
+    """Round numbers to six digits, which is finer than the histogram that they come from."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
@@ -222,7 +223,9 @@ def read_thresholds(path: Path) -> Thresholds:
 
 def _parsed(body: dict[str, Any]) -> Thresholds:
     layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
-    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(_held_out(row) for row in body["held_out"])}
+    # Older files have the scope under the key `counts`.
+    held_out = [HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()}) for row in body["held_out"]]
+    given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(held_out)}
     found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
     _check_numbers("grid", found.grid, len(found.grid), least=0.0)
     _check_numbers("all_layers", found.all_layers, len(found.grid))
@@ -235,11 +238,6 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     if not (isinstance(found.top_k, int) and found.top_k > 0):
         raise ValueError(f"top_k is {found.top_k!r}")
     return found
-
-
-def _held_out(row: Mapping[str, Any]) -> HeldOut:
-    """Read one row; older files have the scope under the key `counts`."""
-    return HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()})
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:
@@ -257,25 +255,25 @@ def _check_numbers(name: str, values: Sequence[float], count: int, *, least: flo
 
 
 MISSED = 1e-3  # share of the active neurons that a sketch may miss
-MOST_A_CALL = 1 << 15  # activations that are kept from a call, evenly spread
-DEFAULT_MARGIN = 0.8  # without a calibration; found with synthetic weights
+MAX_SAMPLES = 1 << 15  # activations kept from one call, evenly spaced
+DEFAULT_MARGIN = 0.8  # without a calibration; measured with synthetic weights
 
 
 class SketchSamples:
-    """Activations by exact gates and by sketched ones, of a sample of a calibration's neurons."""
+    """Activations of a sample of neurons during a calibration, by exact gates and by sketched ones."""
 
     def __init__(self) -> None:
         self._exact: list[torch.Tensor] = []
         self._sketched: list[torch.Tensor] = []
 
     def add(self, exact: torch.Tensor, sketched: torch.Tensor) -> None:
-        """Add what `sample` returned for one call, from exact gates and from sketched ones."""
-        assert exact.shape == sketched.shape, "both are of the same neurons"
+        """Add the results of `sample` for one call, with exact gates and with sketched ones."""
+        assert exact.shape == sketched.shape, "both samples are of the same neurons"
         self._exact.append(exact)
         self._sketched.append(sketched)
 
     def margin(self, threshold: float) -> float | None:
-        """Return the share of the threshold, up to 1, that all but MISSED of the active neurons reach when sketched; None without any."""
+        """Return the share of the threshold, at most 1, that all but MISSED of the active neurons reach when sketched; None without any."""
         if not self._exact or threshold <= 0:
             return None
         exact, sketched = torch.cat(self._exact), torch.cat(self._sketched)
@@ -287,7 +285,7 @@ class SketchSamples:
 
 
 def sample(ids: torch.Tensor, acted: torch.Tensor) -> torch.Tensor:
-    """Sample the magnitudes of `acted (T, K, I)`, always at the same places, without padded slots of `ids (T, K)`; on the CPU."""
+    """Sample magnitudes of `acted` (T, K, I) at fixed positions, without the padded slots of `ids` (T, K); the result is on the CPU."""
     magnitudes = acted[ids >= 0].abs().flatten()
-    step = max(1, magnitudes.numel() // MOST_A_CALL) | 1  # odd: not always the same neurons
+    step = max(1, magnitudes.numel() // MAX_SAMPLES) | 1  # an odd step selects different neurons in different rows
     return magnitudes[::step].float().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""Timelines: the spans of the GPU, the CPU and the link, each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
+"""Timelines of the GPU, the CPU and the link, with each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def host_ms() -> float:
 
 
 class Timeline:
-    """The spans of one device by its clock `now_ms`; keeps the latest `capacity`."""
+    """The latest spans of one device, at most `capacity`, in ms of its clock `now_ms`."""
 
     def __init__(self, device: str, now_ms: Callable[[], float] = host_ms, capacity: int = 1_000_000) -> None:
         self.device = device
@@ -53,9 +53,9 @@ class Timeline:
 
 @contextmanager
 def round_spans(timelines: Sequence[Timeline], name: str) -> Iterator[dict[str, object]]:
-    """Add the body to each timeline as a part of a round of drafting and verifying.
+    """Add the body to each timeline as one phase of a round of drafting and verifying, also where it raises.
 
-    Yields the details of the span, to be filled in. A body that raises has its span as well.
+    Yields the details of the span, to be filled in.
     """
     start_ms = [timeline.now_ms() for timeline in timelines]
     details: dict[str, object] = {}
@@ -67,7 +67,7 @@ def round_spans(timelines: Sequence[Timeline], name: str) -> Iterator[dict[str, 
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, object]:
-    """Return the timelines in the trace event format: a process per device, a thread per lane, times in microseconds."""
+    """Return the timelines in the trace event format, with a process per device, a thread per lane, and times in microseconds."""
     events: list[dict[str, object]] = []
     start_ms = min((span.start_ms for timeline in timelines for span in timeline.spans), default=0.0)
     for process, timeline in enumerate(timelines):

@@ -1,7 +1,4 @@
-"""The formats that weights are stored in: bytes, blocks, scales, and which kernels compute with them.
-
-Every other table of formats derives from `FORMATS`.
-"""
+"""The formats of stored weights: bytes, blocks, scales and kernels. Every other table of formats derives from `FORMATS`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ class GpuFormat:
     """How Triton kernels read packed weights of one format.
 
     Attributes:
-        unit_dtype: the type that packed bytes are viewed as; its elements are *units*.
+        unit_dtype: the dtype that packed bytes are viewed as; its elements are *units*.
         unit_columns: consecutive input columns in one unit.
-        step_columns: input columns in one step of a matrix product: 32 or 64 units, enough for a tensor-core instruction per column of the
+        step_columns: input columns per step of a matrix product: 32 or 64 units, enough for one tensor-core instruction per column of a
             unit.
-        element_dtype: the type that the rows of the sparse layout are viewed as on tensor cores.
-        element_columns: input columns in one element.
+        element_dtype: the dtype that tensor-core kernels view rows of the sparse layout as.
+        element_columns: input columns in one such element.
     """
 
     unit_dtype: torch.dtype
@@ -40,8 +37,8 @@ class WeightFormat:
         name: as rule files and the C++ kernels spell it.
         block_weights: consecutive inputs of a row that are quantised together; 1 for formats without scales.
         block_bytes: bytes of such a block, its scales included.
-        sparse: whether the CPU's kernels also have it in the sparse layout. Their dense layout has every format.
-        gpu: how Triton kernels read it; None where no GPU kernel exists.
+        sparse: whether the CPU kernels support the format in the sparse layout; they support all formats in the dense one.
+        gpu: how Triton kernels read the format; None where no GPU kernel exists.
     """
 
     name: str
@@ -57,7 +54,7 @@ class WeightFormat:
 
     @property
     def super_block(self) -> bool:
-        """Whether it is taken from a GGUF file unchanged; the kernels do not quantise to it."""
+        """Whether weights of this format come unchanged from a GGUF file; the kernels do not quantise to it."""
         return self.block_weights == 256
 
     def nbytes(self, weights: int) -> int:

@@ -1,4 +1,4 @@
-"""Where an operator takes its weights from: a mapped checkpoint, a live module, or a test's arrays."""
+"""The sources of an operator's weights: a mapped checkpoint, a live module, or a test's arrays."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from numpy.typing import NDArray
 from moegraft.operators.weight_formats import FORMATS
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
-# What the kernel takes from a GGUF file as it is and does not quantise to, with the bytes of a block of 256 weights.
+# The formats that the kernel reads unchanged from a GGUF file and does not quantise to, with the bytes of a block of 256 weights.
 SUPER_BLOCK_BYTES = {name: found.block_bytes for name, found in FORMATS.items() if found.super_block}
 
 
 class WeightSource(Protocol):
-    """The weights of one module, one piece at a time, whatever layout holds them.
+    """The weights of one module, read one piece at a time, independent of their stored layout.
 
     A piece is one matrix of one expert in `nn.Linear` orientation, `(out_features, in_features)`: gate and up `(I, H)`, down
-    `(H, I)`; biases are vectors. A module that is no experts module has the parts `weight` and `bias` of expert 0.
+    `(H, I)`; biases are vectors. A module without experts has the parts `weight` and `bias` of expert 0.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are stored in; where matrices differ, one that holds them all without rounding."""
+        """The dtype of the stored weights; where matrices differ, the narrowest that holds all of them without rounding."""
         ...
 
     @property
     def fingerprint(self) -> str | None:
-        """What identifies the stored weights from one start of a program to the next; None where nothing does."""
+        """An identifier of the stored weights that is the same in every process; None where there is none."""
         ...
 
     def parts(self) -> Sequence[Part]:
-        """The parts each expert has, in the order in which they are best read."""
+        """Return the parts of each expert, in the best order to read them."""
         ...
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        """One piece on the CPU, contiguous or a strided view; valid until the next call.
+        """Return one piece on the CPU, contiguous or a strided view; valid until the next call.
 
         Raises:
-            CheckpointError: the piece is missing or cannot be read; names the file and the key.
+            CheckpointError: the piece is missing or cannot be read; the message names the file and the key.
         """
         ...
 
     def origin(self, part: Part, expert: int = 0) -> str:
-        """The file and key of a piece, for messages."""
+        """Return the file and key of a piece, for messages."""
         ...
 
 
@@ -57,7 +57,7 @@ class Codes:
     """A matrix in groups of 32 inputs, value = scale * code: GGUF's Q8_0 (8 bits) and Q4_0 (4 bits).
 
     Attributes:
-        codes: (rows, cols) int8; those of 4 bits are -8 to 7.
+        codes: (rows, cols) int8; 4-bit codes are -8 to 7.
         scales: (rows, cols / 32) float16.
     """
 
@@ -72,11 +72,11 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class SuperBlocks:
-    """A matrix in blocks of 256 inputs, GGUF's Q4_K or Q6_K, byte by byte as the file has them.
+    """A matrix in blocks of 256 inputs, GGUF's Q4_K or Q6_K, with the bytes of the file.
 
     Attributes:
         blocks: (rows, bytes of a row) uint8, contiguous.
-        weight_type: the kernel's name of them, one of `SUPER_BLOCK_BYTES`.
+        weight_type: the kernel's name of the format, one of `SUPER_BLOCK_BYTES`.
     """
 
     blocks: NDArray[np.uint8]
@@ -89,15 +89,15 @@ class SuperBlocks:
 
 @runtime_checkable
 class CodedSource(Protocol):
-    """A `WeightSource` whose pieces may be stored in codes that the kernel takes as they are."""
+    """A `WeightSource` whose pieces may be stored in codes that the kernel packs unchanged."""
 
     def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
-        """The codes of a matrix, or None where it is stored otherwise."""
+        """Return the codes of a matrix, or None where it is not stored in codes."""
         ...
 
 
 def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | SuperBlocks | None:
-    """The codes of a piece where `weight_type` holds them without rounding: those of 4 bits are codes of 8 bits, too."""
+    """Return the codes of a piece where `weight_type` holds them without rounding, else None; int8 also holds 4-bit codes."""
     if weight_type not in ("int8", "int4", *SUPER_BLOCK_BYTES) or not isinstance(source, CodedSource):
         return None
     codes = source.read_codes(part, expert)
@@ -107,11 +107,11 @@ def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that holds all of `dtypes`, at least one, without rounding."""
+    """Return the narrowest dtype that holds all of `dtypes`, of which there is at least one, without rounding."""
     return reduce(torch.promote_types, dtypes)
 
 
-# Bytes of a block of 256 weights: weights that a file stores in fewer are kept as they are.
+# Bytes of a block of 256 weights; weights that a file stores in fewer bytes are not converted.
 BLOCK_BYTES = {name: found.nbytes(256) for name, found in FORMATS.items() if found.scaled}
 
 
@@ -120,8 +120,8 @@ class StoredTypes:
     """The weight types of a module whose weights a file stores in blocks.
 
     Attributes:
-        whole: the narrowest type that the kernel quantises to and that holds all of them; super-blocks count as int8.
-        gate_up, down: the narrowest of each, `q4_k` and `q6_k` among them; both are that of the weight in a linear layer.
+        whole: the narrowest type that the kernel quantises to and that holds all weights; super-blocks count as int8.
+        gate_up, down: the narrowest type of these parts, which may be `q4_k` or `q6_k`; in a linear layer, both are its weight's type.
     """
 
     whole: str
@@ -129,22 +129,22 @@ class StoredTypes:
     down: str
 
 
-def resolve_weight_type(asked: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
+def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
     """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
 
-    `stored` becomes the file's type. Super-blocks are kept under `stored`, and under int8 and int4 where those have no fewer bits.
+    `stored` means the file's type. Super-blocks are kept for `stored`, and for int8 and int4 where these take no fewer bytes.
 
     Args:
-        asked: what the rule gives.
+        requested: the value of `weights` in the rule.
         known: the types that the operator packs weights to.
-        supports: whether the operator can compute with super-blocks, such as `q4_k` or, of gate and up and of down, `q4_k+q6_k`.
+        supports: whether the operator can compute with super-blocks, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
     kept = [
-        own if asked == "stored" or (own in SUPER_BLOCK_BYTES and BLOCK_BYTES[own] <= BLOCK_BYTES.get(asked, 0)) else asked
+        own if requested == "stored" or (own in SUPER_BLOCK_BYTES and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)) else requested
         for own in (stored.gate_up, stored.down)
     ]
     if any(own in SUPER_BLOCK_BYTES for own in kept):
         weight_type = kept[0] if kept[0] == kept[1] else "+".join(kept)
         if supports(weight_type):
             return weight_type
-    return stored.whole if asked == "stored" and stored.whole in known else asked
+    return stored.whole if requested == "stored" and stored.whole in known else requested

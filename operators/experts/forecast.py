@@ -1,4 +1,4 @@
-"""The time that a layer's experts take on a CPU and a GPU together, predicted from the scheduler's own plans."""
+"""The predicted time of a layer's experts on a CPU and a GPU together, from the scheduler's own plans."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.options import GpuOptions
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler
 
-ROUTINGS = 12  # random ones to average over; their mean is within a few per cent of that of many
+ROUTINGS = 12  # random routings to average over: their mean is within a few per cent of the mean of many
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSlots(ExpertSlots):
-    """Slots as a rule of `hybrid_experts` describes them."""
+    """The slots that a rule of `hybrid_experts` describes."""
 
     gpu: GpuOptions
 
@@ -47,19 +47,19 @@ class SharedSlots(ExpertSlots):
             gpu.gbps,
             gpu.tflops,
             gpu.link_gbps,
-            cpu_launch_ms=0.0,  # in the measured rate already, as is what a layer's first expert costs
+            cpu_launch_ms=0.0,  # the measured rate includes it, and the cost of a layer's first expert
             first_cpu_share=0.0,
         )
         return experts_ms(layer, tokens, machine, self.gpu.schedule, shared_ms)
 
 
 def experts_ms(layer: RoutedExperts, tokens: int, machine: MachineProfile, schedule: ScheduleName, shared_ms: float = 0.0) -> float:
-    """Return the mean over even routings: slots are hit as often as their share, so that a cache that learns does better.
+    """Return the mean ms of a layer over even routings, in which slots are hit as often as their share; a cache that learns does better.
 
     Args:
-        shared_ms: what the GPU computes first, while the CPU and the link are at work: shared experts. The result includes it.
+        shared_ms: time of the shared experts, which the GPU computes first while the CPU and the link work. The result includes it.
     """
-    if schedule == "layer_map":  # whole layers on one device: as many on the GPU as there are slots for
+    if schedule == "layer_map":  # whole layers on one device: on the GPU as long as there are slots
         on_gpu = experts_ms(replace(layer, resident=1.0), tokens, machine, "on_demand", shared_ms)
         on_cpu = experts_ms(replace(layer, resident=0.0), tokens, machine, "all_cpu", shared_ms)
         return layer.resident * on_gpu + (1 - layer.resident) * on_cpu
@@ -82,14 +82,14 @@ def experts_ms(layer: RoutedExperts, tokens: int, machine: MachineProfile, sched
             transfer_ms=machine.transfer_ms(layer.expert_bytes),
             first_cpu_ms=machine.first_cpu_ms(layer.expert_bytes, neurons),
             gpu_free_ms=shared_ms,
-            max_transfers=UNBOUNDED if slots else 0,  # one slot is enough to bring any number, one after another
+            max_transfers=UNBOUNDED if slots else 0,  # one slot can receive any number of experts, one after another
         )
         times.append(max(shared_ms, scheduler.plan(0, problem).makespan_ms))
     return float(np.mean(times))
 
 
 def _even_routing(layer: RoutedExperts, tokens: int, random: np.random.Generator) -> NDArray[np.int32]:
-    """Return the tokens of each expert, (E,)."""
+    """Return the tokens of each expert, (E,) int32."""
     if tokens == 1:
         chosen = np.zeros(layer.num_experts, np.int32)
         chosen[random.permutation(layer.num_experts)[: layer.top_k]] = 1

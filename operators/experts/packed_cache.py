@@ -1,8 +1,8 @@
 """Packed experts on disk: one file per layer, mapped at the next start, so that loading packs nothing and processes share pages.
 
-The name of a file is a hash of everything its bytes depend on, including the checkpoint's fingerprint, so a stale one is never found. Its
-header holds a checksum for each expert, verified at every open; a damaged file is rebuilt. Experts are packed directly into the mapping of
-a new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
+The name of a file is a hash of everything that its bytes depend on, including the checkpoint's fingerprint, so a stale file is never found.
+Its header holds a checksum per expert, verified at every open; a damaged file is rebuilt. Experts are packed directly into the mapping of a
+new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moegraft.operators.layout import ExpertsLayout
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
 HEADER_BYTES = 1 << 16  # a whole number of pages, so that the mapping behind it is aligned
-CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s per thread, and reading ahead of it hides the disk
+CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s per thread; several threads also overlap reads from disk
 
 Fill = Callable[[PackedExperts], None]
 
@@ -39,7 +39,7 @@ Fill = Callable[[PackedExperts], None]
 class CacheKey:
     """Everything that the packed bytes of a layer depend on."""
 
-    fingerprint: str  # of the source's stored weights, the module's name included
+    fingerprint: str  # of the source's stored weights and the module's name
     weight_type: str
     layout: str
     sparse: bool = False
@@ -51,7 +51,7 @@ class CacheKey:
 
 
 def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False) -> CacheKey:
-    """Return the key of one layer; `fingerprint` comes from its `WeightSource`, `sparse` is that of `PackedExperts`."""
+    """Return the key of one layer; `fingerprint` is its `WeightSource`'s, `sparse` selects the layout of its `PackedExperts`."""
     return CacheKey(fingerprint, weight_type, repr(layout), sparse)
 
 
@@ -63,7 +63,7 @@ def check_folder(cache_dir: str) -> None:
     """Check the name of a cache folder.
 
     Raises:
-        ValueError: the folder is in the home of a user that this machine does not have.
+        ValueError: the folder is in the home of a user that does not exist here.
     """
     try:
         Path(cache_dir).expanduser()
@@ -72,7 +72,7 @@ def check_folder(cache_dir: str) -> None:
 
 
 class PackedCache:
-    """The cache files in one folder, which is created when the first is written."""
+    """The cache files in one folder, which is created when the first file is written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
@@ -81,7 +81,7 @@ class PackedCache:
         return self.folder / f"{key.digest}.experts"
 
     def open(self, key: CacheKey, layout: ExpertsLayout) -> PackedExperts | None:
-        """Return the mapped experts; None if there is no file or it is damaged, which is logged."""
+        """Return the mapped experts; None if there is no file, or if it is damaged, which is logged."""
         path = self.path(key)
         if not path.is_file():
             return None
@@ -99,13 +99,13 @@ class PackedCache:
         return packed
 
     def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:
-        """Pack a layer into a new file and map that: the file appears under its name only when it is complete.
+        """Pack a layer into a new file and map it; the file appears under its name only when it is complete.
 
         Raises:
             CheckpointError: the folder cannot be written, or the disk is full.
         """
         path = self.path(key)
-        # A random name: threads share a process id, and so may containers that share a folder.
+        # A random name, because threads share a process id, and so may containers that share a folder.
         scratch = path.with_suffix(f".{uuid4().hex}.part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 class _DamagedError(Exception):
-    """Why a cache file cannot be used."""
+    """A cache file cannot be used; the message gives the reason."""
 
 
 def _map(path: Path, key: CacheKey, layout: ExpertsLayout, *, mode: Any) -> PackedExperts:

@@ -1,6 +1,6 @@
 """`sparse_experts`: all routed experts of a layer in slots of GPU memory, without the neurons that a token does not need.
 
-The case of `hybrid_experts` in which every expert has a slot: the same packed bytes and the same kernels, and nothing in host memory.
+It is the special case of `hybrid_experts` in which every expert has a slot: packed bytes and kernels are the same, and host memory is free.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class SparseExpertsOptions:
 
     Attributes:
         sparsity: which neurons of each expert are left out; it changes the model's output.
-        gate: `exact` computes every gate; `sketch` first computes a 4-bit copy of the gates (9% more memory), and exactly only those that
-            come near the threshold: it occasionally misses a neuron.
-        margin: with `sketch`: the share of the threshold that a sketched activation has to reach for its gate to be computed. By default
-            one at which a calibration at load misses one active neuron in a thousand; where thresholds come from a file, 0.8.
-        gpu: the device that holds the experts, such as `cuda:1`; `auto`: the first.
+        gate: `exact` computes every gate; `sketch` first computes a 4-bit copy of the gates (9% more memory), and then exactly only those
+            near the threshold, which occasionally misses a neuron.
+        margin: with `sketch`, the share of the threshold that a sketched activation must reach for its gate to be computed. By default the
+            share at which a calibration at load misses one active neuron in a thousand; where thresholds come from a file, 0.8.
+        gpu: the device that holds the experts, such as `cuda:1`; `auto` for the first.
     """
 
     sparsity: SparsityOptions
@@ -73,9 +73,9 @@ class SparseExpertsOptions:
 class SparseExperts(Operator):
     """The experts of one layer: `forward(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`.
 
-    A neuron whose `|act(gate)|` is below the layer's threshold counts as zero, on every path and for every batch. Accumulates in float32
-    and returns the dtype of `hidden_states`, which are computed in the dtype of the weights. For inference: a backward pass is refused.
-    No GPU has run it yet.
+    A neuron whose `|act(gate)|` is below the layer's threshold counts as zero, on every path and for every batch size. The forward pass
+    computes in the dtype of the weights, accumulates in float32, and returns the dtype of `hidden_states`. It refuses a backward pass. No
+    GPU has run it yet.
     """
 
     sparsity: LayerSparsity
@@ -104,7 +104,7 @@ class SparseExperts(Operator):
         self._dtype: torch.dtype | None = None
         self._arena: torch.Tensor | None = None  # (E, expert_bytes) uint8
         self._kernels: SparseSlotExperts | None = None
-        self._samples: SketchSamples | None = None  # while a calibration at load may look for the margin of a sketch
+        self._samples: SketchSamples | None = None  # while a calibration at load may determine the margin of a sketch
         self._number = register(self)
 
     @classmethod
@@ -141,9 +141,8 @@ class SparseExperts(Operator):
         draft = context.draft_switch
         draft.join(sparse=True)
         sparsity = context.sparse_layers.join(options.sparsity, draft)
-        device = torch.device("cpu") if why_unavailable() else options.device  # the CPU where kernels are interpreted
-        choices = context.path_choices
-        return cls(read_layout(module), options, draft, sparsity, device, choices)
+        device = torch.device("cpu") if why_unavailable() else options.device  # kernels are interpreted on the CPU
+        return cls(read_layout(module), options, draft, sparsity, device, context.path_choices)
 
     @classmethod
     def with_sparsity(cls, options: SparseExpertsOptions, sparsity: SparsityOptions) -> SparseExpertsOptions:
@@ -163,7 +162,7 @@ class SparseExperts(Operator):
         return {"sparsity": self.sparsity.statistics(), "paths": times, **sketch}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        # Triton need not be installed where there is no GPU
+        # Imported here because Triton need not be installed where there is no GPU.
         from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts, TimedSlotPaths
 
         layout, options = self.layout, self.options
@@ -210,7 +209,7 @@ class SparseExperts(Operator):
         return self.compute(hidden_states, top_k_index, top_k_weights)
 
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Compute what `forward` does, outside any PyTorch graph; a CUDA graph may capture it."""
+        """Compute the result of `forward` outside any PyTorch graph; a CUDA graph may capture it."""
         kernels, arena, device = self._kernels, self._arena, self._device
         assert kernels is not None and arena is not None, "forward before load: optimize_and_load loads every operator before it returns"
         top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)

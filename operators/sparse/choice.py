@@ -1,4 +1,4 @@
-"""Which path a batch takes through sparse experts: timed on the machine, with the layer's own sizes and sparsity, and kept on disk."""
+"""The choice of a kernel path for sparse experts, timed on the machine for each layer's sizes and sparsity and stored on disk."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from uuid import uuid4
 
 logger = logging.getLogger(__name__)
 
-# What is taken where nothing could be timed: an estimate from bytes read, no GPU has measured it.
-DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))  # up to so many tokens, that path
-DENSE = "dense"  # beyond
-# A sparse path has to beat the dense one by more than two timings of the same program differ.
+# The paths without timings, by largest number of tokens: an estimate from the bytes read, which no GPU has measured.
+DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))
+DENSE = "dense"  # for more tokens
+# A sparse path must be faster than the dense one by more than the difference of two timings of one program.
 LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """What the fastest path depends on, apart from the batch."""
+    """Everything except the number of tokens that the fastest path depends on."""
 
     hidden: int
     intermediate: int
     num_experts: int
     top_k: int
-    weights: str  # the type they are packed to
+    weights: str  # the packed weight type
     gated: bool
     gate: str  # "exact" or "sketch"
-    sparsity: float  # of routed neurons, to 0.01
+    sparsity: float  # share of routed neurons left out, rounded to 0.01
     gpu: str
     resident: int  # experts with a slot
 
     @property
     def key(self) -> str:
-        """With the versions of what compiles and runs the kernels."""
+        """The case and the versions of the packages that compile and run the kernels, as JSON."""
         made_with = {name: version(name) for name in ("triton", "torch", "moegraft")}
         return json.dumps({**asdict(self), **made_with}, sort_keys=True)
 
@@ -59,29 +59,29 @@ def default_path(tokens: int) -> str:
 
 
 def fastest(times_ms: Mapping[str, float]) -> str:
-    """Return the path of least time, and the dense one unless another gains enough."""
+    """Return the fastest path, but the dense one unless another is faster by LEAST_GAIN."""
     best = min(times_ms, key=times_ms.__getitem__)
     return DENSE if DENSE in times_ms and times_ms[best] * LEAST_GAIN > times_ms[DENSE] else best
 
 
 class PathChoices:
-    """The paths of one model's layers; those of equal layers are timed once.
+    """The paths of one model's layers; equal layers are timed once.
 
     Args:
-        file: where times are kept between processes; None: nowhere.
+        file: the file that keeps times between processes; None for no file.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._times: dict[str, dict[str, dict[str, float]]] = {}  # by case, bucket and path
         self._read = file is None
-        self._keys: dict[TimedCase, str] = {}  # needed in every call, and looking up versions takes a millisecond
+        self._keys: dict[TimedCase, str] = {}  # looking up versions takes a millisecond, too long for every call
 
     def path(self, case: TimedCase, tokens: int, measure: Callable[[int], Mapping[str, float]] | None) -> str:
         """Return the path for a batch of `tokens`.
 
         Args:
-            measure: times the paths for a bucket, in ms; None where that cannot be done now: what was not timed before gets a default.
+            measure: times the paths for a bucket, in ms; None where timing is not possible now, so that an unknown bucket gets a default.
         """
         bucket = bucket_of(tokens)
         key = self._keys.get(case)
@@ -93,7 +93,7 @@ class PathChoices:
         return fastest(times) if times else default_path(tokens)
 
     def times(self) -> Iterator[tuple[str, int, Mapping[str, float]]]:
-        """Yield case, bucket and ms by path of everything timed so far."""
+        """Yield the case, the bucket and the ms by path of all timings so far."""
         for case, buckets in self._times.items():
             for bucket, times in buckets.items():
                 yield case, int(bucket), times
@@ -113,7 +113,7 @@ class PathChoices:
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what the file holds; nothing where it cannot be read, and then it is written again."""
+    """Return the times in the file; none where it cannot be read, in which case it is written again."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return {
@@ -125,7 +125,7 @@ def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _write(file: Path, times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Add to the file atomically; a folder that cannot be written costs only a measurement at the next start."""
+    """Add times to the file atomically; if the folder cannot be written, the next process measures again."""
     scratch = file.with_name(f".{file.name}.{uuid4().hex}.part")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

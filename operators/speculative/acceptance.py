@@ -1,4 +1,4 @@
-"""Which draft tokens are accepted: the rules of speculative decoding, in the terms of the papers.
+"""The acceptance rules of speculative decoding, in the terms of the papers.
 
 q is the draft's distribution and p the full model's, each (V,), after every logits processor.
 """
@@ -16,7 +16,7 @@ class DraftToken:
     """One drafted token.
 
     Attributes:
-        probabilities: q, (V,) float32 that sums to 1; None where the draft names one token and no distribution.
+        probabilities: q, (V,) float32 that sums to 1; None where the drafter gives no distribution.
     """
 
     token: int
@@ -24,16 +24,16 @@ class DraftToken:
 
     @property
     def confidence(self) -> float:
-        """q of the token itself; 1 where there is no distribution."""
+        """The draft's probability of the token; 1 where there is no distribution."""
         return 1.0 if self.probabilities is None else float(self.probabilities[self.token])
 
 
 class AcceptanceRule(ABC):
-    """Compares draft tokens with the full model's processed scores, (V,) float32."""
+    """A rule that compares draft tokens with the full model's processed scores, (V,) float32."""
 
     @abstractmethod
     def pick(self, scores: torch.Tensor) -> int:
-        """Return a token by the model's own choice alone."""
+        """Return the full model's own token."""
 
     @abstractmethod
     def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
@@ -41,11 +41,11 @@ class AcceptanceRule(ABC):
 
     @abstractmethod
     def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
-        """Return the token in place of `draft`, which was rejected."""
+        """Return the token that replaces the rejected `draft`."""
 
 
 class Greedy(AcceptanceRule):
-    """Accept the token of plain greedy decoding, and replace every other by it."""
+    """Accept the token of plain greedy decoding, and replace every other token by it."""
 
     def pick(self, scores: torch.Tensor) -> int:
         return int(scores.argmax())
@@ -75,16 +75,15 @@ class Sampling(AcceptanceRule):
             residual[draft.token] = 0
         else:
             residual = (residual - draft.probabilities).clamp(min=0)
-        # All zero only where p equals q but for rounding, and rounding rejected a token.
+        # The residual is all zero only where p equals q up to rounding and the rounding rejected a token.
         return int(torch.multinomial(residual, 1)) if residual.sum() > 0 else self.pick(scores)
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptive(AcceptanceRule):
-    """Accept a confident draft token to which the full model does not give much less; else take the model's own choice.
+    """Accept a confident draft token unless its probability p is much lower than q (SS-MoE, algorithm 1). It changes the generated text.
 
-    SS-MoE, algorithm 1: accept if `q > confidence and p / q > 1 - tolerance`. With `unverified`, also accept every token with
-    `q > unverified`. Changes the text that is generated.
+    A token is accepted if `q > confidence and p / q > 1 - tolerance`, and with `unverified` also if `q > unverified`.
     """
 
     lossless: Greedy | Sampling
@@ -108,7 +107,7 @@ class Adaptive(AcceptanceRule):
         return self.lossless.pick(scores) if self.tolerance > 0 else self.lossless.replacement(draft, scores)
 
     def agreement(self, draft: DraftToken, scores: torch.Tensor) -> float:
-        """Return the probability with which the lossless rule accepts a token that this one accepted; 1 where it was the one that did."""
+        """Return the probability that the lossless rule accepts a token that this rule accepted; 1 where the lossless rule decided."""
         if self.tolerance <= 0 and (self.unverified is None or draft.confidence <= self.unverified):
             return 1.0
         if isinstance(self.lossless, Greedy):

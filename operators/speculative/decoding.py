@@ -1,4 +1,4 @@
-"""Draft, verify, accept: the decoding loop that `generate` runs, and what drafts tokens for it."""
+"""The decoding loop that `generate` runs with drafts: draft, verify, accept; and the drafters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason
 from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
-# They keep state from call to call, so calls for tokens that may be rejected would change their results.
+# These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
-# Called with "draft", "rollback", "verify" or "plain step" and entered while it lasts; what is put into the mapping are its details.
+# Called with "draft", "rollback", "verify" or "plain step"; the context covers that phase and yields its details, to be filled in.
 Trace = Callable[[str], AbstractContextManager[dict[str, object]]]
 
 
@@ -39,9 +39,9 @@ def no_trace(name: str) -> AbstractContextManager[dict[str, object]]:
 class SpeculativeDecoding:
     """Decoding of one sequence, as a callable for `generate(custom_generate=...)`.
 
-    A round drafts n tokens with the model's cache, takes them out of it again, feeds them all at once to the full model, and keeps those
-    that the acceptance rule accepts. The last token of a round is always the full model's own: the replacement of the first rejected
-    draft token, or one more where none was rejected.
+    A round drafts n tokens with the model's cache, removes them from the cache, feeds them to the full model in one pass, and keeps the
+    tokens that the acceptance rule accepts. The last token of a round is always the full model's own: it replaces the first rejected
+    draft token, or follows the last one where all were accepted.
     """
 
     options: SpeculativeOptions
@@ -81,14 +81,14 @@ class SpeculativeDecoding:
         return text.result()
 
     def _longest_draft(self, text: GeneratedText, processors: LogitsProcessorList) -> int:
-        """Return the longest draft that can be taken out of the cache again; 0, with a warning, where none can."""
+        """Return the longest draft that can be removed from the cache; 0, with a warning, where no draft can."""
         stateful = next((type(processor).__name__ for processor in processors if isinstance(processor, STATEFUL_PROCESSORS)), None)
         reason = f"{stateful} keeps state from call to call" if stateful else unsupported_cache_reason(text.cache)
         if reason is not None or text.cache is None:
             self.warn_once(reason or "the model keeps no cache")
             return 0
         longest = longest_rewind(text.cache)
-        return self.options.max_draft if longest is None else max(0, longest - 1)  # verification feeds one token more
+        return self.options.max_draft if longest is None else max(0, longest - 1)  # verification feeds one more token
 
     def _round(self, text: GeneratedText, rule: AcceptanceRule, limit: int) -> Round:
         start, before = self.clock(), text.length
@@ -114,7 +114,7 @@ class SpeculativeDecoding:
                 with self.trace("rollback") as details:
                     details["kept"] = generated
                     mark.rewind(keep=generated)
-        except BaseException:  # Ctrl-C too: the caller finds its cache as it was before the round
+        except BaseException:  # Ctrl-C too: the caller's cache is restored to its state before the round
             if mark is not None:
                 mark.rewind()
             raise
@@ -123,7 +123,7 @@ class SpeculativeDecoding:
         return Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms)
 
     def _accept(self, text: GeneratedText, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
-        """Append the tokens of a round by the full model's logits (drafts + 1, V); return how many drafts were compared and accepted."""
+        """Append the tokens of a round by the full model's logits (drafts + 1, V); return the numbers of compared and accepted drafts."""
 
         def append(token: int, scores: torch.Tensor, row: torch.Tensor, accepted: DraftToken | None) -> None:
             if drafts and isinstance(rule, Adaptive):
@@ -145,13 +145,13 @@ class SpeculativeDecoding:
 
 
 class Drafter(ABC):
-    """Proposes how a text continues. The caller takes what it feeds to the model's cache out again."""
+    """Proposes how a text continues. The caller removes from the model's cache the tokens that the drafter fed."""
 
     @abstractmethod
     def draft(
         self, text: GeneratedText, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
-        """Return at most `length` tokens; asks after each whether to continue, given q of all so far."""
+        """Return at most `length` tokens; after each, `continues` decides on the next from q of all tokens so far."""
 
 
 class ExpertsDrafter(Drafter):
@@ -181,7 +181,7 @@ class ExpertsDrafter(Drafter):
 
 
 class NgramDrafter(Drafter):
-    """What followed the last time the text's latest tokens occurred in it (prompt lookup, Saxena 2023); costs no forward pass."""
+    """The tokens that followed an earlier occurrence of the text's latest tokens (prompt lookup, Saxena 2023), without a forward pass."""
 
     def __init__(self, ngram: int) -> None:
         self._ngram = ngram
@@ -195,11 +195,11 @@ class NgramDrafter(Drafter):
 
 
 def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
-    """Return up to `length` tokens that followed the latest earlier place of the longest run, up to `ngram`, that ends `text` (L,)."""
+    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `text` (L,), at most `ngram` of them."""
     if length < 1:
         return []
     for size in range(min(ngram, text.numel() - 1), 0, -1):
-        earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens that something follows
+        earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens with a token after it
         places = (earlier == text[-size:]).all(dim=1).nonzero()
         if places.numel():
             start = int(places[-1]) + size
@@ -208,7 +208,7 @@ def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
 
 
 class GeneratedText:
-    """The sequence that a call of `generate` writes. The cache holds all tokens but the last whenever no forward pass is running."""
+    """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class GeneratedText:
 
     @property
     def remaining(self) -> int:
-        """Tokens until the text has its maximum length."""
+        """Tokens left until the text reaches its maximum length."""
         return int(self._config.max_length) - self.length
 
     @property
@@ -247,9 +247,9 @@ class GeneratedText:
         return self._kwargs.get("past_key_values")
 
     def prefill(self) -> torch.Tensor:
-        """Feed what the cache lacks of the prompt; return the logits of its last token, (V,) float32."""
+        """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
         outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
-        # Takes the cache that the model created; `advance` counts the tokens.
+        # Adopts the cache that the model created; `advance` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.to(torch.float32)
@@ -272,12 +272,12 @@ class GeneratedText:
         return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
 
     def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Apply every logits processor to the logits (V,) after `input_ids`; processors may write in place, so to a copy."""
+        """Apply every logits processor to a copy of the logits (V,) after `input_ids`: processors may write in place."""
         scores: torch.Tensor = self._processors(input_ids, logits[None].clone())[0]
         return scores
 
     def append(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Append one token, and check whether the text ends with it."""
+        """Append one token, and check whether it ends the text."""
         self.input_ids = self.followed_by([token])
         if self._config.return_dict_in_generate and self._config.output_scores:
             self._scores.append(scores[None])
@@ -288,7 +288,7 @@ class GeneratedText:
             self._streamer.put(self.input_ids[0, -1:].cpu())
 
     def advance(self, tokens: int) -> None:
-        """Let masks and positions follow the last `tokens` tokens."""
+        """Extend masks and positions by the last `tokens` tokens."""
         self._kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), self._kwargs, num_new_tokens=tokens)
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from moegraft.operators.base import ModelOperator, call_arguments
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.generation import GenerateOperator, call_arguments
 from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, NgramDrafter, SpeculativeDecoding, Trace, no_trace
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import unsupported_model_reason
@@ -26,21 +26,21 @@ from moegraft.operators.timeline import Timeline, round_spans
 
 logger = logging.getLogger(__name__)
 
-FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # that tokens cannot be taken out of
+FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-class SpeculativeDraft(GenerateOperator):
+class SpeculativeDraft(ModelOperator):
     """Self-speculative decoding over one KV cache (SS-MoE, WWW 2026; acceptance after Leviathan et al. 2023, arXiv:2211.17192).
 
-    `generate` takes its usual arguments. Greedy and sampled decoding of one sequence draft and verify; all other calls are decoded
-    without drafts, with the reason in the log.
+    `generate` takes its usual arguments. Greedy and sampled decoding of one sequence use drafts; all other calls are decoded without
+    them, with the reason in the log.
     """
 
     name = "speculative_draft"
     options_type = SpeculativeOptions
     summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
-    uncaptured = "tokens are drafted with fewer experts, and verified several at once"
+    uncaptured = "tokens are drafted with fewer experts and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
         super().__init__(options)
@@ -80,7 +80,7 @@ class SpeculativeDraft(GenerateOperator):
         if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
             raise UnsupportedModelError(
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
-                "such as 'sparsity: {target: 0, scope: routed}', which leaves none out but in drafts"
+                "such as 'sparsity: {target: 0, scope: routed}', which leaves neurons out only in drafts"
             )
         if self.options.experts != "any" and not self._switch.resident_layers:
             self.warn_once(f"experts: {self.options.experts} has no effect, as no expert is resident on a GPU")
@@ -113,7 +113,7 @@ class SpeculativeDraft(GenerateOperator):
         return result
 
     def statistics(self) -> Mapping[str, object]:
-        """Return acceptance by position, tokens per round, ms of drafts and verifications, and the cost of a lossy mode, of all calls."""
+        """Return acceptance by position, tokens per round, ms of drafts and verifications, and the cost of a lossy mode, over all calls."""
         return {**self._statistics.as_mapping(), "schedule": self._schedule.state()}
 
     def placement(self) -> str:
@@ -124,7 +124,7 @@ class SpeculativeDraft(GenerateOperator):
 
 
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
-    """Return the generation config of a call: its arguments, over its own config, over the model's."""
+    """Return the generation config of a call: its arguments override its `generation_config`, which overrides the model's."""
     own = model.generation_config
     config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
     given = arguments.get("generation_config")
@@ -135,14 +135,14 @@ def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Ge
 
 
 def plain_decoding_reason(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
-    """Return why a call is decoded without drafts, or None if drafts can serve it."""
+    """Return why a call must be decoded without drafts, or None where drafts can serve it."""
     if arguments.get("custom_generate") is not None:
-        return "the call brings a decoding loop of its own (custom_generate)"
+        return "the call has a decoding loop of its own (custom_generate)"
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     inputs = arguments.get("inputs")
     ids = inputs if inputs is not None else arguments.get("input_ids")
     if mode not in SERVED_MODES:
-        return f"{mode.value.replace('_', ' ')} does not draft this way"
+        return f"{mode.value.replace('_', ' ')} cannot use these drafts"
     if arguments.get("inputs_embeds") is not None:
         return "the prompt is given as embeddings"
     if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
@@ -156,19 +156,19 @@ def plain_decoding_reason(model: PreTrainedModel, arguments: Mapping[str, Any], 
     if arguments.get("negative_prompt_ids") is not None or (config.guidance_scale or 1) != 1:
         return "classifier-free guidance runs the model inside a logits processor"
     if config.output_attentions or config.output_hidden_states:
-        return "attentions and hidden states are wanted step by step"
+        return "the call returns attentions or hidden states of each step"
     if config.prefill_chunk_size is not None or config.token_healing or arguments.get("synced_gpus"):
         return "prefill_chunk_size, token_healing and synced_gpus need transformers' own loop"
     if getattr(model.generation_config, "stop_strings", None):
-        return "the model's own generation config has stop strings, which cannot reach a decoding loop"
+        return "the model's own generation config has stop strings, which a custom decoding loop does not receive"
     return None
 
 
 def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """Return the same call with its stop strings as a stopping criterion: `generate` gives no tokenizer to decoding loops.
+    """Return the call's arguments with its stop strings as a stopping criterion: `generate` gives decoding loops no tokenizer.
 
     Raises:
-        ValueError: stop strings without the tokenizer.
+        ValueError: the call has stop strings but no tokenizer.
     """
     if not config.stop_strings:
         return arguments

@@ -13,24 +13,23 @@ class SpeculativeOptions:
     """Options of `speculative_draft`.
 
     Attributes:
-        draft: what drafts: `experts`, the model itself with fewer experts per token; or `ngram`, the text so far, by what followed the
-            last time its latest tokens occurred.
+        draft: the drafter. `experts` is the model itself with fewer experts per token; `ngram` continues the text as it continued the
+            last time that its latest tokens occurred.
         draft_top_k: experts per token while drafting.
-        draft_sparsity: share of neurons to leave out while drafting, counted as the experts' `sparsity` counts its target, and above
-            it. For a draft by sparsity alone give `draft_top_k` all experts of a token; for a text that sparsity does not change, give
-            the experts `target: 0`.
+        draft_sparsity: share of neurons to leave out while drafting, in the scope of the experts' `sparsity` and above its target. To
+            draft by sparsity alone, set `draft_top_k` to all experts of a token; to leave the verified text unchanged, give the experts
+            `target: 0`.
         max_draft: the largest draft length, in tokens.
-        schedule: `marginal` drafts only as far as measured to pay, and not at all where it does not; `fixed` always drafts
-            `max_draft` tokens.
-        mode: `lossless` leaves greedy text and sampled distribution as they are (bfloat16 sums of several tokens at once may turn a near
-            tie of greedy text, as in any assisted generation); `adaptive` accepts more and changes both.
-        confidence: a draft ends after a token of lower probability. In adaptive mode no such token is accepted.
+        schedule: `marginal` drafts only as many tokens as pay by measurement, possibly none; `fixed` always drafts `max_draft` tokens.
+        mode: `lossless` preserves greedy text and the distribution of sampled text (as in any assisted generation, bfloat16 rounding may
+            change a near tie of greedy text); `adaptive` accepts more tokens and changes both.
+        confidence: a draft ends after a token of lower probability. Adaptive mode does not accept such a token.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
-        unverified: adaptive mode also accepts, whatever p is, each token with q above this.
-        experts: `resident` drafts only with experts that are resident on a GPU, so that a draft transfers no weights: the likeliest of
-            all that are. `resident_chosen`: only with those of them that the router chose for the token.
-        verify_prefetch: while drafting, load onto the GPU what the verification should need; not with `prefetch: none`.
-        renormalise: scale the weights of the experts that draft to the sum of all. Off by default: it lowered the acceptance rate
+        unverified: adaptive mode also accepts each token with q above this value, for any p.
+        experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights;
+            `resident_chosen` only with resident experts that the router chose for the token.
+        verify_prefetch: prefetch the experts that the verification is likely to need while drafting; not with `prefetch: none`.
+        renormalise: scale the weights of the drafting experts to the sum of all weights. Off by default: it lowered the acceptance rate
             (`benchmarks/results/speculative_acceptance.csv`).
         ngram: the longest run of tokens that `draft: ngram` looks up.
     """
@@ -64,7 +63,7 @@ class SpeculativeOptions:
         lossy = self.tolerance > 0 or self.unverified is not None
         if self.mode == "lossless" and lossy:
             name = "tolerance" if self.tolerance > 0 else "unverified"
-            raise ValueError(f"{name} changes the text that is generated; it needs 'mode: adaptive'")
+            raise ValueError(f"{name} changes the generated text; it needs 'mode: adaptive'")
         if self.mode == "adaptive" and not lossy:
             raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or 'unverified'")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):

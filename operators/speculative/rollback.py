@@ -1,4 +1,4 @@
-"""Taking tokens out of a KV cache again: a mark, and rewinding the cache to it."""
+"""Removal of tokens from a key-value cache: a mark of its length, and rewinding the cache to it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from moegraft.operators.generation import layer_types, name_layers
+from moegraft.operators.cache_form import layer_types, name_layers
 
 REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-STATELESS_KINDS = ("DummyLayer",)  # by name: transformers 5.17 does not have it
-RECURRENT = "keeps a recurrent state, which a rejected draft token cannot be taken out of again"
-CONVOLVED = "keeps the state of a convolution, which a rejected draft token cannot be taken out of again"
-INDEXED = "picks other tokens to attend to for several tokens at once than for one, so verified text would differ"
+STATELESS_KINDS = ("DummyLayer",)  # by name: transformers 5.17 does not have the class
+RECURRENT = "keeps a recurrent state, from which a rejected draft token cannot be removed"
+CONVOLVED = "keeps the state of a convolution, from which a rejected draft token cannot be removed"
+INDEXED = "selects other tokens to attend to for several tokens at once than for one, so verified text would differ"
 REASONS = {
     "linear_attention": RECURRENT,
     "conv": CONVOLVED,
@@ -24,11 +24,11 @@ REASONS = {
     "indexed_attention": INDEXED,
     "deepseek_sparse_attention": INDEXED,  # its name in transformers 5.17
 }
-UNKNOWN_REASON = "keeps a state that a rejected draft token cannot be taken out of again"
+UNKNOWN_REASON = "keeps a state from which a rejected draft token cannot be removed"
 
 
 class CacheMark:
-    """The length of a cache. `rewind` may be called repeatedly, each time after at most `longest_rewind` more tokens."""
+    """The length of a cache at one moment. `rewind` may be called repeatedly, each time after at most `longest_rewind` more tokens."""
 
     def __init__(self, cache: Cache) -> None:
         self._rewinds = [rewind for layer in cache.layers if (rewind := _mark_layer(layer)) is not None]
@@ -36,23 +36,23 @@ class CacheMark:
     def rewind(self, keep: int = 0) -> None:
         """Keep the first `keep` tokens since the mark and drop the later ones.
 
-        Each layer by its own length: an interrupted forward pass may have fed some layers and not others.
+        Every layer is rewound by its own length: an interrupted forward pass may have fed only some layers.
         """
         for rewind in self._rewinds:
             rewind(keep)
 
 
 def _mark_layer(layer: Any) -> Callable[[int], None] | None:
-    """Return what rewinds a layer to its present length and as many tokens more as it is given; None for a layer without state."""
+    """Return a function that rewinds a layer to its present length plus a number of tokens; None for a layer without state."""
     kind = type(layer)
     keys, values = (layer.keys, layer.values) if getattr(layer, "is_initialized", False) else (None, None)
     if kind is DynamicLayer:
         return partial(_crop, layer, _length(layer))
     if kind is StaticLayer:
         return partial(_reset_length, layer, _length(layer))
-    if kind is DynamicSlidingWindowLayer:  # grows by concatenation, so these tensors stay as they are
+    if kind is DynamicSlidingWindowLayer:  # grows by concatenation, which leaves these tensors unchanged
         return partial(_restore_window, layer, layer.cumulative_length, keys, values)
-    if kind is StaticSlidingWindowLayer:  # is shifted in place
+    if kind is StaticSlidingWindowLayer:  # shifts its tensors in place
         keys, values = (None if tensor is None else tensor.clone() for tensor in (keys, values))
         return partial(_restore_static_window, layer, layer.cumulative_length_int, keys, values)
     return None
@@ -69,7 +69,7 @@ def _crop(layer: Any, length: int, keep: int) -> None:
 
 
 def _reset_length(layer: Any, length: int, keep: int) -> None:
-    """Rewind a layer of fixed size: what is past its length is not read, and will be overwritten."""
+    """Rewind a layer of fixed size; tokens past its length are not read and will be overwritten."""
     if _length(layer) > length + keep:
         layer.cumulative_length.fill_(length + keep)
 
@@ -102,14 +102,14 @@ def _restore_static_window(layer: Any, length: int, keys: torch.Tensor | None, v
 
 
 def longest_rewind(cache: Cache) -> int | None:
-    """Return how many tokens may follow a mark so that the cache can still be rewound to it; None: any number."""
+    """Return how many tokens may follow a mark before the cache can no longer be rewound to it; None for any number."""
     windows = [layer.sliding_window - 1 for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
     windows += [layer.max_cache_len for layer in cache.layers if type(layer) is StaticSlidingWindowLayer]
     return min(windows, default=None)
 
 
 def unsupported_cache_reason(cache: object, names: Sequence[str] = ()) -> str | None:
-    """Return why tokens cannot be taken out of `cache` again, or None if they can; `names` are the kinds of its layers, where known."""
+    """Return why tokens cannot be removed from `cache`, or None where they can; `names` are the kinds of its layers, where known."""
     if not isinstance(cache, Cache):
         return f"a cache of type {type(cache).__name__} cannot be rolled back"
     if getattr(cache, "offloading", False):
@@ -126,5 +126,5 @@ def unsupported_cache_reason(cache: object, names: Sequence[str] = ()) -> str | 
 
 
 def unsupported_model_reason(config: PreTrainedConfig) -> str | None:
-    """Return the same for the cache that a model of `config` creates by itself."""
+    """Return `unsupported_cache_reason` of the cache that a model of `config` creates."""
     return unsupported_cache_reason(DynamicCache(config=config.get_text_config(decoder=True)), layer_types(config))

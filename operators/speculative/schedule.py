@@ -1,7 +1,7 @@
-"""How many tokens to draft: a fixed draft length, or the one that is measured to pay.
+"""The draft length: fixed, or chosen from measured costs.
 
-A round drafts n tokens and verifies them in one pass; a plain step drafts none. What rounds cost on this machine and how often draft tokens
-are accepted is estimated while the text is generated. Drafting is at break-even where a token costs as much with drafts as by plain steps.
+A round drafts n tokens and verifies them in one pass; a plain step drafts none. The cost of rounds on this machine and the acceptance rate
+are estimated while text is generated. Drafting is at break-even where a token costs as much with drafts as by plain steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Round:
 
     Attributes:
         confidences: q of each draft token.
-        compared: draft tokens that were compared with the full model's choice: all up to the first that was rejected.
-        accepted: how many of those were accepted.
-        generated: tokens by which the text grew.
+        compared: number of draft tokens that were compared with the full model's choice: all up to the first rejected one.
+        accepted: number of compared tokens that were accepted.
+        generated: number of tokens by which the text grew.
     """
 
     confidences: Sequence[float]
@@ -40,7 +40,7 @@ class Round:
 class Statistics:
     """Sums over all rounds of one model."""
 
-    rounds: int = 0  # with a draft
+    rounds: int = 0  # those with a draft
     drafted: int = 0
     round_tokens: int = 0
     plain_tokens: int = 0
@@ -88,8 +88,8 @@ class Statistics:
     def as_mapping(self) -> Mapping[str, object]:
         """Return every figure by name, for programs that show them.
 
-        `agreement` is the share of tokens of lossy rounds that the lossless rule would have accepted, `perplexity` theirs under the full
-        model; None without such rounds.
+        `agreement` is the share of tokens of lossy rounds that the lossless rule would have accepted, and `perplexity` the perplexity of
+        these tokens under the full model; both are None without lossy rounds.
         """
         tokens = self.lossy_tokens
         return {
@@ -122,29 +122,29 @@ class Statistics:
 
 
 class DraftSchedule(ABC):
-    """Decides the length of each draft."""
+    """The choice of the length of each draft."""
 
     @abstractmethod
     def plan(self, limit: int) -> int:
-        """Return the most tokens to draft now, up to `limit`; 0: a plain step."""
+        """Return the largest number of tokens to draft now, up to `limit`; 0 for a plain step."""
 
     @abstractmethod
     def state(self) -> str:
-        """Return a few words for users."""
+        """Describe the schedule in a few words for users."""
 
     def continues(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft one token more after these, each given by its q."""
+        """Return whether to draft one more token after those with these probabilities q."""
         return True
 
     def begin(self) -> None:  # noqa: B027 # optional
-        """Start a text."""
+        """Prepare for a new text."""
 
     def record(self, done: Round) -> None:  # noqa: B027 # optional
         """Learn from a round."""
 
 
 class FixedSchedule(DraftSchedule):
-    """Always `max_draft` tokens."""
+    """A schedule that always drafts `max_draft` tokens."""
 
     def __init__(self, max_draft: int) -> None:
         self._max_draft = max_draft
@@ -158,37 +158,39 @@ class FixedSchedule(DraftSchedule):
 
 PLAIN_FIRST = 3  # plain steps that are timed before anything is drafted
 PLAIN_ENOUGH = 12  # plain steps after which their time is known well enough to compare drafts with it
-PLAIN_SOON, PLAIN_EVERY = 2, 24  # rounds between plain steps before that and after, so that the comparison holds as the text grows
-MAX_LOST_STEPS = 2.5  # plain steps that may be lost to finding out whether drafting pays
-MAX_SAVED_STEPS = 3.0  # and of those saved before in the same text
-MAX_TIMES_EXPECTED = 2.5  # a longer round counts as this many times the expected one: something else ran
-LOSS_ALLOWANCE = 0.01  # share of all steps that may be lost in the long run: with the above, under 3% of a text of 300 tokens and more
-LONGER_EVERY = 24  # rounds between drafts one token longer than seems best, lest early rejections settle the length
+PLAIN_SOON, PLAIN_EVERY = 2, 24  # rounds between plain steps, before PLAIN_ENOUGH and after: their time changes as the text grows
+MAX_LOST_STEPS = 2.5  # plain steps' worth of time that measuring drafts may lose
+MAX_SAVED_STEPS = 3.0  # plain steps' worth of saved time that may be lost again in the same text
+MAX_TIMES_EXPECTED = 2.5  # a longer round counts as this many times the expected time: another process disturbed it
+LOSS_ALLOWANCE = 0.01  # share of all steps that may be lost in the long run: with MAX_LOST_STEPS, under 3% of a text of 300 tokens
+LONGER_EVERY = 24  # rounds between drafts one token longer than the best length, so that early rejections do not fix the length
 PROBE_LENGTH = 3
 FIRST_PROBES = 4  # before drafts that seem not to pay are probed less often
 PROBE_GAP, MAX_PROBE_GAP = 16, 512  # plain steps between probes
-PROBE_SHARE = 0.005  # of all steps is what those later probes may lose
-QUIET_TOKENS = 256  # between two log messages on whether drafting pays: at break-even it changes often
+PROBE_SHARE = 0.005  # share of all steps that the later probes may lose
+QUIET_TOKENS = 256  # tokens between two log messages on whether drafting pays: at break-even the answer changes often
 
 
 class MarginalSchedule(DraftSchedule):
-    """Drafts one token more only while what it is expected to gain exceeds what it is measured to cost.
+    """A schedule that drafts one more token only while its expected gain exceeds its measured cost.
 
     A draft of n tokens yields `1 + a_1 + a_1 a_2 + ...` tokens (a: acceptance rates) for `n * draft + verify(n)` ms; the length with the
-    fewest ms per token is planned. Within a draft, a token more must gain `P(all accepted) * ms per token`, above
-    `draft + verify(n + 1) - verify(n)`. The time lost by rounds, compared with plain steps at their fastest likely mean, is counted; rounds
-    that save time, and an allowance of a hundredth of each step, reduce the count. At its maximum nothing is drafted: so wrong estimates
-    cannot cost more than that, and a draft that does not pay is switched off but for probes within the maximum.
+    fewest ms per token is planned. Within a draft, one more token must gain more than it costs: `P(all accepted) * ms per token` against
+    `draft + verify(n + 1) - verify(n)`.
+
+    The schedule counts the time that rounds lose against plain steps at their least likely mean. Rounds that save time, and an allowance
+    of a hundredth of each step, reduce the count. At its maximum nothing is drafted, which bounds the cost of wrong estimates: a draft
+    that does not pay is switched off except for probes.
     """
 
     def __init__(self, max_draft: int) -> None:
         self._max_draft = max_draft
         self._costs = RoundCosts()
         self._rates = AcceptanceRates()
-        self._lost_steps = 0.0  # plain steps' worth of time lost so far, less the allowance; negative: saved
+        self._lost_steps = 0.0  # plain steps' worth of time lost so far, less the allowance; negative for time saved
         self._tokens = 0
         self._quiet_until = 0
-        self._rounds = 0  # with a draft
+        self._rounds = 0  # those with a draft
         self._rounds_since_plain = 0
         self._plain_due = PLAIN_FIRST
         self._steps_since_probe = PROBE_GAP
@@ -196,7 +198,7 @@ class MarginalSchedule(DraftSchedule):
         self._probes = 0
         self._probing = False
         self._planned = 0
-        self._pays: bool | None = None  # None: not known yet
+        self._pays: bool | None = None  # None while unknown
         self._logged_pays: bool | None = None
 
     def begin(self) -> None:
@@ -257,7 +259,7 @@ class MarginalSchedule(DraftSchedule):
             self._steps_since_probe = 0
             self._probe_gap = PROBE_GAP
             if lost < 0:
-                self._probe_gap = 0  # the next may gain as well: so a change is noticed in a few rounds, not in as many gaps
+                self._probe_gap = 0  # the next round may gain as well, so probe at once
             elif not self._pays and self._probes >= FIRST_PROBES:
                 loss = self._expected_loss(min(self._max_draft, PROBE_LENGTH))
                 self._probe_gap = int(min(max(loss / PROBE_SHARE, PROBE_GAP), MAX_PROBE_GAP))
@@ -268,11 +270,11 @@ class MarginalSchedule(DraftSchedule):
         plain_ms = self._costs.verify_ms(0)
         best = self._best_length(self._max_draft)
         if not self._pays or best == 0:
-            return f"off, as no draft pays (a plain step takes {plain_ms:.2f} ms); probed now and then"
+            return f"off, as no draft pays (a plain step takes {plain_ms:.2f} ms); probed at intervals"
         return f"{best} tokens per draft, {self._ms_per_token(best):.2f} ms per token expected against {plain_ms:.2f} ms plain"
 
     def _best_length(self, limit: int) -> int:
-        """Return the draft length with the fewest ms per token; 0 where none is above break-even."""
+        """Return the draft length with the fewest ms per token; 0 where no length is above break-even."""
         best, least_ms, tokens, chance = 0, self._costs.verify_ms(0), 1.0, 1.0
         for length in range(1, limit + 1):
             chance *= self._rates.at(length - 1)
@@ -289,22 +291,22 @@ class MarginalSchedule(DraftSchedule):
         return length * self._costs.draft_ms + self._costs.verify_ms(length)
 
     def _expected_loss(self, length: int) -> float:
-        """Return what a round is expected to lose, in plain steps."""
+        """Return the expected loss of a round, in plain steps."""
         return max(0.0, self._round_ms(length) / self._costs.verify_ms(0) - self._rates.expected_tokens(length))
 
 
-SAMPLES = 11  # of a draft step, and of each length of a verification
-FIRST_GUESS_DRAFT = 0.5  # a draft step and each verified token, in plain steps, before anything is measured
+SAMPLES = 11  # latest times kept of a draft step and of each length of a verification
+FIRST_GUESS_DRAFT = 0.5  # time of a draft step and of each verified token before any measurement, in plain steps
 FIRST_GUESS_VERIFY = 0.25
 
 
 class RoundCosts:
-    """Measured times of a draft step, and of verifying n tokens (0: a plain step)."""
+    """Measured times of a draft step and of the verification of n tokens (n = 0 is a plain step)."""
 
     def __init__(self) -> None:
         self.plain = PlainSteps()
         self._verify: dict[int, deque[float]] = {}
-        self._verify_ms: dict[int, float] = {}  # the middle means of those
+        self._verify_ms: dict[int, float] = {}  # the middle means of `_verify`
         self._draft: deque[float] = deque(maxlen=SAMPLES)
         self._draft_ms = 0.0
 
@@ -326,11 +328,11 @@ class RoundCosts:
 
     @property
     def draft_ms(self) -> float:
-        """The time of one draft step."""
+        """The ms of one draft step."""
         return self._draft_ms if self._draft else FIRST_GUESS_DRAFT * self.verify_ms(0)
 
     def verify_ms(self, length: int) -> float:
-        """Return the time to verify `length` tokens: measured, or on the line through the nearest lengths that were."""
+        """Return the ms to verify `length` tokens: measured, or on the line through the nearest measured lengths."""
         if length in self._verify_ms:
             return self._verify_ms[length]
         known = sorted(self._verify_ms)
@@ -342,31 +344,31 @@ class RoundCosts:
         return self._verify_ms[low] + max(0.0, slope) * (length - low)
 
 
-PLAIN_SAMPLES = 48  # of plain steps, with which everything is compared
-MAX_TIMES_MEDIAN = 2.5  # a longer plain step counts as this many medians: something else ran
-CHANGED_TEXT_SAMPLES = 3  # plain steps at the start of a text after the first
-CHANGE_SAMPLES, CHANGE_SHARE = 4, 0.35  # when so many plain steps in a row are off by this share, earlier ones no longer count
+PLAIN_SAMPLES = 48  # latest plain steps that are kept
+MAX_TIMES_MEDIAN = 2.5  # a longer plain step counts as this many medians: another process disturbed it
+CHANGED_TEXT_SAMPLES = 3  # plain steps at the start of each text after the first
+CHANGE_SAMPLES, CHANGE_SHARE = 4, 0.35  # when this many plain steps in a row differ by this share, earlier ones no longer count
 
 
 class PlainSteps:
     """The time of a plain step.
 
     Attributes:
-        mean_ms: with the slow steps, which a text pays for as well.
-        least_ms: the least that the true mean is likely to be: the mean less its standard error.
+        mean_ms: the mean, slow steps included.
+        least_ms: a likely lower bound of the true mean: the mean less its standard error.
     """
 
     def __init__(self) -> None:
         self.mean_ms = 0.0
         self.least_ms = 0.0
         self._samples: deque[float] = deque(maxlen=PLAIN_SAMPLES)
-        self._until_decided = 0  # steps until it shows whether those of a new text are like those before
+        self._until_decided = 0  # steps until a new text's steps are compared with the earlier ones
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def expect_change(self, steps: int) -> None:
-        """Start a text, which may be of another length: the next `steps` decide whether earlier ones still count."""
+        """Expect other times from a new text: the next `steps` steps decide whether earlier ones still count."""
         self._until_decided = steps
 
     def add(self, ms: float) -> None:
@@ -394,20 +396,20 @@ def _mean_and_deviation(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def middle_mean(samples: Iterable[float]) -> float:
-    """Return the mean of the middle half: one disturbed step changes nothing, and of two usual times both count."""
+    """Return the mean of the middle half: a single disturbed step does not change it, and two common times both count."""
     ordered = sorted(samples)
     cut = len(ordered) // 4 if len(ordered) > 3 else (len(ordered) - 1) // 2
     middle = ordered[cut : len(ordered) - cut]
     return sum(middle) / len(middle)
 
 
-DECAY = 0.98  # weight of all earlier observations at each new one: about 50 of them count
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # what is assumed, and how many observations outweigh it
-BINS = 10  # of confidence
+DECAY = 0.98  # factor on earlier observations at each new one, so that about 50 of them count
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # the assumed acceptance rate, and how many observations it counts as
+BINS = 10  # bins of confidence
 
 
 class AcceptanceRates:
-    """The chance that a draft token is accepted when all before it are: by position, and by the draft's confidence in it."""
+    """The chance that a draft token is accepted after accepted tokens, by its position and by the draft's confidence in it."""
 
     def __init__(self) -> None:
         self._positions: list[list[float]] = []  # [accepted, compared], decayed
@@ -422,14 +424,14 @@ class AcceptanceRates:
                 counts[1] = DECAY * counts[1] + 1
 
     def at(self, position: int) -> float:
-        """Return the rate by position alone, for a token that is not drafted yet; a rare position is taken to be like the one before."""
+        """Return the rate of a token not drafted yet, by position alone; a rare position tends to the rate of the one before."""
         rate = PRIOR_RATE
         for accepted, compared in self._positions[: position + 1]:
             rate = (accepted + PRIOR_WEIGHT * rate) / (compared + PRIOR_WEIGHT)
         return rate
 
     def all_accepted(self, confidences: Sequence[float]) -> float:
-        """Return the chance that all of these tokens are accepted."""
+        """Return the chance that all tokens with these confidences are accepted."""
         chance = 1.0
         for position, confidence in enumerate(confidences):
             accepted, compared = self._bin(confidence)
@@ -437,7 +439,7 @@ class AcceptanceRates:
         return chance
 
     def expected_tokens(self, length: int) -> float:
-        """Return the tokens that a round with a draft of `length` yields, its own token included."""
+        """Return the expected tokens of a round with a draft of `length`, the full model's own token included."""
         total = chance = 1.0
         for position in range(length):
             chance *= self.at(position)

@@ -84,7 +84,7 @@ def _product(one: Affine, other: Affine) -> Affine:
     raise NotRecordableError("an offset is no linear function of the position")
 
 
-StateName = tuple[object, ...]  # of a tensor of a cache: the layer's number, then the attribute and the keys within it
+StateName = tuple[Any, ...]  # of a tensor of a cache: the layer's number, then the attribute and the keys within it
 
 
 def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
@@ -147,7 +147,7 @@ class FittedStep:
     Attributes:
         storage_bytes: of each storage.
         produced: the storages that the step allocates.
-        constants: the other storages, each with a tensor in it; those of the inputs and the cache are there as well.
+        constants: the other storages but those of the inputs and the cache, each with a tensor in it.
         counts: by how much each number of the cache grows.
     """
 
@@ -190,7 +190,7 @@ def fit(one: RecordedStep, other: RecordedStep) -> FittedStep:
             # min(limit, tokens), as in sparse attention: the limit is in neither recording.
             raise NotRecordableError("topk chooses more values from step to step, up to a limit that is not known")
         calls.append(FittedCall(b.target, leaves, b.form, outputs))
-    own = {memory.storage for step in (other,) for memory in (*step.inputs.values(), *step.before.values())}
+    own = {memory.storage for memory in (*other.inputs.values(), *other.before.values())}
     produced, constants = set(), {}
     for number, (x, y) in enumerate(zip(first.storages, second.storages, strict=True)):
         if x.produced != y.produced:
@@ -198,9 +198,9 @@ def fit(one: RecordedStep, other: RecordedStep) -> FittedStep:
         if y.produced:
             produced.add(number)
             continue
-        constants[number] = y.tensor
         if number in own:
             continue
+        constants[number] = y.tensor
         same = x.tensor.untyped_storage().data_ptr() == y.tensor.untyped_storage().data_ptr()
         if not same and not (x.nbytes == y.nbytes and torch.equal(storage_bytes(x.tensor), storage_bytes(y.tensor))):
             raise NotRecordableError("a tensor that Python makes differs from step to step")

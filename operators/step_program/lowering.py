@@ -239,7 +239,7 @@ class CacheTensor:
                 break
             if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
                 count = Affine(rest.base // one.base, rest.slope // one.base)
-                if dim != self.dim and (count.slope or not 0 <= count.base):
+                if dim != self.dim and (count.slope or not count.base >= 0):
                     continue
                 offset = offset.plus(_row_offset(own[dim], count))
                 rest = _ZERO
@@ -422,7 +422,8 @@ def _gelu(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 @_lowers("softplus.default")
 def _softplus(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    beta, threshold = (*args[1:], *(1, 20)[len(args) - 1 :])
+    beta = args[1] if len(args) > 1 else 1
+    threshold = args[2] if len(args) > 2 else 20
     to.elementwise("softplus", outputs[0], args[0], _operand(beta), _operand(threshold))
 
 
@@ -607,7 +608,7 @@ def _layer_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], ou
 @_lowers("convolution.default")
 def _convolution(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
     """A depthwise convolution over few tokens, as recurrent layers have: one product and sum for each of them."""
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = args
     out = outputs[0]
     plain = (list(stride), list(padding), list(dilation), transposed) == ([1], [0], [1], False)
     if not plain or x.dims != 3 or weight.sizes[1] != _ONE or groups != weight.sizes[0].base or x.sizes[1] != weight.sizes[0]:
@@ -777,7 +778,7 @@ class NativeStep:
     def view(self, place: Place, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> torch.Tensor:
         """Return a tensor over the memory of a place; `tensors` has the bytes of each buffer."""
         buffer, start = self.where(place)
-        values = tensors[buffer].view(place.dtype) if place.dtype != torch.bool else tensors[buffer].view(torch.bool)
+        values = tensors[buffer].view(place.dtype)
         sizes = [size.at(position, room) for size in place.sizes]
         strides = [stride.at(position, room) for stride in place.strides]
         return values.as_strided(sizes, strides, start // place.dtype.itemsize + place.offset.at(position, room))
@@ -826,13 +827,13 @@ def _assign(lowering: Lowering, kept: Sequence[Place], last_position: int) -> tu
         nbytes = lowering.storage_bytes[storage]
         size = max(nbytes.at(0), nbytes.at(last_position), 1)
         size = (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        place = next((index for index, (start, end) in enumerate(free) if end - start >= size), None)
-        if place is None:
+        gap = next((index for index, (start, end) in enumerate(free) if end - start >= size), None)
+        if gap is None:
             offsets[storage], top = top, top + size
         else:
-            start, end = free[place]
+            start, end = free[gap]
             offsets[storage] = start
-            free[place : place + 1] = [(start + size, end)] if end - start > size else []
+            free[gap : gap + 1] = [(start + size, end)] if end - start > size else []
         sizes[storage] = size
         ending.setdefault(last[storage], []).append(storage)
     return offsets, top

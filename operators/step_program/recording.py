@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._runtime = runtime
         self._thread = threading.get_ident()
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
             if storage.nbytes():
                 bisect.insort(self._starts, start)
                 self._by_start[start] = number
-        return Memory(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return Memory(number, tensor.dtype, int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
     def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -155,12 +155,15 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
         # Attention is only random with dropout, which no model has while it generates.
         random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-        if name in _HOST_READS or random or torch.Tag.data_dependent_output in func.tags:
+        by_value = torch.Tag.dynamic_output_shape in func.tags and (
+            name != "index" or any(isinstance(leaf, Memory) and leaf.dtype in (torch.bool, torch.uint8) for leaf in known[1:])
+        )
+        if name in _HOST_READS or random or by_value or torch.Tag.data_dependent_output in func.tags:
             self.recording.obstacle = self.recording.obstacle or f"it calls {name}, whose result Python reads or which is random"
         read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}
         outputs = [self.memory(tensor, produced=True) for tensor in tensors]
         is_view = not func._schema.is_mutable and all(output.storage in read for output in outputs)
-        if name not in _ALLOCATIONS and not is_view and not (name == "lift_fresh"):
+        if name not in _ALLOCATIONS and not is_view and name != "lift_fresh":
             self.recording.calls.append(Call(func, known, form, outputs))
         return found
 

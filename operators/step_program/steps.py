@@ -10,26 +10,28 @@ them. A cache that something else has changed is copied to buffers again.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.step_program.fitting import (
-    Affine,
     FittedStep,
-    Place,
     RecordedStep,
     StateName,
     cache_counts,
@@ -38,7 +40,7 @@ from moegraft.operators.step_program.fitting import (
     storage_bytes,
 )
 from moegraft.operators.step_program.lowering import ARENA, CacheTensor, ForeignCacheError, Lowering, NativeStep, PythonCall
-from moegraft.operators.step_program.recording import Memory, NotRecordableError, Recorder
+from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -46,6 +48,7 @@ CACHE = "past_key_values"
 MAX_TOKENS = 8  # of a step, for each of at most as many sequences; more is a prompt
 VERIFIED_STEPS = 2  # of each program, computed both ways
 RECORDINGS = 4  # of one kind before it is given up
+MAX_KINDS = 16  # of which programs are kept
 ROOM = 256  # tokens by which the buffers of a cache grow at least
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
 ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
@@ -80,11 +83,11 @@ class StepPrograms:
 
     def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
         """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
-        kind = None if args else self._kind(model, arguments)
-        if kind is None or not self._lock.acquire(blocking=False):
+        step = None if args else self._described(model, arguments)
+        if step is None or not self._lock.acquire(blocking=False):
             return plain(*args, **arguments)
         try:
-            return self._step(model, kind, plain, arguments)
+            return self._step(model, step, partial(plain, **arguments), plain)
         finally:
             self._lock.release()
 
@@ -108,8 +111,8 @@ class StepPrograms:
         ready = sum(kind.program is not None for kind in self._kinds.values())
         return {"replayed_steps": self.replayed, "programs": ready, "reasons": sorted(self._logged)}
 
-    def _kind(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> object | None:
-        """Return what a step's program depends on; None for a step that is computed as usual."""
+    def _described(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> _Step | None:
+        """Return a step that may be replayed; None for one that is computed as usual."""
         ids, cache = arguments.get("input_ids"), arguments.get(CACHE)
         if (
             type(ids) is not torch.Tensor
@@ -125,153 +128,151 @@ class StepPrograms:
             or getattr(cache, "offloading", False)
         ):
             return None
-        layers = cache.layers
-        if not layers or cache.get_seq_length() == 0:
+        layers: list[Any] = cache.layers
+        position = cache.get_seq_length() if layers else 0
+        if position == 0 or any(getattr(layer, "record_past", False) for layer in layers):
             return None
-        settings: list[object] = []
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+        settings: dict[str, object] = {}
         for name, value in arguments.items():
             if name in ("input_ids", CACHE) or value is None:
                 continue
             if name in _PLAIN_ARGUMENTS:
                 if value not in _PLAIN_ARGUMENTS[name]:
                     return None
+                settings[name] = value
             elif name == "attention_mask":
-                if not _shows_all(value, ids.shape[0], cache.get_seq_length() + ids.shape[1]):
+                if type(value) is not torch.Tensor or value.shape != (ids.shape[0], position + ids.shape[1]):
                     return None
+                if not value.all():  # where it shows everything, the model needs none
+                    plain = model.config._attn_implementation == "sdpa" and all(type(layer) is DynamicLayer for layer in layers)
+                    if ids.shape[1] > 1 or not plain:
+                        return None
+                    inputs[name] = value.bool()[:, None, None]  # the form in which a model passes it on without reading it
             elif isinstance(value, bool | int | float | str):
-                settings.append((name, value))
+                settings[name] = value
             elif type(value) is torch.Tensor and value.is_cpu and value.numel() <= _MOST_INPUT_NUMBERS:  # positions, types of tokens
-                settings.append((name, value.shape, value.dtype))
+                inputs[name] = value
             else:
                 return None
-        config, text = model.config, model.config.get_text_config()
-        windows = [layer for layer in layers if getattr(layer, "is_sliding", False) and hasattr(layer, "cumulative_length")]
+        windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
         full = tuple(layer.cumulative_length >= layer.sliding_window - 1 for layer in windows)
         if any(0 < layer.sliding_window - 1 - layer.cumulative_length < ids.shape[1] for layer in windows):
             return None  # the step fills a window and drops the tokens that are too many
-        if any(getattr(layer, "record_past", False) for layer in layers):
-            return None
-        return (
-            tuple(ids.shape),
-            tuple(settings),
-            full,
-            tuple(map(type, layers)),
-            torch.is_inference_mode_enabled(),
-            model.training,
-            tuple(getattr(each, name, None) for each in {id(each): each for each in (config, text)}.values() for name in _SETTINGS),
-        )
+        configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
+        shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
+        modes = torch.is_inference_mode_enabled(), model.training
+        read = tuple(getattr(each, name, None) for each in configs for name in _SETTINGS)
+        kind = shapes, tuple(settings.items()), full, tuple(map(type, layers)), modes, read
+        return _Step(kind, cache, position, inputs, settings)
 
-    def _step(self, model: PreTrainedModel, key: object, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+    def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
         state = self._state
         if state is None or state.changed():
             self._kinds.clear()
             state = self._state = _ModelState(model)
         if state.obstacle is not None:
             self._log(state.obstacle)
-            return plain(**arguments)
-        kind = self._kinds.setdefault(key, _Kind())
+            return usual()
+        kind = self._kinds.pop(step.kind, None) or _Kind()
+        self._kinds[step.kind] = kind  # the latest last
+        if len(self._kinds) > MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
         if kind.given_up:
-            return plain(**arguments)
+            return usual()
         try:
             if kind.program is None:
-                return self._record(kind, plain, arguments)
-            return self._replay(model, kind, plain, arguments)
+                return self._record(kind, step, plain)
+            buffers = self._buffers(step.cache)
+            if step.position > kind.verified_until or kind.verified < VERIFIED_STEPS:
+                return self._verify(kind, kind.program, buffers, step, usual)
+            outputs = kind.program.run(buffers, step, advance=True)
         except ForeignCacheError as error:
             self._log(str(error))
-            return plain(**arguments)
+            return usual()
         except NotRecordableError as error:
             kind.give_up()
             self._log(str(error))
-            return plain(**arguments)
+            return usual()
+        self.replayed += 1
+        return outputs
 
-    def _record(self, kind: _Kind, plain: Forward, arguments: Mapping[str, Any]) -> Any:
+    def _record(self, kind: _Kind, step: _Step, plain: Forward) -> Any:
         """Compute a step as usual and record it; two recordings make the program."""
-        cache = arguments[CACHE]
-        position = cache.get_seq_length()
-        if kind.recorded is not None and kind.recorded.position == position:
-            kind.recorded = None
+        cache = step.cache
         recorder = Recorder(self._runtime)
-        given = {
-            name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-            if name != "attention_mask"
-        }
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        before = dict(cache_tensors(cache))
-        counts = cache_counts(cache)
+        tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
-        held = {name: recorder.memory(value) for name, value in before.items()}
+        counts = cache_counts(cache)
+        before = {name: recorder.memory(value) for name, value in cache_tensors(cache)}
         with recorder.recorded() as recording:
-            outputs = plain(**given)
+            outputs = plain(**tensors, **step.settings, **{CACHE: cache})
         after = {name: recorder.memory(value, produced=True) for name, value in cache_tensors(cache)}
         changed = {name: (counts[name], value) for name, value in cache_counts(cache).items() if name in counts}
-        step = RecordedStep(position, recording, inputs, held, after, changed, _described(outputs, cache, recorder))
+        first, kind.recorded = kind.recorded, None
         kind.recordings += 1
-        first, kind.recorded = kind.recorded, step
-        if first is None:
-            return outputs
-        started = time.perf_counter()
         try:
-            fitted = fit(first, step)
-            program = _StepProgram(fitted, self._runtime, type(outputs), position)
+            found = RecordedStep(step.position, recording, inputs, before, after, changed, _outputs(outputs, cache, recorder))
+            if first is None or first.position == step.position:
+                kind.recorded = found
+                kind.recordings -= first is not None
+                return outputs
+            started = time.perf_counter()
+            fitted = fit(first, found)
+            program = _StepProgram(fitted, self._runtime, type(outputs), step.position)
         except (NotRecordableError, ValueError) as error:  # the latter: an operation that a program refuses
             if kind.recordings >= RECORDINGS:
                 kind.give_up()
                 self._log(str(error))
+            elif first is not None:
+                kind.recorded = found  # a window may have become full between the two
             return outputs
-        kind.program, kind.recorded = program, None
+        kind.program = program
         assert self._state is not None, "made before any step is recorded"
         self._state.rely_on(fitted.constants.values())
         logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
         return outputs
 
-    def _replay(self, model: PreTrainedModel, kind: _Kind, plain: Forward, arguments: Mapping[str, Any]) -> Any:
-        program = kind.program
-        assert program is not None, "a program is there before it is replayed"
-        cache = arguments[CACHE]
-        buffers = self._caches.get(cache)
-        if buffers is None:
-            buffers = self._caches[cache] = _CacheBuffers()
-        if kind.verified < VERIFIED_STEPS:
-            return self._verify(model, kind, program, buffers, plain, arguments)
-        outputs = program.run(cache, buffers, arguments, advance=True)
-        self.replayed += 1
-        return outputs
-
-    def _verify(
-        self,
-        model: PreTrainedModel,
-        kind: _Kind,
-        program: _StepProgram,
-        buffers: _CacheBuffers,
-        plain: Forward,
-        arguments: Mapping[str, Any],
-    ) -> Any:
+    def _verify(self, kind: _Kind, program: _StepProgram, buffers: _CacheBuffers, step: _Step, usual: Callable[[], Any]) -> Any:
         """Compute a step both ways, and give the program up where they differ."""
-        cache = arguments[CACHE]
-        states = program.states(cache)
-        kept = [tensor.clone() for tensor in states]
         failure = None
+        with torch.inference_mode():  # the states may have been made in it
+            states = program.states(step.cache)
+            kept = [tensor.clone() for tensor in states]
         try:
-            found = program.run(cache, buffers, arguments, advance=False)
+            found = program.run(buffers, step, advance=False)["logits"]
         except (ValueError, RuntimeError) as error:
             failure = f"a program cannot run: {error}"
-        for tensor, old in zip(states, kept, strict=True):
-            tensor.copy_(old)
-        expected = plain(**arguments)
+        with torch.inference_mode():
+            for tensor, old in zip(states, kept, strict=True):
+                tensor.copy_(old)
+        expected = usual()
         if failure is None:
-            one, other = found["logits"].float(), expected["logits"].float()
-            error = float((one - other).norm() / other.norm())
-            bound = EXACT_TOLERANCE if program.exact and other.dtype == expected["logits"].dtype else ROUNDED_TOLERANCE
-            logger.debug("a program's logits differ by %.1e", error)
-            if not error <= bound:
-                failure = f"a program's logits differ by {error:.1e} from the model's"
+            wanted = expected["logits"].float()
+            off = float((found.float() - wanted).norm() / wanted.norm())
+            logger.debug("a program's logits differ by %.1e", off)
+            if not off <= (EXACT_TOLERANCE if program.exact else ROUNDED_TOLERANCE):
+                failure = f"a program's logits differ by {off:.1e} from the model's"
         if failure is not None:
             kind.give_up()
             self._log(failure)
         else:
             kind.verified += 1
+            kind.verified_until = max(kind.verified_until, 2 * step.position)
         return expected
+
+    def _buffers(self, cache: Any) -> _CacheBuffers:
+        found = self._caches.get(cache)
+        if found is None:
+            found = self._caches[cache] = _CacheBuffers()
+            weakref.finalize(cache, _forget, weakref.ref(self), found.serial)
+        return found
+
+    def forget(self, serial: int) -> None:
+        """Free what programs hold of a cache that is gone."""
+        for kind in list(self._kinds.values()):
+            if kind.program is not None:
+                kind.program.forget(serial)
 
     def _log(self, reason: str) -> None:
         if reason not in self._logged:
@@ -279,14 +280,44 @@ class StepPrograms:
             logger.info("decode steps run layer by layer: %s", reason)
 
 
+def _forget(steps: weakref.ref[StepPrograms], serial: int) -> None:
+    found = steps()
+    if found is not None:
+        found.forget(serial)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of a forward pass that may be replayed.
+
+    Attributes:
+        kind: what its program depends on.
+        position: tokens in the cache.
+        inputs: the tensors among the arguments.
+        settings: the other arguments, but the cache.
+    """
+
+    kind: object
+    cache: DynamicCache
+    position: int
+    inputs: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any]
+
+
 @dataclass(slots=True)
 class _Kind:
-    """The steps of one kind."""
+    """The steps of one kind.
+
+    Attributes:
+        verified: steps that were computed both ways.
+        verified_until: the position up to which that is enough; numbers that seem linear may not be so for ever.
+    """
 
     recorded: RecordedStep | None = None
     recordings: int = 0
     program: _StepProgram | None = None
     verified: int = 0
+    verified_until: int = 0
     given_up: bool = False
 
     def give_up(self) -> None:
@@ -316,11 +347,9 @@ class _StepProgram:
             for weights in [(node.payload[0] if node.kind == "linear" else node.payload).weight_type]
         )
         self._logits = self._fitted.outputs["logits"]
-        self._inputs = {
-            name: torch.empty([size.at(position) for size in place.sizes], dtype=place.dtype) for name, place in fitted.inputs.items()
-        }
-        self._bound: object = None
+        self._bound: tuple[int, int] | None = None  # serial and version of the cache's buffers
         self._bound_states: list[torch.Tensor] = []
+        self._tensors: dict[int, torch.Tensor] = {}
         self._checked = (0, -1)
         self._last_position = -1
         self._build(max(1024, 2 * position))
@@ -342,19 +371,18 @@ class _StepProgram:
     def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
         return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
 
-    def run(self, cache: Any, buffers: _CacheBuffers, arguments: Mapping[str, Any], *, advance: bool) -> Any:
+    def run(self, buffers: _CacheBuffers, step: _Step, *, advance: bool) -> Any:
         """Run the step; `advance`: the cache then holds the new tokens."""
-        position = cache.get_seq_length()
+        cache, position = step.cache, step.position
         if position > self._last_position:
             self._build(2 * position)
-        tokens = self._inputs["input_ids"].shape[1]
+        tokens = step.inputs["input_ids"].shape[1]
         held = buffers.hold(cache, self._grown, tokens)
-        if not held or self._bound != (id(buffers), buffers.version) or not self._has_bound(self.states(cache)):
+        bound = held and self._bound == (buffers.serial, buffers.version) and self._has_bound(self.states(cache))
+        if not bound or not self._checked[0] <= position <= self._checked[1]:
             self._bind(cache, buffers, position, tokens)
-        if not self._checked[0] <= position <= self._checked[1]:
-            self._bind(cache, buffers, position, tokens)
-        for name, tensor in self._inputs.items():
-            tensor.copy_(arguments[name])
+        for name, value in step.inputs.items():
+            self._inputs[name][: value.numel()].copy_(value.reshape(-1))
         native = self._native
         for part in native.parts:
             if isinstance(part, PythonCall):
@@ -375,7 +403,18 @@ class _StepProgram:
         self._native = NativeStep(self._lowering, self._runtime, [self._logits], last_position)
         self._last_position = last_position
         self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
+        self._inputs = {
+            name: torch.empty(math.prod(size.at(last_position) for size in place.sizes), dtype=place.dtype)
+            for name, place in self._fitted.inputs.items()
+        }
         self._bound = None
+
+    def forget(self, serial: int) -> None:
+        """Let go of the buffers of a cache that is gone."""
+        if self._bound is not None and self._bound[0] == serial:
+            self._bound = None
+            self._bound_states = []
+            self._tensors = {}
 
     def _bind(self, cache: Any, buffers: _CacheBuffers, position: int, tokens: int) -> None:
         native, fitted = self._native, self._fitted
@@ -383,18 +422,8 @@ class _StepProgram:
         origins: dict[int, int] = {}
         held = dict(cache_tensors(cache))
         by_storage = {tensor.before: tensor for tensor in self._grown}
-        states = {fitted.before[name].storage: held[name] for name in self._states}
-        for name in self._states:
-            place, tensor = fitted.before[name], held[name]
-            form = (
-                place.dtype,
-                place.offset.at(position),
-                [size.at(position) for size in place.sizes],
-                [one.at(position) for one in place.strides],
-            )
-            if (tensor.dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())) != form:
-                raise ForeignCacheError(f"a cache has its {name[1]} in another form than the cache of the recording")
-        inputs = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()}
+        others = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()} | dict(fitted.constants)
+        states = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._states}
         for storage, buffer in native.buffers.items():
             grown = by_storage.get(storage)
             if grown is not None:
@@ -402,8 +431,15 @@ class _StepProgram:
                 row_bytes = rows.buffer.stride(grown.dim) * rows.buffer.element_size()
                 origins[buffer] = (rows.start - grown.start_slope * position) * row_bytes
                 tensors[buffer] = storage_bytes(rows.buffer)
+            elif storage in states:
+                tensor, recorded = states[storage]
+                sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
+                if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
+                    raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
+                origins[buffer] = (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size()
+                tensors[buffer] = storage_bytes(tensor)
             else:
-                tensors[buffer] = storage_bytes(states.get(storage, inputs.get(storage, fitted.constants.get(storage))))
+                tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena
         for buffer, tensor in tensors.items():
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
@@ -412,7 +448,7 @@ class _StepProgram:
         self._tensors = tensors
         self._checked = position, last
         self._bound_states = self.states(cache)
-        self._bound = id(buffers), buffers.version
+        self._bound = buffers.serial, buffers.version
 
 
 @dataclass(slots=True)
@@ -432,10 +468,12 @@ class _CacheBuffers:
     """The buffers of one cache.
 
     Attributes:
+        serial: that no other cache's buffers have.
         version: changes with every buffer that is new or has moved its contents.
         room: tokens that each buffer has room for.
     """
 
+    serial: int = field(default_factory=itertools.count().__next__)
     tensors: dict[StateName, _Rows] = field(default_factory=dict)
     version: int = 0
     room: int = 0
@@ -470,7 +508,7 @@ class _CacheBuffers:
             view = buffer.narrow(each.dim, 0, length)
             view.copy_(content)
             self.tensors[each.name] = _Rows(buffer, each.dim, 0, length, each.start_slope, view)
-            setattr(layers[each.name[0]], each.name[1], view)
+            setattr(layers[each.name[0]], str(each.name[1]), view)
         return False
 
     def steps_left(self, tokens: int) -> int:
@@ -486,14 +524,15 @@ class _CacheBuffers:
             else:
                 rows.length += tokens
             rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
-            setattr(layers[name[0]], name[1], rows.view)
+            setattr(layers[name[0]], str(name[1]), rows.view)
         for name, step in counts.items():
             if step:
                 layer = layers[name[0]]
+                held = vars(layer)
                 if len(name) == 2:
-                    setattr(layer, name[1], getattr(layer, name[1]) + step)
+                    held[str(name[1])] += step
                 else:
-                    getattr(layer, name[1])[name[2]] += step
+                    held[str(name[1])][name[2]] += step
 
 
 def _grown_tensors(fitted: FittedStep) -> list[CacheTensor]:
@@ -576,7 +615,7 @@ class _ModelState:
         )
 
 
-def _described(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
+def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
     """Return the outputs of a model with Memory for the logits.
 
     Raises:
@@ -593,7 +632,3 @@ def _described(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
         else:
             raise NotRecordableError(f"the model returns {name} as well")
     return found
-
-
-def _shows_all(mask: Any, rows: int, tokens: int) -> bool:
-    return type(mask) is torch.Tensor and mask.dim() == 2 and mask.shape == (rows, tokens) and bool(mask.all())

@@ -1,4 +1,4 @@
-"""Belady's MIN is optimal: no sequence of evictions, tried exhaustively, hits more, and no policy exceeds it."""
+"""Belady's MIN is optimal: no sequence of evictions has more hits, by exhaustive search, and no policy exceeds it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def subsets(items: Iterable[Item], most: int) -> Iterable[frozenset[Item]]:
 
 
 def fewest_misses(requests: Sequence[frozenset[Item]], capacity: int, *, bypass: bool) -> int:
-    """Over every content that the cache could be given after every request, by exhaustion."""
+    """Return the least misses over all contents that the cache could have after each request, by exhaustive search."""
     costs: dict[frozenset[Item], int] = {frozenset(): 0}
     for request in requests:
         following: dict[frozenset[Item], int] = {}
@@ -56,7 +56,7 @@ def fewest_misses(requests: Sequence[frozenset[Item]], capacity: int, *, bypass:
 
 
 def requests_of(used: NDArray[np.bool_]) -> list[frozenset[Item]]:
-    """The experts that each layer of each step uses; `used` (steps, layers, E)."""
+    """Return the experts that each layer of each step uses; `used` is (steps, layers, E)."""
     return [frozenset((layer, int(expert)) for expert in np.flatnonzero(marks)) for step in used for layer, marks in enumerate(step)]
 
 

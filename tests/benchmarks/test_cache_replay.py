@@ -1,4 +1,4 @@
-"""Replays of cache policies match a plain loop that evicts one expert at a time, and counts worked out by hand."""
+"""Replays of cache policies match a plain loop that evicts one expert at a time, and hand-computed counts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class InOrder:
 
 
 def by_hand(*chosen: list[int], predicted: list[int] | None = None) -> Trace:
-    """One layer of four experts; the predictions are for every token the same."""
+    """One layer of four experts; the predictions are equal for all tokens."""
     tokens, top_k = len(chosen), len(chosen[0])
     guesses = np.array([[[predicted]] * tokens]).reshape(1, tokens, 1, -1) if predicted else np.empty((0, tokens, 1, top_k), np.int64)
     return Trace(
@@ -121,7 +121,7 @@ def by_hand(*chosen: list[int], predicted: list[int] | None = None) -> Trace:
     )
 
 
-def test_a_replay_worked_out_by_hand() -> None:
+def test_a_replay_matches_hand_computed_counts() -> None:
     # Two slots, the lower id leaves: 3 0, a hit on 3, then 1 replaces 0, 0 replaces 1, and 2 replaces 0.
     trace = by_hand([3], [0], [3], [1], [0], [2])
     counts = replay(trace, InOrder(), ReplaySettings(2))
@@ -130,8 +130,8 @@ def test_a_replay_worked_out_by_hand() -> None:
     assert counts.misses == 5
 
 
-def test_the_same_with_bypass() -> None:
-    # Once 3 and 1 are in, 0 stays out; 2 replaces 1.
+def test_a_replay_with_bypass_matches_hand_computed_counts() -> None:
+    # After 3 and 1 enter, 0 stays out; 2 replaces 1.
     counts = replay(by_hand([3], [0], [3], [1], [0], [2]), InOrder(), ReplaySettings(2, bypass=True))
     assert counts == ReplayCounts(hits=1, accesses=6, admitted=4)
 
@@ -140,11 +140,11 @@ def test_warm_up_tokens_are_replayed_and_not_counted() -> None:
     assert replay(by_hand([3], [0], [3]), InOrder(), ReplaySettings(2, warm_tokens=2)) == ReplayCounts(hits=1, accesses=1)
 
 
-def test_experts_that_tokens_of_a_step_share_count_once() -> None:
+def test_an_expert_of_several_tokens_of_a_step_counts_once() -> None:
     assert replay(by_hand([3, 1], [3, 0], [1, 3], [3, 1]), InOrder(), ReplaySettings(4, tokens_per_step=2)) == ReplayCounts(2, 5, 3)
 
 
-def test_a_prefetch_by_hand() -> None:
+def test_prefetches_match_hand_computed_counts() -> None:
     trace = by_hand([0], [1], [1], predicted=[1, 2])
     # One at a time: 1 into a free slot, 0 misses into the other; then 2 over 0, since 1 is predicted itself.
     assert replay(trace, InOrder(), ReplaySettings(2, prefetch=1)) == ReplayCounts(hits=2, accesses=3, admitted=1, prefetched=2)
@@ -177,7 +177,7 @@ def test_more_slots_than_experts_change_nothing() -> None:
         assert found[0] == found[1]
 
 
-def test_right_predictions_leave_only_the_first_layer_to_miss() -> None:
+def test_correct_predictions_leave_misses_only_in_the_first_layer() -> None:
     trace = random_trace(40, layers=3)
     known = np.full_like(trace.predicted, -1)
     known[0, :, 1:] = trace.chosen[:, 1:]
@@ -194,7 +194,7 @@ def _first_layer(trace: Trace) -> Trace:
     return Trace(*arrays, trace.starts, trace.layers[:1], trace.source)
 
 
-def test_one_layer_is_the_same_with_shared_slots() -> None:
+def test_shared_slots_change_nothing_for_one_layer() -> None:
     trace = _first_layer(random_trace(60))
     for capacity in range(7):
         found = [replay(trace, MinusRecentScore(1, 6, 0.2), ReplaySettings(capacity, shared=shared)) for shared in (False, True)]
@@ -225,12 +225,12 @@ def test_predictions_are_needed_to_prefetch() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"capacity": -1}, {"prefetch": -1}, {"warm_tokens": -1}, {"tokens_per_step": 0}])
-def test_wrong_settings(wrong: dict[str, int]) -> None:
+def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
         ReplaySettings(**({"capacity": 1} | wrong))
 
 
-def test_the_used_by_step_a_trace() -> None:
+def test_used_by_step_joins_the_tokens_of_a_step() -> None:
     trace = random_trace(7, padded=0.1)
     used = trace.used()
     np.testing.assert_array_equal(used_by_step(trace, 1), used)

@@ -1,4 +1,4 @@
-"""Rounds over the engine on the virtual clock: a long answer where drafting cannot pay costs under three percent."""
+"""Rounds over the engine on the virtual clock: where drafting cannot pay, a long answer takes at most three percent longer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {name: dataclasses.replace(shape, layers=2) for name, shape in MODELS.i
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark's module, its routing drawn for models of a few layers."""
+    """The benchmark's module with routing for models of a few layers."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import _synthetic_routing
     import speculative_modelled
@@ -37,7 +37,7 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
 
 @pytest.mark.parametrize("engine", ["gpu", "hybrid"])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v2-lite"])
-def test_the_schedule_loses_next_to_nothing_where_drafts_lose_much(bench: Any, model: str, engine: str) -> None:
+def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, model: str, engine: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
     top_k = SHAPES[model].top_k
     for way in (bench.DraftWay(top_k, "resident", True), bench.DraftWay(max(1, top_k // 2), "any", True)):
@@ -48,7 +48,7 @@ def test_the_schedule_loses_next_to_nothing_where_drafts_lose_much(bench: Any, m
         assert way.resident <= (found.draft_demands == 0), "drafts of experts that are there bring none"
 
 
-def test_rounds_take_no_less_than_the_arithmetic_says(bench: Any) -> None:
+def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
     model = SHAPES["mixtral-8x7b"]
     case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, TOKENS, 0)
     plain = played(bench, model.name, "hybrid", 0.25, None, None)
@@ -62,7 +62,7 @@ def test_rounds_take_no_less_than_the_arithmetic_says(bench: Any) -> None:
         assert found.statistics.verify_ms / found.statistics.rounds >= model.layers * bound.verify_ms(length)
 
 
-def test_the_bound_by_hand(bench: Any) -> None:
+def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
     costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=1.0, link=4.0)
     bound = bench.DraftBound(costs, [bench.Verification(experts=3, missing=1.75)], top_k=2)
     assert bound.draft_ms == 1.0
@@ -72,10 +72,10 @@ def test_the_bound_by_hand(bench: Any) -> None:
     needed = bound.acceptance_for(1.2)
     assert needed is not None and bound.best_gain(needed) >= 1.2 > bound.best_gain(needed - 0.01)
     assert bound.acceptance_for(1.5) is None
-    assert bound.foreseen_gain(0.0) == pytest.approx(3 / 4)  # it is seen to fall and not verified: 1 ms for nothing beside a plain step
+    assert bound.foreseen_gain(0.0) == pytest.approx(3 / 4)  # the rejection is foreseen, so 1 ms is lost beside a plain step
     assert bound.foreseen_gain(1.0) == pytest.approx(bound.best_gain(1.0))
 
 
-def test_a_cpu_whose_first_expert_costs_more_than_the_link_stays_out(bench: Any) -> None:
+def test_a_cpu_whose_first_expert_is_slower_than_the_link_is_not_used(bench: Any) -> None:
     costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=50.0, link=4.0)
     assert bench.DraftBound(costs, [bench.Verification(3, 1.0)], top_k=2).verify_ms(1) == pytest.approx(0.5 + 4.0)

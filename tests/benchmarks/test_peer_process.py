@@ -1,4 +1,4 @@
-"""A peer that crashes costs a benchmark its own figures: its row names the failure, and the others are measured."""
+"""A peer that crashes has a row with its failure, and the other peers are measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_a_peer_lives_in_a_process_of_its_own_until_it_is_closed() -> None:
+def test_a_peer_runs_in_a_separate_process_until_it_is_closed() -> None:
     from _peer_process import PeerProcess
 
     with PeerProcess("peer", fake_peers.working) as peer:
@@ -35,7 +35,7 @@ def test_a_peer_lives_in_a_process_of_its_own_until_it_is_closed() -> None:
     ("work", "argument", "reason"),
     [
         (fake_peers.kill, signal.SIGILL, "SIGILL"),
-        (fake_peers.kill, signal.SIGKILL, "SIGKILL"),  # as the system does when memory is out
+        (fake_peers.kill, signal.SIGKILL, "SIGKILL"),  # like the system when memory is exhausted
         (fake_peers.leave, 3, "exit code 3"),
         (fake_peers.fail, "no such tensor", "ValueError: no such tensor"),
         (fake_peers.refuse, "relative error 0.5", "SystemExit: relative error 0.5"),
@@ -63,7 +63,7 @@ def test_a_peer_that_cannot_be_opened(opened: Callable[[], Any], reason: str) ->
     assert failed.value.reason == reason
 
 
-def test_a_model_that_crashes_has_a_row_beside_what_it_did_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_crashes_has_a_row_beside_its_earlier_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`cpu_model.py` from its command line: the first of two providers dies in its second phase."""
     import cpu_model
     import record
@@ -81,7 +81,7 @@ def test_a_model_that_crashes_has_a_row_beside_what_it_did_before(monkeypatch: p
     assert all(bool(row["p50_tokens_s"]) != bool(row["failure"]) and row["hardware"] for row in rows)
 
 
-def test_pairs_name_the_one_that_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     import cpu_model_pairs
 
     opened = {"ours-int4": (fake_peers.working,), "llama.cpp-int4": (fake_peers.dying_at, "decode after 512")}
@@ -89,7 +89,7 @@ def test_pairs_name_the_one_that_crashed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(row["phase"], row.get("failure")) for row in rows] == [("decode", None), ("decode-512", "llama.cpp-int4: SIGILL")]
 
 
-def test_a_layer_that_crashes_has_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     import kt_kernel_peer
 
     monkeypatch.setattr(kt_kernel_peer, "open_provider", fake_peers.layer_provider)

@@ -1,4 +1,4 @@
-"""Prompts by length from published sets: as long as asked for, from each set that is there, the same ones every time."""
+"""Prompts from published sets have the requested length, come from each existing set, and are equal in every run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))  # behind the tests, which have a `families` of their own
+sys.path.append(str(ROOT / "benchmarks"))  # after the tests, which have a module `families` as well
 
 from _prompts import read_sets, sampled, sequences
 
@@ -28,14 +28,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_sets_that_are_there_are_read(folder: Path) -> None:
+def test_existing_sets_are_read(folder: Path) -> None:
     assert read_sets(folder) == {"chatgpt_prompts": ["one, two", "three"], "mt_bench": ["abcde", "fg"]}
     with pytest.raises(FileNotFoundError, match=r"none of chatgpt_prompts\.csv, mt_bench\.jsonl"):
         read_sets(folder / "nowhere")
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 50])  # less than a prompt, all but a few, more than all
-def test_prompts_are_as_long_as_asked_for(folder: Path, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 7, 50])  # fewer than a prompt, most of a set, more than a set
+def test_prompts_have_the_requested_length(folder: Path, tokens: int) -> None:
     found = sampled(read_sets(folder), Letters(), tokens, 100)  # type: ignore[arg-type]
     again = sampled(read_sets(folder), Letters(), tokens, 100)  # type: ignore[arg-type]
     assert set(found) == {"chatgpt_prompts", "mt_bench"}
@@ -43,7 +43,7 @@ def test_prompts_are_as_long_as_asked_for(folder: Path, tokens: int) -> None:
         assert ids.shape == (1, tokens) and int(ids.max()) < 100 and ids.equal(again[name])
 
 
-def test_sequences_take_turns_between_the_sets(folder: Path) -> None:
+def test_sequences_alternate_between_the_sets(folder: Path) -> None:
     found = sequences(read_sets(folder), Letters(), 18)  # type: ignore[arg-type]
     texts = ["".join(map(chr, ids.tolist())) for ids in found]
     assert sum(map(len, texts)) == 18 and texts[0] in ("one, two", "three") and texts[1] in ("abcde", "fg")

@@ -1,4 +1,4 @@
-"""Rows say where they were measured, and go on saying it when they are written again beside new ones."""
+"""Rows have the provenance of their measurement, also when they are written again with new rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The benchmarks' own module, with a folder for results that may be filled."""
+    """The benchmarks' module with a temporary folder for results."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import record
 
@@ -30,14 +30,14 @@ def rows(path: Path) -> list[dict[str, str]]:
         return [dict(zip(head, row, strict=True)) for row in csv.reader(file)]
 
 
-def test_a_row_says_where_it_was_measured(record: Any) -> None:
+def test_a_row_has_its_provenance(record: Any) -> None:
     (row,) = rows(record.write_rows("made", [{"x": 1.5}], packages=("numpy", "no-such-package")))
     assert row["x"] == "1.5" and row["commit"] == "new" and "cores" in row["hardware"]
     assert row["versions"].startswith("numpy=") and "no-such" not in row["versions"]
 
 
 @pytest.mark.parametrize("kept_first", [False, True])
-def test_a_row_that_was_kept_has_the_commit_that_it_was_measured_at(record: Any, kept_first: bool) -> None:
+def test_a_kept_row_keeps_its_commit(record: Any, kept_first: bool) -> None:
     kept = {"x": "1", "hardware": "another", "commit": "old", "versions": "numpy=1"}
     new = {"x": 2}
     written = rows(record.write_rows("made", [kept, new] if kept_first else [new, kept]))
@@ -45,6 +45,6 @@ def test_a_row_that_was_kept_has_the_commit_that_it_was_measured_at(record: Any,
     assert {row["hardware"] for row in written} == {"another", record.hardware()}
 
 
-def test_nothing_measured_is_an_error(record: Any) -> None:
+def test_writing_no_rows_is_an_error(record: Any) -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         record.write_rows("made", [])

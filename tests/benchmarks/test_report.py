@@ -1,4 +1,4 @@
-"""The page of all results: every file is there, every figure is the file's own, and nothing comes from anywhere else."""
+"""The page of all results contains every file with its figures, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PNG = b"\x89PNG\r\n\x1a\n not a picture, but bytes"
 
 
 class Parsed(HTMLParser):
-    """What a page holds, as a browser would find it."""
+    """The contents of a page as a browser parses them."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.tables: dict[str, list[list[str]]] = {}  # by result: the head, then all rows, whether folded or not
-        self.once: dict[str, dict[str, str]] = {}  # by result: columns that are said once above its table
+        self.once: dict[str, dict[str, str]] = {}  # by result: constant columns, which are shown once above its table
         self.folded: set[str] = set()
         self.text = ""
         self._table = ""
@@ -94,7 +94,7 @@ def results() -> Iterator[Path]:
     yield from sorted((FOLDER / "results").glob("*.csv"))
 
 
-def test_every_result_is_there_whole_and_every_figure_is_the_files(parsed: Parsed) -> None:
+def test_every_result_is_complete_with_the_files_figures(parsed: Parsed) -> None:
     assert set(parsed.tables) == {path.stem for path in results()} and len(parsed.tables) > 10
     for path in results():
         head, rows = rows_of(path)
@@ -106,7 +106,7 @@ def test_every_result_is_there_whole_and_every_figure_is_the_files(parsed: Parse
         assert (path.stem in parsed.folded) == (len(rows) > FOLD_FROM)
 
 
-def test_every_plot_is_there_as_it_is(parsed: Parsed) -> None:
+def test_every_plot_is_included_unchanged(parsed: Parsed) -> None:
     pictures = [attrs["src"].removeprefix("data:image/png;base64,") for tag, attrs in parsed.tags if tag == "img"]
     assert all(attrs["alt"] for tag, attrs in parsed.tags if tag == "img")
     wanted = [path.read_bytes() for path in (FOLDER / "results").glob("*.png")]
@@ -129,7 +129,7 @@ def assert_needs_nothing(built: str) -> None:
     assert policy.startswith("default-src 'none'; img-src data:;")
 
 
-def test_nothing_comes_from_elsewhere_and_links_lead_somewhere(built: str, parsed: Parsed) -> None:
+def test_nothing_is_loaded_and_links_have_targets(built: str, parsed: Parsed) -> None:
     assert_needs_nothing(built)
     ids = [attrs["id"] for _, attrs in parsed.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -139,7 +139,7 @@ def test_nothing_comes_from_elsewhere_and_links_lead_somewhere(built: str, parse
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (Debian's package chromium brings one)")
-def test_a_browser_shows_it_alone(built: str, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_offline(built: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(built, encoding="utf-8")
     with browsing(find_chromium() or "") as tab:
@@ -153,7 +153,7 @@ def test_a_browser_shows_it_alone(built: str, tmp_path: Path) -> None:
         assert light != tab.value("getComputedStyle(document.body).backgroundColor")
 
 
-def test_each_result_says_where_it_was_measured(parsed: Parsed) -> None:
+def test_each_result_shows_its_provenance(parsed: Parsed) -> None:
     for path in results():
         head, rows = rows_of(path)
         known = [name for name in PROVENANCE if name in head]
@@ -163,7 +163,7 @@ def test_each_result_says_where_it_was_measured(parsed: Parsed) -> None:
                 assert value in parsed.text, (path.name, name)
 
 
-def test_each_result_stands_under_the_benchmark_that_writes_it() -> None:
+def test_each_result_is_listed_under_its_benchmark() -> None:
     results = {result.name: (benchmark, result) for benchmark in gather(FOLDER) for result in benchmark.results}
     found = {name: benchmark.name for name, (benchmark, _) in results.items()}
     assert found["serve"] == "serve" and found["routing"] == "traces" and found["speculative_acceptance"] == "speculative"
@@ -189,7 +189,7 @@ def checkout(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_text_stays_text(checkout: Callable[..., Path]) -> None:
+def test_text_is_escaped(checkout: Callable[..., Path]) -> None:
     nasty = '"<script>alert(1)</script>","</td></table><img src=http://x/ onerror=y>",a&amp;b\n'
     folder = checkout(made_dot_csv=f"one,<b>,commit\n{nasty}", made_dot_png=PNG, left_dot_csv="a\n1\n")
     built = page(gather(folder))
@@ -201,7 +201,7 @@ def test_text_stays_text(checkout: Callable[..., Path]) -> None:
     assert parsed.tables["left"] == [["a"], ["1"]] and "no benchmark here names" in parsed.text
 
 
-def test_long_tables_are_folded_and_several_commits_are_all_said(checkout: Callable[..., Path]) -> None:
+def test_long_tables_are_folded_and_all_commits_are_shown(checkout: Callable[..., Path]) -> None:
     lines = [f"{number},{'new' if number > 5 else 'old'}" for number in range(FOLD_FROM + 1)]
     parsed = Parsed(page(gather(checkout(made_dot_csv="\n".join(["x,commit", *lines])))))
     assert parsed.tables["made"] == [["x", "commit"], *(line.split(",") for line in lines)]
@@ -210,20 +210,20 @@ def test_long_tables_are_folded_and_several_commits_are_all_said(checkout: Calla
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [("a,b\n1\n", ":2: 1 cells under 2 columns"), ("a,a\n1,2\n", "'a' occurs twice"), ("", "not a table"), (b"\xff\xfe", "not a table")],
 )
-def test_a_file_that_is_no_table_is_named(checkout: Callable[..., Path], content: str | bytes, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_file_that_is_not_a_table_is_named(checkout: Callable[..., Path], content: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_result(checkout(made_dot_csv=content) / "results" / "made.csv")
 
 
-def test_what_lines_up_as_a_number() -> None:
+def test_cells_that_are_aligned_as_numbers() -> None:
     assert all(map(is_number, ["", "2.5", "1e-05", "64/64", "12%", "-3", "nan"]))
     assert not any(map(is_number, ["int4", "1 layer", "2.13.0+cpu", "a/b"]))
 
 
-def test_every_benchmark_says_what_it_asks() -> None:
+def test_every_benchmark_begins_with_its_question() -> None:
     found = find_benchmarks(FOLDER)
     assert len(found) > 15 and all(one.question for one in found.values())
     assert {"serve", "cpu_experts"} <= found.keys() and not {"record", "masked_experts"} & found.keys()

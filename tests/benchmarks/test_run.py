@@ -1,4 +1,4 @@
-"""`python benchmarks/run.py`: the list, a run with its tables, the report, and what is printed for a wrong name."""
+"""`python benchmarks/run.py`: the list, a run with its tables, the report, and the error for a wrong name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
     if arguments.fail:
         sys.exit(3)
 """
-PLAIN = '"""Draws what was measured."""\nif __name__ == "__main__":\n    raise SystemExit("not to be run for its help")\n'
+PLAIN = '"""Draws existing results."""\nif __name__ == "__main__":\n    raise SystemExit("not to be run for its help")\n'
 SLOW = """\
 import time
 
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A benchmarks folder whose programs take no time."""
+    """A benchmarks folder with programs that take no time."""
     made = tmp_path / "benchmarks"
     made.mkdir()
     for name in ("run.py", "_report.py", "record.py"):
@@ -66,7 +66,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_benchmarks_are_listed_with_the_questions_they_answer() -> None:
     result = run(ROOT / "benchmarks", "--list")
     assert result.returncode == 0
-    assert "serve                 How many tokens a second does `moegraft serve` make for 1, 8 and 32 clients at once?" in result.stdout
+    assert "serve                 How many tokens per second does `moegraft serve` generate for 1, 8 and 32 clients?" in result.stdout
     measured, drawn = result.stdout.split("Plots and tables of results")
     assert "\ncpu_experts " in measured and "\nreadme_tables " in drawn and "\nreport " in drawn
     assert "\nrecord " not in result.stdout and "\nrun " not in result.stdout
@@ -92,7 +92,7 @@ def test_exit_codes(folder: Path) -> None:
 def test_the_help_of_a_benchmark_is_its_own(folder: Path) -> None:
     assert "--rows ROWS" in run(folder, "rows", "--help").stdout
     plain = run(folder, "plain", "--help")
-    assert (plain.returncode, plain.stdout) == (0, "Draws what was measured.\n\nplain has no options.\n")
+    assert (plain.returncode, plain.stdout) == (0, "Draws existing results.\n\nplain has no options.\n")
     assert "report --out report.html" in run(folder, "--help").stdout
 
 
@@ -126,7 +126,7 @@ def test_the_report_is_written_to_the_given_file(folder: Path) -> None:
 
 
 def test_the_commands_of_the_readme_work(tmp_path: Path) -> None:
-    """Run on a copy, because the results of this checkout must stay, and with less work."""
+    """Run on a copy, to keep the results of this checkout, and with less work."""
     copied = tmp_path / "benchmarks"
     shutil.copytree(ROOT / "benchmarks", copied, ignore=shutil.ignore_patterns("__pycache__"))
     start = "python benchmarks/run.py"

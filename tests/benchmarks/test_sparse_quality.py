@@ -1,4 +1,4 @@
-"""The quality benchmark measures what it says: all neurons are the stock model, criteria keep what they name, cutoffs lie in between."""
+"""The quality benchmark: all neurons give the stock model, criteria keep the right neurons, cutoffs are interpolated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDS = torch.arange(3, 200)[None] % 257
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark's module, imported as its folder's scripts import each other."""
+    """The benchmark's module, imported like the scripts of its folder import each other."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import sparse_quality
 
@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_model(tmp_path_factory.mktemp("model"), request.param)
 
 
-def test_all_neurons_are_the_stock_model(bench: Any, folder: Path) -> None:
+def test_all_neurons_give_the_stock_model(bench: Any, folder: Path) -> None:
     model = stock(folder)
     sites = bench.find_sites(model)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def test_all_neurons_are_the_stock_model(bench: Any, folder: Path) -> None:
             torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
         with bench.masked(model, sites, lambda path, expert, acted: torch.zeros_like(acted, dtype=torch.bool)):
             assert not torch.allclose(model(IDS).logits, expected, rtol=1e-2)
-        torch.testing.assert_close(model(IDS).logits, expected)  # it is as before
+        torch.testing.assert_close(model(IDS).logits, expected)  # the model is unchanged
 
 
 def loaded(bench: Any, folder: Path, tmp_path: Path) -> Any:
@@ -48,7 +48,7 @@ def loaded(bench: Any, folder: Path, tmp_path: Path) -> Any:
     return bench.load(str(folder), text, 400, 100)
 
 
-def test_criteria_leave_out_what_they_say(bench: Any, folder: Path, tmp_path: Path) -> None:
+def test_criteria_leave_out_the_given_share(bench: Any, folder: Path, tmp_path: Path) -> None:
     made = loaded(bench, folder, tmp_path)
     assert sum(map(len, made.making)) == sum(map(len, made.judging)) == 400
     scopes: dict[str, list[float]] = {}
@@ -61,7 +61,7 @@ def test_criteria_leave_out_what_they_say(bench: Any, folder: Path, tmp_path: Pa
         scopes.setdefault(scope, []).append(row["total_sparsity"])
         group = int(criterion.split("-")[1]) if criterion.startswith("group") else 1
         assert row["routed_sparsity"] == pytest.approx(sparsity, abs=0.06 if group < 16 else 0.3), criterion
-        # Shared experts are half as wide as the routed ones of a token; where they stay whole, a third of all neurons does.
+        # Shared experts are half as wide as a token's routed ones; if they are always computed, a third of all neurons is.
         share = 1 if scope == "routed+shared" or not made.sites.shared else 2 / 3
         assert row["total_sparsity"] == pytest.approx(row["routed_sparsity"] * share, abs=0.06), criterion
     assert set(scopes) == ({"routed", "routed+shared"} if made.sites.shared else {"routed"})
@@ -73,7 +73,7 @@ def test_top_k_keeps_the_largest(bench: Any) -> None:
     assert bench.topk_keep(0.99)("", 0, acted).sum() == 1
 
 
-def test_groups_bring_their_neighbours(bench: Any) -> None:
+def test_groups_are_kept_as_a_whole(bench: Any) -> None:
     active = torch.tensor([[3, 5, 2, 1, 0, 9]])  # expert 0: neurons 5 and 1 are the hottest
     made: Any = SimpleNamespace(histograms={"layer": SimpleNamespace(active=active)})
     values = torch.tensor([[0.0, 3.0, 0.0, 0.0, 1.0, 2.0]])
@@ -82,7 +82,7 @@ def test_groups_bring_their_neighbours(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("scores", "expected"), [([0.40, 0.39, 0.37], 0.75), ([0.40, 0.2], 0.54), ([0.41, 0.39], 0.9), ([], 0.0)])
-def test_the_cutoff_lies_on_the_line_between_two_points(bench: Any, scores: list[float], expected: float) -> None:
+def test_the_cutoff_is_interpolated_between_two_points(bench: Any, scores: list[float], expected: float) -> None:
     """95 % of 0.40 are 0.38."""
     rows: list[dict[str, object]] = [{"criterion": "none", "scope": "", "right_next_token": 0.4}]
     sparsities = (0.5, 0.7, 0.8) if len(scores) == 3 else (0.5, 0.9)
@@ -91,7 +91,7 @@ def test_the_cutoff_lies_on_the_line_between_two_points(bench: Any, scores: list
     assert bench.cutoff(rows, "topk", "routed") == pytest.approx(expected)
 
 
-def test_the_guide_has_the_committed_figures(bench: Any) -> None:
+def test_the_guide_has_the_figures_of_the_results(bench: Any) -> None:
     rows = committed("sparse_quality")
     guide = " ".join((BENCHMARKS.parent / "rules" / "README.md").read_text(encoding="utf-8").split())
     threshold, topk = (100 * bench.cutoff(rows, criterion, "routed") for criterion in ("threshold", "topk"))

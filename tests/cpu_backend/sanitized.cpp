@@ -1,5 +1,5 @@
 // Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
-// errors, a shutdown with work pending, and the schedules. Says nothing and returns 0 when all went well.
+// errors, a shutdown with work pending, and the schedules. Prints nothing and returns 0 on success.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -41,7 +41,7 @@ std::vector<float> values(std::size_t count, unsigned seed) {
   return all;
 }
 
-// Rows of Q4_K or Q6_K as a file has them, with bytes of any value but in the float16 scales, which are small.
+// Rows of Q4_K or Q6_K in the format of a file, with random bytes and small float16 scales.
 std::vector<std::uint8_t> super_blocks(WeightType type, int rows, int cols, unsigned seed) {
   const std::size_t bytes = file_row_bytes(type, kSuperBlock);
   std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
@@ -75,7 +75,7 @@ std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightTyp
   return experts;
 }
 
-// Heap arrays of exactly the right size, so that one byte too far is seen.
+// Heap arrays of exactly the right size, so that every access beyond their end is detected.
 struct Call {
   Call(const PackedExperts& experts, int tokens, int top_k)
       : hidden(values(static_cast<std::size_t>(tokens) * experts.shape().hidden, 7)),
@@ -130,7 +130,8 @@ void every_path(const std::string& isa) {
         Call call(*experts, tokens, 2);
         runtime.forward(call.args);
         for (const float value : call.out) expect(std::isfinite(value), "finite output");
-        call.args.activations = ActivationType::kBFloat16;  // read as halves, the arrays are twice as long as needed: only crashes count
+        call.args.activations =
+            ActivationType::kBFloat16;  // the arrays are twice as long as needed when read as halves; only crashes matter here
         call.args.tokens = tokens;
         runtime.forward(call.args);
       }
@@ -240,7 +241,7 @@ void schedules() {
   }
 }
 
-// Values in the type, on the heap in exactly the right size.
+// Values in a type, on the heap in exactly the right size.
 std::vector<std::byte> typed(ActivationType type, std::size_t count, unsigned seed) {
   const std::vector<float> drawn = values(count, seed);
   std::vector<std::byte> all(count * element_bytes(type));
@@ -312,7 +313,7 @@ void small_parts(const std::string& isa) {
   }
 }
 
-// The tiles of a CPU with AMX, which need not be this one: none is run. A tile goes with the number of tokens that it takes.
+// The selected tiles of a CPU with AMX and their numbers of tokens; no tile runs, so any CPU will do.
 void tiles_of_two_instruction_sets() {
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
   const SelectedKernels selected = select_kernels({true, true, true, true, true, true}, "");

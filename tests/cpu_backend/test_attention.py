@@ -61,7 +61,7 @@ class Case:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(batch, queries, heads, value_dim) float64."""
+        """Return the result (batch, queries, heads, value_dim) in float64."""
         group = self.query.shape[1] // self.key.shape[1]
         key, value = self.key.double().repeat_interleave(group, 1), self.value.double().repeat_interleave(group, 1)
         scores = scale * self.query.double() @ key.mT
@@ -138,7 +138,7 @@ def test_masks(runtime: Runtime, sizes: Sizes, dtype: torch.dtype, kind: str) ->
 
 
 @pytest.mark.parametrize("queries", [1, 40])
-def test_a_row_that_sees_nothing_is_zero(runtime: Runtime, queries: int) -> None:
+def test_a_query_without_visible_keys_gives_zero(runtime: Runtime, queries: int) -> None:
     case = Case.of(Sizes(queries=queries), torch.float32)
     mask = torch.ones(1, 1, queries, 70, dtype=torch.bool)
     mask[0, 0, queries // 2] = False
@@ -148,7 +148,7 @@ def test_a_row_that_sees_nothing_is_zero(runtime: Runtime, queries: int) -> None
 
 
 @pytest.mark.parametrize("queries", [1, 60])
-def test_large_scores_do_not_overflow_and_nan_is_kept_to_its_row(runtime: Runtime, queries: int) -> None:
+def test_large_scores_do_not_overflow_and_nan_stays_in_its_row(runtime: Runtime, queries: int) -> None:
     case = Case.of(Sizes(queries=queries), torch.float32)
     case.query *= 300.0
     found = case.computed(runtime, 1.0)
@@ -161,7 +161,7 @@ def test_large_scores_do_not_overflow_and_nan_is_kept_to_its_row(runtime: Runtim
 
 
 @pytest.mark.parametrize("queries", [1, 4, 50])
-def test_a_cache_that_is_not_contiguous_is_read_where_it_lies(runtime: Runtime, queries: int) -> None:
+def test_a_cache_that_is_not_contiguous_is_read_in_place(runtime: Runtime, queries: int) -> None:
     case = Case.of(Sizes(batch=2, queries=queries, keys=90), torch.bfloat16)
     expected = case.computed(runtime, 0.3)
     tokens_first = Case(*(part.transpose(1, 2).contiguous().transpose(1, 2) for part in (case.query, case.key, case.value)))
@@ -171,19 +171,19 @@ def test_a_cache_that_is_not_contiguous_is_read_where_it_lies(runtime: Runtime, 
 
 
 @pytest.mark.parametrize("queries", [1, 50])
-def test_threads_change_no_bit(queries: int) -> None:
+def test_the_number_of_threads_changes_no_bit(queries: int) -> None:
     case = Case.of(Sizes(heads=8, queries=queries, keys=700), torch.bfloat16)
     alone = case.computed(Runtime(threads=1), 0.3)
     assert torch.equal(case.computed(Runtime(threads=3, share_threads=False), 0.3), alone)
 
 
-def test_nothing_to_do(runtime: Runtime) -> None:
+def test_empty_inputs_are_accepted(runtime: Runtime) -> None:
     for sizes in (Sizes(batch=0), Sizes(queries=0)):
         assert Case.of(sizes, torch.float32).computed(runtime, 1.0).numel() == 0
     assert not Case.of(Sizes(keys=0), torch.float32).computed(runtime, 1.0).any()
 
 
-def test_refusals(runtime: Runtime) -> None:
+def test_wrong_arguments_are_refused(runtime: Runtime) -> None:
     def refused(message: str, error: type[Exception] = ValueError, **changes: object) -> None:
         q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 2, 6, 8), np.float32)
         given = {"query": q, "key": k, "value": k, "out": np.zeros((1, 2, 4, 8), np.float32), "scale": 1.0, **changes}

@@ -16,7 +16,7 @@ SHAPES = [
     (3, 2, 4, 33, 17),  # odd sizes: a pair of columns is half padding
     (2, 2, 2, 5, 3),  # smaller than one group
     (5, 4, 4, 64, 96),  # K = E: every expert has every token
-    (13, 1, 2, 96, 64),  # one token more than the widest tile holds
+    (13, 1, 2, 96, 64),  # one token more than the largest tile
     (70, 3, 5, 128, 64),  # several tiles an expert, of unequal length
     (64, 1, 16, 64, 32),  # some experts with no token
 ]
@@ -120,13 +120,13 @@ def test_all_tokens_on_one_expert(runtime: Runtime) -> None:
     assert relative_error(layer.forward(runtime, x, index, weights), layer.reference(x, index, weights)) <= TOLERANCE["int8"]
 
 
-def test_a_batch_longer_than_one_pass(runtime: Runtime) -> None:
+def test_a_batch_of_several_passes(runtime: Runtime) -> None:
     layer = make_layer("float32", 4, 32, 32)
     x, index, weights = make_batch(2048 + 3, 2, layer)
     assert relative_error(layer.forward(runtime, x, index, weights), layer.reference(x, index, weights)) <= TOLERANCE["float32"]
 
 
-def test_one_expert_twice_for_a_token(runtime: Runtime) -> None:
+def test_a_token_may_choose_one_expert_twice(runtime: Runtime) -> None:
     layer = make_layer()
     x, index, weights = make_batch(3, 2, layer)
     index[:, 1] = index[:, 0]
@@ -135,7 +135,7 @@ def test_one_expert_twice_for_a_token(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_with_its_token(runtime: Runtime, weight_type: str, value: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_token(runtime: Runtime, weight_type: str, value: float) -> None:
     layer = make_layer(weight_type, 2, 64, 40)  # I below a multiple of 32: padded neurons must not leak
     x, index, weights = make_batch(3, 2, layer)
     x[1, 7] = value
@@ -162,7 +162,7 @@ def test_quantised_precision(runtime: Runtime, weight_type: str, least_original_
     seen, original = layer.reference(*batch), layer.reference(*batch, original=True)
     assert sqnr_db(out, seen) >= least_seen_db
     assert sqnr_db(out, original) >= least_original_db
-    # Quantising the activations costs little beside quantising the weights.
+    # The error of quantised activations is small beside that of quantised weights.
     if weight_type == "int4":
         assert sqnr_db(out, original) >= sqnr_db(seen, original) - 0.5
 
@@ -183,6 +183,6 @@ def test_instruction_sets_agree(runtimes: dict[str, Runtime], weight_type: str, 
     batch = make_batch(tokens, 2, layer)
     oracle = layer.forward(runtimes["scalar"], *batch).double()
     for isa, runtime in runtimes.items():
-        # An activation on the edge between two codes may fall to either side.
+        # An activation at the boundary between two codes may be rounded either way.
         limit = 5e-3 if weight_type.startswith("int") else 5e-7
         assert relative_error(layer.forward(runtime, *batch), oracle) <= limit, isa

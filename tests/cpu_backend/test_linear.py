@@ -34,7 +34,7 @@ def test_matches_float64(runtime: Runtime, weight_type: str, shape: tuple[int, i
     assert relative_error(out, expected) <= TOLERANCE[weight_type] + ROUNDING[dtype]
 
 
-def test_refusals(runtime: Runtime) -> None:
+def test_wrong_arguments_are_refused(runtime: Runtime) -> None:
     linear = PackedLinear(8, 16, "float32")
     x, out = np.zeros((2, 16), np.float32), np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match="before its weights were packed"):
@@ -74,7 +74,7 @@ def test_tensors_of_any_rank_are_read_in_place(runtime: Runtime) -> None:
         (np.zeros((2, 16), np.float32), np.broadcast_to(np.float32(0), (2, 8)), ValueError, "out is"),
     ],
 )
-def test_unsuitable_tensors(runtime: Runtime, x: object, out: object, error: type[Exception], message: str) -> None:
+def test_unsuitable_tensors_are_refused(runtime: Runtime, x: object, out: object, error: type[Exception], message: str) -> None:
     linear = PackedLinear(8, 16, "float32")
     linear.pack(np.zeros((8, 16), np.float32))
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""The kernels of a step's small parts beside float64: norms, and routers' logits and choices, on every instruction set."""
+"""Norms, and routers' logits and choices, against float64 on every instruction set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def name_of(dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (2, 128), (5, 257), (1, 2048), (9, 1000), (300, 130)])
 @pytest.mark.parametrize(("offset", "rounds_first", "weighted"), [(0.0, True, True), (1.0, False, True), (0.0, False, False)])
-def test_a_norm(runtime: Runtime, dtype: torch.dtype, rows: int, columns: int, offset: float, rounds_first: bool, weighted: bool) -> None:
+def test_norms_match_float64(
+    runtime: Runtime, dtype: torch.dtype, rows: int, columns: int, offset: float, rounds_first: bool, weighted: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows * columns)
     x = (torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 2, rows)[:, None]).to(dtype)
     weight = torch.randn(columns, generator=generator).to(dtype) if weighted else None
@@ -42,7 +44,7 @@ def test_a_norm(runtime: Runtime, dtype: torch.dtype, rows: int, columns: int, o
     torch.testing.assert_close(found.double(), expected, rtol=4 * DTYPES[dtype], atol=1e-6)
 
 
-def test_a_norm_of_what_is_not_finite(runtime: Runtime) -> None:
+def test_a_norm_of_values_that_are_not_finite(runtime: Runtime) -> None:
     x = torch.ones(3, 40)
     x[0, 3], x[1, 39] = torch.nan, torch.inf
     found = normalised(runtime, NormSpec("float32", 40, 1e-6), x, None)
@@ -53,7 +55,7 @@ def test_a_norm_of_what_is_not_finite(runtime: Runtime) -> None:
 
 
 def test_rows_do_not_depend_on_each_other(runtime: Runtime) -> None:
-    """Nor on the number of threads: many rows are shared out, few are not."""
+    """Nor do they depend on the number of threads: many rows are divided among threads, few are not."""
     x = torch.randn(700, 96)
     spec = NormSpec("float32", 96, 1e-6)
     assert torch.equal(normalised(runtime, spec, x, None)[3:4], normalised(runtime, spec, x[3:4].contiguous(), None))
@@ -71,7 +73,7 @@ def route(
 
 
 def expected_choice(logits: torch.Tensor, top_k: int, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the definitions, in float64: ids, best first, and weights."""
+    """Return ids, best first, and weights by the definitions, in float64."""
     score = options.get("score", "softmax")
     scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen_softmax": logits}[score]
     bias = options.get("choice_bias")
@@ -108,7 +110,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("tokens", [1, 5, 19])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_router(runtime: Runtime, dtype: torch.dtype, tokens: int, rule: str) -> None:
+def test_routers_match_float64(runtime: Runtime, dtype: torch.dtype, tokens: int, rule: str) -> None:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 131, generator=generator).to(dtype)
     weight = (torch.randn(24, 131, generator=generator) / 4).to(dtype)
@@ -123,7 +125,7 @@ def test_a_router(runtime: Runtime, dtype: torch.dtype, tokens: int, rule: str) 
     torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-7)
 
 
-def test_results_are_rounded_as_asked(runtime: Runtime) -> None:
+def test_results_have_the_requested_types(runtime: Runtime) -> None:
     x, weight = torch.randn(2, 64).bfloat16(), torch.randn(8, 64).bfloat16()
     kinds = {"element_type": "bfloat16", "logits_type": "bfloat16", "weights_type": "float16", "rounds_logits": True}
     logits, weights, index = route(runtime, RouterSpec(64, 8, 3, **kinds), x, weight, 3, logits=torch.bfloat16, weights=torch.float16)
@@ -132,7 +134,7 @@ def test_results_are_rounded_as_asked(runtime: Runtime) -> None:
     assert torch.equal(logits.float().gather(-1, index), logits.float().gather(-1, expected_index))
 
 
-def test_of_equals_the_first_is_chosen_and_nan_is_the_largest(runtime: Runtime) -> None:
+def test_ties_go_to_the_first_index_and_nan_is_the_largest(runtime: Runtime) -> None:
     weight = torch.zeros(6, 3)
     spec = RouterSpec(3, 6, 3, element_type="float32", logits_type="float32", weights_type="float32", score="sigmoid")
     assert route(runtime, spec, torch.ones(1, 3), weight, 3)[2].tolist() == [[0, 1, 2]]
@@ -154,20 +156,20 @@ def test_of_equals_the_first_is_chosen_and_nan_is_the_largest(runtime: Runtime) 
         ({"choice_bias": np.zeros(7, np.float32)}, r"choice_bias: expected shape \(8,\), found \(7,\)"),
     ],
 )
-def test_a_router_that_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_wrong_router_specs_are_refused(change: dict[str, Any], message: str) -> None:
     types = {"element_type": "float32", "logits_type": "float32", "weights_type": "float32"}
     given = {"hidden": 4, "experts": 8, "top_k": 3, **types, **change}
     with pytest.raises(ValueError, match=message):
         RouterSpec(**given)
 
 
-def test_a_norm_that_cannot_be() -> None:
+def test_wrong_norm_specs_are_refused() -> None:
     for given in (("float64", 4, 1e-6), ("float32", 0, 1e-6), ("float32", 4, -1.0), ("float32", 4, float("nan"))):
         with pytest.raises(ValueError, match=r"element type|cols|epsilon"):
             NormSpec(*given)
 
 
-def test_unsuitable_tensors_of_a_norm_and_a_router(runtime: Runtime) -> None:
+def test_unsuitable_tensors_are_refused(runtime: Runtime) -> None:
     norm = NormSpec("bfloat16", 4, 1e-6)
     x = torch.zeros(2, 4).bfloat16()
     for given, error, message in (

@@ -51,7 +51,7 @@ def test_rounding_is_to_nearest_even_as_in_torch(weight_type: str) -> None:
 
 
 @pytest.mark.parametrize(("weight_type", "quantise"), [("int8", q8_0), ("int4", q4_0)])
-def test_quantising_is_ggufs(weight_type: str, quantise) -> None:  # type: ignore[no-untyped-def]
+def test_quantisation_equals_ggufs(weight_type: str, quantise) -> None:  # type: ignore[no-untyped-def]
     matrix = np.random.default_rng(0).standard_normal((48, 96), dtype=np.float32)
     matrix[3, :32] = 0.0  # a group of zeros has scale zero
     codes, scales = quantise(matrix)
@@ -64,7 +64,7 @@ def test_quantising_is_ggufs(weight_type: str, quantise) -> None:  # type: ignor
 
 
 @pytest.mark.parametrize(("weight_type", "low"), [("int8", -128), ("int4", -8)])
-def test_every_code_survives(weight_type: str, low: int) -> None:
+def test_every_code_round_trips(weight_type: str, low: int) -> None:
     codes = np.random.default_rng(1).integers(low, -low, (32, 64), dtype=np.int8)
     scales = np.full((32, 2), 0.5, np.float16)
     linear = PackedLinear(32, 64, weight_type)
@@ -74,7 +74,7 @@ def test_every_code_survives(weight_type: str, low: int) -> None:
 
 @pytest.mark.parametrize("weight_type", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_that_are_not_finite_stay_so(weight_type: str, bad: float) -> None:
+def test_weights_that_are_not_finite_stay_not_finite(weight_type: str, bad: float) -> None:
     matrix = np.ones((4, 64), np.float32)
     matrix[2, 40] = bad
     linear = PackedLinear(4, 64, weight_type)
@@ -85,7 +85,7 @@ def test_weights_that_are_not_finite_stay_so(weight_type: str, bad: float) -> No
     assert finite[2, :32].all()
 
 
-def test_bytes() -> None:
+def test_packed_bytes_per_expert() -> None:
     shape = ExpertsShape(128, 2048, 768)
     weights = 3 * 2048 * 768
     assert PackedExperts.expert_bytes_for(shape, "bfloat16") == weights * 2
@@ -112,7 +112,7 @@ def test_a_buffer_serves_another_object_without_a_copy(runtimes: dict[str, Runti
         again.pack(0, "up", np.zeros((64, 64), np.float32))
 
 
-def test_packed_mask_names_what_is_missing(runtimes: dict[str, Runtime]) -> None:
+def test_packed_mask_shows_missing_parts(runtimes: dict[str, Runtime]) -> None:
     packed = PackedExperts(ExpertsShape(2, 32, 32, bias=True), GateSpec(), "float32")
     packed.pack(0, "gate", np.zeros((32, 32), np.float32))
     packed.pack_bias(0, "down", np.zeros(32, np.float32))
@@ -159,12 +159,12 @@ SCALES = np.zeros((40, 2), np.float16)
         (lambda p: PackedLinear(1, 0, "int8"), ValueError, "at least 1"),
     ],
 )
-def test_refusals(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_arguments_are_refused(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
         call(PackedExperts(SHAPE, GateSpec(), "float32"))
 
 
-def test_refusals_of_codes() -> None:
+def test_wrong_codes_are_refused() -> None:
     linear = PackedLinear(2, 64, "int4")
     with pytest.raises(ValueError, match="code 8 is not an int4"):
         linear.pack_quantized(np.full((2, 64), 8, np.int8), np.ones((2, 2), np.float16))
@@ -174,13 +174,13 @@ def test_refusals_of_codes() -> None:
         PackedLinear(2, 64, "float32").pack_quantized(np.zeros((2, 64), np.int8), np.ones((2, 2), np.float16))
 
 
-def test_there_is_no_gate_in_ungated_experts() -> None:
+def test_ungated_experts_have_no_gate() -> None:
     packed = PackedExperts(ExpertsShape(1, 32, 32, gated=False), GateSpec("relu2"), "float32")
     with pytest.raises(ValueError, match="ungated: there is no part 'gate'"):
         packed.pack(0, "gate", np.zeros((32, 32), np.float32))
 
 
-def test_specs_are_values() -> None:
+def test_specs_are_immutable_and_hashable() -> None:
     assert GateSpec("gelu", alpha=1.702) == GateSpec("gelu", alpha=1.702) != GateSpec("gelu")
     assert hash(SHAPE) == hash(ExpertsShape(2, 72, 40))
     assert GateSpec("gelu", alpha=1.702).alpha == 1.702

@@ -43,7 +43,7 @@ EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
         (set(), "", "scalar", "scalar", "scalar"),
         ({"avx2"}, "", "avx2", "avx2", "avx2"),
         ({"avx2", "avx512"}, "", "avx512", "avx512", "avx512"),
-        ({"avx512", "vnni"}, "", "scalar", "scalar", "scalar"),  # a hypervisor may hide what the others build on
+        ({"avx512", "vnni"}, "", "scalar", "scalar", "scalar"),  # a hypervisor may hide a feature that the others need
         ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", "avx512_vnni", "avx512_vnni"),
         (ZEN_4, "", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
         (EMERALD_RAPIDS, "", "avx512_bf16+amx", "amx", "avx512_bf16"),
@@ -60,7 +60,7 @@ def test_each_weight_type_has_its_fastest_instruction_set(features: set[str], wa
     assert tiles == {"bfloat16": bfloat16} | dict.fromkeys(("float32", "float16", "int8", "int4", "q4_k", "q6_k"), others)
 
 
-def test_an_instruction_set_that_cannot_be_used_is_refused() -> None:
+def test_an_unavailable_instruction_set_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"
     ):
@@ -71,7 +71,7 @@ def test_an_instruction_set_that_cannot_be_used_is_refused() -> None:
         select_isas({"sse9"})
 
 
-def test_an_instruction_set_asked_for_by_name_computes_everything() -> None:
+def test_a_requested_instruction_set_computes_everything() -> None:
     for isa in Runtime.available_isas():
         runtime = Runtime(1, isa=isa)
         assert runtime.isa == isa and set(runtime.tile_isas.values()) == {isa}
@@ -86,15 +86,15 @@ def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPat
         Runtime(1)
 
 
-def test_threads() -> None:
+def test_the_number_of_threads() -> None:
     assert Runtime().threads == default_threads() >= 1
     assert Runtime(3).threads == 3
     with pytest.raises(ValueError, match="threads is -1"):
         Runtime(-1)
 
 
-def test_work_runs_on_the_threads_that_pytorch_computes_with() -> None:
-    """Where there are as many: thread ids of the process tell whose threads were at work."""
+def test_work_runs_on_pytorchs_threads() -> None:
+    """This holds if PyTorch has as many threads; the thread ids of the process show which threads worked."""
     before = torch.get_num_threads()
     layer = make_layer("float32", 4, 64, 64)
     batch = numpy_batch(4, layer)
@@ -103,7 +103,7 @@ def test_work_runs_on_the_threads_that_pytorch_computes_with() -> None:
         torch.set_num_threads(3)
         shared, own, other = Runtime(3), Runtime(3, share_threads=False), Runtime(2)
         assert (shared.shares_threads, own.shares_threads, other.shares_threads) == (True, False, False)
-        torch.ones(1 << 20).sum()  # PyTorch's team is there
+        torch.ones(1 << 20).sum()  # starts PyTorch's threads
         for runtime, out in zip((shared, own, other), outs, strict=True):
             runtime.forward(layer.packed, *batch, out)
         threads = set(Path("/proc/self/task").iterdir())
@@ -171,7 +171,7 @@ def refused(change: Callable[[dict], None], error: type[Exception], message: str
         ("threshold", float("nan"), ValueError, "threshold is"),
     ],
 )
-def test_refusals(name: str, value: object, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(name: str, value: object, error: type[Exception], message: str) -> None:
     refused(lambda call: call.__setitem__(name, value), error, message)
 
 
@@ -203,7 +203,7 @@ def test_submitted_work_keeps_its_arrays_alive() -> None:
     assert torch.equal(torch.from_numpy(out), expected)
 
 
-def test_a_submitted_error_surfaces_at_wait() -> None:
+def test_wait_raises_the_error_of_submitted_work() -> None:
     runtime = Runtime(2)
     layer = make_layer()
     hidden, index, weights = numpy_batch(2, layer)
@@ -236,7 +236,7 @@ def test_a_c_function_pointer_runs_a_call_and_keeps_its_error() -> None:
     call.check()
 
 
-def test_calls_from_several_python_threads_take_turns() -> None:
+def test_calls_from_several_python_threads_are_serialised() -> None:
     runtime = Runtime(2)
     layer = make_layer("int4", 4, 256, 128)
     batch = numpy_batch(16, layer)
@@ -301,7 +301,7 @@ if child == 0:
         print(error, flush=True)
     del runtime
     out = np.empty((1, 32), np.float32)
-    Runtime(2).forward(packed, *batch, out)  # its own works
+    Runtime(2).forward(packed, *batch, out)  # the child's own runtime works
     sys.exit(7)
 _, status = os.waitpid(child, 0)
 runtime.forward(packed, *batch, np.empty((1, 32), np.float32))
@@ -310,7 +310,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_is_told() -> None:
+def test_a_runtime_in_a_forked_child_raises() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr
     assert "made before a fork" in done.stdout

@@ -28,7 +28,7 @@ ISA_FLAGS = {
 
 
 def build(folder: Path, flags: list[str], vector: bool) -> Path:
-    """Compiles the sources and the driver; without `vector` only the scalar kernels, for what does not depend on them."""
+    """Compile the sources and the driver; without `vector` only the scalar kernels, for tests that do not depend on them."""
     vector = vector and platform.machine() in ("x86_64", "AMD64")
     names = [source.relative_to(CSRC).as_posix() for source in CSRC.rglob("*.cpp")]
     sources = [CSRC / name for name in names if not name.startswith("bindings/") and (vector or name not in ISA_FLAGS)]
@@ -90,10 +90,10 @@ def supported(flag: str, folder: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("flag", "vector"),
-    [("-fsanitize=address,undefined", True), ("-fsanitize=thread", False)],  # races are in the scheduling, not in the arithmetic
+    [("-fsanitize=address,undefined", True), ("-fsanitize=thread", False)],  # races can occur only in the scheduling
     ids=["address+undefined", "thread"],
 )
-def test_no_sanitizer_objects(flag: str, vector: bool, tmp_path: Path) -> None:
+def test_no_sanitizer_reports_an_error(flag: str, vector: bool, tmp_path: Path) -> None:
     if not supported(flag, tmp_path):
         pytest.skip(f"this compiler has no {flag}")
     program = build(tmp_path, [flag, "-fno-sanitize-recover=all"], vector)

@@ -1,4 +1,4 @@
-"""The planner's arithmetic: makespans against every order, the optimum against every split, and what it refuses."""
+"""The planner's arithmetic: makespans against every order, the optimum against every split, and refused problems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_optimum_is_the_best_over_all_splits() -> None:
 
 
 def test_optimum_of_more_experts() -> None:
-    """The same where the search has something to leave out: 13 experts have 8192 splits."""
+    """13 experts have 8192 splits, so that the search can skip some."""
     random = np.random.default_rng(2)
     planner = Planner("two_threshold")
     for round_ in range(24):
@@ -64,7 +64,7 @@ def test_optimum_of_as_many_experts_as_models_have() -> None:
         assert optimum(problem) == pytest.approx(optimum_over_integers(problem), rel=1e-12), problem
 
 
-def test_no_experts() -> None:
+def test_a_problem_without_experts_takes_no_time() -> None:
     problem = make_problem([], [], [], [], 1.0, first_cpu_ms=3.0, cpu_free_ms=1.0, gpu_free_ms=2.0)
     assert optimum(problem) == 0.0
     for name in ("all_cpu", "fixed", "on_demand", "greedy", "two_threshold"):
@@ -80,8 +80,8 @@ def test_transfers_go_in_descending_gpu_time() -> None:
     assert (transfers.dtype, makespan_ms) == (np.int32, 1.0 + 3.0 + 2.0 + 1.0)
 
 
-def test_in_flight_experts_are_computed_when_they_land() -> None:
-    """Two are brought, at 2 and 4; each takes 1 on the GPU."""
+def test_in_flight_experts_are_computed_when_they_arrive() -> None:
+    """Two transfers arrive at 2 and 4; each expert takes 1 on the GPU."""
     for lands_ms, end_ms in ((3.0, 5.0), (3.5, 5.5), (9.0, 10.0), (0.5, 5.0)):
         problem = make_problem([1, 1, 1], [0.5] * 3, [1.0, 1.0, 1.0], [INF, lands_ms, INF], 2.0)
         assert Planner("on_demand").plan(problem)[2] == end_ms
@@ -115,15 +115,15 @@ def fields(**changed: Any) -> SimpleNamespace:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_refusals(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_problems_are_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     check_problem(fields())
     for call in (check_problem, Planner("greedy").plan, Planner("two_threshold").gains):
         with pytest.raises(error, match=message):
             call(fields(**changed))
 
 
-def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match="unknown schedule 'best'; there are: all_cpu, fixed, on_demand, greedy, two_threshold"):
+def test_unknown_schedules_and_other_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'best'; expected one of all_cpu, fixed, on_demand, greedy, two_threshold"):
         Planner("best")
     with pytest.raises(ValueError, match="on_cpu must have one dimension and as many values as loads, 2"):
         Planner("greedy").makespan(fields(), np.zeros(3, bool))

@@ -1,4 +1,4 @@
-"""The sparse layout: with a threshold of zero a dense layer, with any other the reference's, on every instruction set of this machine."""
+"""The sparse layout equals a dense layer with a threshold of zero, and otherwise the reference, on every instruction set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [
 
 
 def threshold_for(layer, x: torch.Tensor, share: float) -> float:  # type: ignore[no-untyped-def]
-    """A threshold that about `share` of the neurons do not reach, in a gap between two values: rounding must not decide."""
+    """Return a threshold that about `share` of the neurons do not reach, in a gap between two values, so that rounding has no effect."""
     source = layer.seen["gate"] if "gate" in layer.seen else layer.seen["up"]
     rows = torch.einsum("eih,th->eti", source.double(), x.double())
     acted = (rows * torch.sigmoid(rows)).abs().flatten().sort().values
@@ -48,13 +48,13 @@ def test_inactive_neurons_count_as_zero(runtime: Runtime, weight_type: str, shar
     x, index, weights = make_batch(6, 2, layer)
     threshold = threshold_for(layer, x, share)
     expected = layer.reference(x, index, weights, threshold=threshold)
-    assert relative_error(expected, layer.reference(x, index, weights)) > 1e-3  # the threshold does something
+    assert relative_error(expected, layer.reference(x, index, weights)) > 1e-3  # the threshold changes the result
     assert relative_error(layer.forward(runtime, x, index, weights, threshold), expected) <= 2e-6
 
 
 @pytest.mark.parametrize("weight_type", ["int8", "int4"])
 def test_quantised_sparse_stays_close(runtime: Runtime, weight_type: str) -> None:
-    # Quantised activations may put a neuron on the other side of the threshold, where it matters least.
+    # Quantised activations may move a neuron across the threshold, where its effect is small.
     layer = make_layer(weight_type, 4, 512, 256, sparse=True)
     x, index, weights = make_batch(4, 2, layer)
     threshold = threshold_for(layer, x, 0.8)
@@ -70,14 +70,14 @@ def test_half_activations_and_biases(runtime: Runtime, dtype: torch.dtype) -> No
     assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE["bfloat16"] + ROUNDING[dtype]
 
 
-def test_nothing_active_gives_the_bias_alone(runtime: Runtime) -> None:
+def test_without_active_neurons_the_output_is_the_bias(runtime: Runtime) -> None:
     layer = make_layer("float32", 2, 40, 32, bias=True, sparse=True)
     x, index, weights = make_batch(2, 1, layer)
     out = layer.forward(runtime, x, index, weights, threshold=1e6)
     torch.testing.assert_close(out, weights * layer.biases["down"][index[:, 0]])
 
 
-def test_what_is_not_finite_is_not_skipped(runtime: Runtime) -> None:
+def test_values_that_are_not_finite_are_not_skipped(runtime: Runtime) -> None:
     layer = make_layer("float32", 2, 64, 40, sparse=True)
     x, index, weights = make_batch(3, 2, layer)
     x[1, 3] = float("nan")
@@ -94,7 +94,7 @@ def test_thread_count_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
-def test_what_was_packed_is_seen(weight_type: str) -> None:
+def test_unpacked_weights_equal_the_packed_ones(weight_type: str) -> None:
     dense, sparse = (make_layer(weight_type, 2, 96, 64, sparse=sparse) for sparse in (False, True))
     for part in ("gate", "up"):  # their groups run along H in both layouts
         assert torch.equal(dense.seen[part], sparse.seen[part])
@@ -106,7 +106,7 @@ def test_what_was_packed_is_seen(weight_type: str) -> None:
         np.testing.assert_array_equal(turned.packed.unpack(0, "up"), sparse.seen["down"][0].T.numpy())
 
 
-def test_packing_codes_requantises_down_alone() -> None:
+def test_packing_codes_requantises_only_down() -> None:
     rng = np.random.default_rng(0)
     packed = PackedExperts(ExpertsShape(1, 64, 32), GateSpec(), "int8", sparse=True)
     codes = {
@@ -128,7 +128,7 @@ def test_a_dense_layout_refuses_a_threshold(runtime: Runtime) -> None:
 
 
 def acted_by_hand(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """(T, K, I) in float64; zero where the slot is padded."""
+    """Return activations (T, K, I) in float64; zero for padded slots."""
     source = layer.seen["gate"] if "gate" in layer.seen else layer.seen["up"]
     bias = layer.biases.get("gate" if "gate" in layer.seen else "up")
     out = torch.zeros(*index.shape, source.shape[1], dtype=torch.float64)
@@ -142,13 +142,13 @@ def acted_by_hand(layer: Layer, x: torch.Tensor, index: torch.Tensor) -> torch.T
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 2, 4, 64, 64), (30, 3, 3, 544, 72), (300, 2, 3, 33, 40)], ids=str)  # the last in two passes
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_activations_are_shown_and_counted(shape: tuple[int, ...], gated: bool, threads: int) -> None:
+def test_activations_are_exported_and_counted(shape: tuple[int, ...], gated: bool, threads: int) -> None:
     tokens, top_k, num_experts, hidden, intermediate = shape
     layer = make_layer("float32", num_experts, hidden, intermediate, gated=gated, bias=True, sparse=True)
     x, index, weights = make_batch(tokens, top_k, layer)
     index[-1, 0] = -1
     acted = np.full((tokens, top_k, intermediate), 77.0, np.float32)
-    counts = np.array([1000, 2000], np.int64)  # it is added to
+    counts = np.array([1000, 2000], np.int64)  # the kernel adds to it
     out = torch.empty_like(x)
     arrays = (layer.packed, x.numpy(), index.numpy(), weights.numpy(), out.numpy())
     threshold = 0.3
@@ -170,7 +170,7 @@ def test_counts_of_submitted_work_and_of_no_token(runtime: Runtime) -> None:
         out = torch.empty_like(x)
         ticket = runtime.submit(layer.packed, x.numpy(), index.numpy(), weights.numpy(), out.numpy(), neuron_counts=counts)
         runtime.wait(ticket)
-        assert counts.tolist() == [tokens * 2 * 40] * 2  # a threshold of zero leaves nothing out
+        assert counts.tolist() == [tokens * 2 * 40] * 2  # a threshold of zero leaves no neuron out
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_counts_of_submitted_work_and_of_no_token(runtime: Runtime) -> None:
         ({"acted": np.zeros((1, 1, 64))}, "acted: expected dtype float32, found float64"),
     ],
 )
-def test_what_takes_counts_must_fit(runtime: Runtime, keywords: dict[str, np.ndarray], message: str) -> None:  # type: ignore[type-arg]
+def test_wrong_arrays_for_counts_are_refused(runtime: Runtime, keywords: dict[str, np.ndarray], message: str) -> None:  # type: ignore[type-arg]
     layer = make_layer(sparse=True)
     x, index, weights = make_batch(1, 1, layer)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -200,10 +200,10 @@ def test_a_dense_layout_counts_nothing(runtime: Runtime) -> None:
 MANY = [
     # tokens, top_k, experts, hidden, intermediate, share left out
     (41, 2, 2, 544, 136, 0.0),  # all tokens on both experts, two chunks, the last run of neurons short
-    (41, 2, 2, 544, 136, 0.5),  # about half of the products wanted: rows meet all tokens
-    (41, 2, 2, 544, 136, 0.9),  # few: tokens pick their neurons
+    (41, 2, 2, 544, 136, 0.5),  # about half of the products are needed: rows are multiplied with all tokens
+    (41, 2, 2, 544, 136, 0.9),  # few products are needed: tokens select their neurons
     (23, 1, 3, 70, 33, 0.7),  # an odd number of neurons, columns that are mostly padding
-    (5, 2, 8, 1056, 40, 0.95),  # one or two tokens an expert, neurons that none of them needs
+    (5, 2, 8, 1056, 40, 0.95),  # one or two tokens per expert, and neurons that no token needs
 ]
 
 
@@ -221,7 +221,7 @@ def test_many_tokens_of_an_expert(runtime: Runtime, weight_type: str, shape: tup
 
 
 def biased_threshold(layer: Layer, x: torch.Tensor, index: torch.Tensor, share: float) -> float:
-    """As threshold_for, of the neurons that are computed."""
+    """Return `threshold_for` the neurons that are computed."""
     if share == 0.0:
         return 0.0
     acted = acted_by_hand(layer, x, index)[index >= 0].abs().flatten().sort().values
@@ -246,7 +246,7 @@ def test_bfloat16_activations_of_many_tokens(runtime: Runtime, weight_type: str)
     assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE[weight_type] + ROUNDING[torch.bfloat16]
 
 
-def test_a_token_that_is_not_finite_leaves_the_others_alone(runtime: Runtime) -> None:
+def test_a_token_that_is_not_finite_does_not_affect_others(runtime: Runtime) -> None:
     layer = make_layer("int8", 2, 64, 72, sparse=True)
     x, index, weights = make_batch(12, 2, layer)
     x[7, 3] = float("inf")

@@ -18,7 +18,7 @@ SHAPES = [
     (1, 2, 4, 256, 256),  # decode, one super-block
     (0, 1, 1, 256, 256),  # no token
     (5, 4, 4, 512, 256),  # K = E: every expert has every token
-    (16, 1, 2, 256, 512),  # about one widest tile an expert
+    (16, 1, 2, 256, 512),  # about one largest tile per expert
     (70, 3, 5, 512, 256),  # several tiles an expert, of unequal length
     (40, 1, 16, 256, 256),  # some experts with no token
 ]
@@ -27,7 +27,7 @@ SHAPES = [
 def make_layer(
     weight_type: str, num_experts: int, hidden: int, intermediate: int, *, gated: bool = True, bias: bool = False, random: bool = False
 ) -> Layer:
-    """Parts of other types than the two are packed from floats."""
+    """Pack super-blocks, and parts of other types from floats."""
     rng = np.random.default_rng(0)
     packed = PackedExperts(ExpertsShape(num_experts, hidden, intermediate, gated, bias), GateSpec(), weight_type)
     sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
@@ -64,8 +64,8 @@ def test_values_are_those_of_the_file_to_the_last_bit(weight_type: str, rows: in
 
 
 @pytest.mark.parametrize("weight_type", TYPES)
-def test_every_bit_of_a_block_counts(weight_type: str) -> None:
-    """Scales of every kind, subnormal, infinite and not a number among them."""
+def test_every_bit_of_a_block_is_used(weight_type: str) -> None:
+    """Blocks have scales of every kind: also subnormal, infinite and NaN."""
     cols = 256 * 64
     blocks = np.random.default_rng(5).integers(0, 256, any_blocks((3, cols), weight_type, 0).shape, np.uint8)
     linear = PackedLinear(3, cols, weight_type)
@@ -95,9 +95,9 @@ def test_matches_the_reference(runtime: Runtime, weight_type: str, shape: tuple[
 @pytest.mark.parametrize(
     ("weight_type", "hidden", "intermediate"),
     [
-        ("q4_k+int8", 256, 40),  # as where a file falls back, I being no multiple of 256; gate and up rows that fill no block
+        ("q4_k+int8", 256, 40),  # I is no multiple of 256, where files use another type; gate and up rows do not fill a block
         ("q6_k+int4", 512, 72),
-        ("int8+q6_k", 72, 256),  # rows of down that fill no block
+        ("int8+q6_k", 72, 256),  # rows of down do not fill a block
         ("bfloat16+q4_k", 33, 256),
         ("q6_k+float32", 256, 17),
         ("q6_k+q4_k", 256, 256),
@@ -134,8 +134,8 @@ def test_linears_match_float64(runtime: Runtime, weight_type: str, tokens: int, 
 
 @pytest.mark.parametrize("weight_type", PAIRS)
 @pytest.mark.parametrize("random", [False, True])
-def test_precision(runtime: Runtime, weight_type: str, random: bool) -> None:
-    """What the kernel rounds, the activations, is as little as with int8 and int4."""
+def test_precision_equals_that_of_int8_and_int4(runtime: Runtime, weight_type: str, random: bool) -> None:
+    """Only activations are rounded, as with int8 and int4."""
     layer = make_layer(weight_type, 8, 512, 256, random=random)
     batch = make_batch(16, 4, layer)
     assert sqnr_db(layer.forward(runtime, *batch), layer.reference(*batch)) >= 37.0
@@ -155,7 +155,7 @@ def test_padded_slots_are_skipped(runtime: Runtime, weight_type: str) -> None:
 
 @pytest.mark.parametrize("weight_type", PAIRS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_with_its_token(runtime: Runtime, weight_type: str, value: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_token(runtime: Runtime, weight_type: str, value: float) -> None:
     layer = make_layer(weight_type, 2, 256, 256)
     x, index, weights = make_batch(3, 2, layer)
     x[1, 7] = value
@@ -180,11 +180,11 @@ def test_instruction_sets_agree(runtimes: dict[str, Runtime], weight_type: str, 
     batch = make_batch(tokens, 2, layer)
     oracle = layer.forward(runtimes["scalar"], *batch).double()
     for isa, runtime in runtimes.items():
-        # An activation on the edge between two codes may fall to either side.
+        # An activation at the boundary between two codes may be rounded either way.
         assert relative_error(layer.forward(runtime, *batch), oracle) <= 5e-3, isa
 
 
-def test_bytes() -> None:
+def test_packed_bytes_per_expert() -> None:
     shape, matrix = ExpertsShape(128, 2048, 768), 2048 * 768
     assert PackedExperts.expert_bytes_for(shape, "q4_k") == 3 * matrix * 144 // 256
     assert PackedExperts.expert_bytes_for(shape, "q6_k") == 3 * matrix * 210 // 256
@@ -249,6 +249,6 @@ SHAPE = ExpertsShape(2, 256, 512)
         (lambda p: p.weight_type_of("gates"), ValueError, "unknown part"),
     ],
 )
-def test_refusals(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_arguments_are_refused(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
         call(PackedExperts(SHAPE, GateSpec(), "q4_k+int8"))

@@ -1,5 +1,5 @@
 // Prints the 64 bytes that ldtilecfg reads after configure(): here the instruction's name is an assembler macro that copies its operand, so
-// that what the compiler stored is seen on machines without AMX.
+// that the compiler's stores are visible on machines without AMX.
 asm(R"(
 .macro ldtilecfg operand:vararg
   vmovups \operand, %zmm31
@@ -15,7 +15,7 @@ extern "C" {
 alignas(64) unsigned char seen_config[64];
 }
 
-// Nothing follows the instruction: a compiler that does not know what it reads removes every store that it sees no reader of.
+// Nothing follows the instruction, so a compiler that does not know its operand removes all stores to it.
 __attribute__((noinline)) void configure_last(int tokens) { moegraft::configure({tokens, 32, 8}); }
 
 int main(int count, char**) {

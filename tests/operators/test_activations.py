@@ -1,4 +1,4 @@
-"""Quantiles from the histogram are those of the activations themselves, and neurons are counted as they are used."""
+"""Quantiles of the histogram are those of the activations, and neurons are counted by expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BIN = 2 ** (1 / PER_OCTAVE)
 
 
 def drawn(tokens: int, top_k: int, intermediate: int, num_experts: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (T, K) with some padded slots, and silu activations (T, K, I) over many octaves."""
+    """Return ids (T, K) with some padded slots, and silu activations (T, K, I) over many octaves."""
     generator = torch.Generator().manual_seed(seed)
     index = torch.rand(tokens, num_experts, generator=generator).topk(top_k, dim=-1).indices
     index[::7, 0] = -1
@@ -46,7 +46,7 @@ def test_quantiles_are_those_of_numpy_to_one_bin() -> None:
     [(0.0, 2.0 ** (LOWEST + 1 / PER_OCTAVE)), (2.0**-30, 2.0 ** (LOWEST + 1 / PER_OCTAVE)), (1e6, 2.0**8)],
     ids=["zero", "below", "above"],
 )
-def test_what_is_outside_the_range_is_counted_at_its_ends(value: float, expected: float) -> None:
+def test_values_outside_the_range_are_counted_in_the_outer_bins(value: float, expected: float) -> None:
     histogram = ActivationHistogram(1, 4)
     histogram.add(torch.zeros(2, 1, dtype=torch.int64), torch.full((2, 1, 4), -value))
     assert histogram.bins.sum() == 8
@@ -71,12 +71,12 @@ def test_no_token_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(value: float) -> None:
+def test_activations_that_are_not_finite_are_refused(value: float) -> None:
     with pytest.raises(UnsupportedModelError, match="an activation is not finite"):
         ActivationHistogram(1, 2).add(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[[1.0, value]]]))
 
 
-def test_calibrating_puts_everything_back() -> None:
+def test_calibrating_restores_the_thresholds() -> None:
     layers = SparseLayers()
     layer = layers.join(SparsityOptions(0.5, "routed"))
     layer.set_threshold(0.3, 0.5)

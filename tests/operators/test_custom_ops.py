@@ -1,4 +1,4 @@
-"""An injected model is one graph to torch.compile, with a static cache too, and graphs hold their operators weakly."""
+"""An injected model is one graph to torch.compile, also with a static cache, and graphs hold their operators weakly."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def injected(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def test_the_whole_model_is_one_graph(injected: PreTrainedModel) -> None:
-    """`aot_eager` traces as inductor does and calls the fakes, without a C++ compiler's minute."""
+    """`aot_eager` traces like inductor and calls the fake implementations, but does not compile C++ code."""
     compiled = torch.compile(injected, fullgraph=True, backend="aot_eager")
     ids = torch.tensor([[5, 17, 33, 90, 3]])
     with torch.no_grad():
@@ -82,6 +82,6 @@ def test_a_freed_model_leaves_no_operator_behind(injected: PreTrainedModel) -> N
 
 
 def test_a_copy_is_refused(injected: PreTrainedModel) -> None:
-    """A copy would answer for the original in graphs."""
+    """Graphs would call a copy in place of the original."""
     with pytest.raises(UnsupportedModelError, match="cannot be copied"):
         copy.deepcopy(injected)

@@ -1,4 +1,4 @@
-"""The layout and gate of an experts module are read off the module, for every form transformers has and none that it has not."""
+"""The layout and the gate of an experts module are recognised for every form in transformers, and other forms are refused."""
 
 import math
 
@@ -13,7 +13,7 @@ GATE, UP = torch.linspace(-30, 30, 61), torch.linspace(-30, 30, 61)
 
 
 class Experts(nn.Module):
-    """A stand-in with the flags that transformers' decorator leaves."""
+    """An experts module with the flags that transformers' decorator sets."""
 
     def __init__(self, *, transposed: bool = False, concatenated: bool = True, bias: bool = False, gated: bool = True) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Unknown(Experts):
 
 
 class Swapped(Experts):
-    """Says concatenated, splits interleaved."""
+    """A module whose flag is for concatenated storage, but which splits interleaved rows."""
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
@@ -85,7 +85,7 @@ def test_recognised_gate_is_the_modules_own(build: type[Experts]) -> None:
     torch.testing.assert_close(reference_gate(spec, GATE[:, None], UP.flip(0)[:, None]), module._apply_gate(pairs))
 
 
-def test_limits_are_told_apart() -> None:
+def test_limits_before_and_after_the_activation_are_distinguished() -> None:
     oai, after = recognise_gate(Oai()), recognise_gate(ClampedAfter())
     assert oai is not None and after is not None
     assert (oai.gate_limit, oai.up_limit, oai.up_offset, oai.alpha) == (7.0, 7.0, 1.0, 1.702)

@@ -1,4 +1,4 @@
-"""`quantized_linear` against torch: exact for the weights it holds up to activation rounding, from checkpoints, ties and live models."""
+"""`quantized_linear` equals torch up to the rounding of activations, from checkpoints, tied weights and live models."""
 
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def model(*, tie: bool) -> PreTrainedModel:
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 def test_from_a_checkpoint_and_from_a_live_model(tie: bool, tmp_path: Path) -> None:
-    """Attention with biases, shared experts and the head; a tied head is read from the embedding, which stays."""
+    """Cover attention with biases, shared experts and the head; a tied head is read from the embedding, which is not replaced."""
     stock = model(tie=tie)
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES)
@@ -157,7 +157,9 @@ def test_only_plain_linears_are_replaced(tmp_path: Path) -> None:
         optimize_and_load(model(tie=False), rules, progress=False)
 
 
-def test_without_a_gpu_it_stays_on_the_cpu_and_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu_it_runs_on_the_cpu_and_logs_the_reason_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("moegraft.operators.linear.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     context = InjectionContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     linear, options = nn.Linear(64, 48), QuantizedLinearOptions("int8", gpu="auto")
@@ -170,7 +172,7 @@ def test_without_a_gpu_it_stays_on_the_cpu_and_says_so_once(monkeypatch: pytest.
     assert QuantizedLinear.build(linear, QuantizedLinearOptions("int8", gpu="cuda:1"), context).placement().endswith("int8 on cuda:1")
 
 
-def test_a_device_that_is_none_is_refused() -> None:
+def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="cuda:0"):
         QuantizedLinearOptions("int8", gpu="cpu")
 

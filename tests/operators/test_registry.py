@@ -1,4 +1,4 @@
-"""The registry: ours, those of other installed packages, and the mistakes such packages make."""
+"""The registry: built-in operators, operators of other packages, and mistakes of such packages."""
 
 import sys
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class NoOperator:
 
 
 def install(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package as pip would leave it: a module, and metadata with an entry point."""
+    """Install a package like pip: a module, and metadata with an entry point."""
     (folder / "outside_package.py").write_text(PACKAGE)
     info = folder / "outside_package-1.0.dist-info"
     info.mkdir()
@@ -40,7 +40,7 @@ def install(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "outside_package", raising=False)
 
 
-def test_ours_are_there() -> None:
+def test_built_in_operators_are_registered() -> None:
     registry = load_registry()
     assert {"hybrid_experts", "quantized_linear"} <= set(registry)
     assert registry["hybrid_experts"] is HybridExperts
@@ -54,10 +54,12 @@ def test_an_installed_package_adds_its_operator(tmp_path: Path, monkeypatch: pyt
     assert "hybrid_experts" in registry
 
 
-@pytest.mark.parametrize(("target", "says"), [("Taken", "two operators are named 'hybrid_experts'"), ("NoOperator", "is not an operator")])
-def test_mistakes_of_packages_are_named(target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "message"), [("Taken", "two operators are named 'hybrid_experts'"), ("NoOperator", "is not an operator")]
+)
+def test_mistakes_of_packages_are_named(target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, target, monkeypatch)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         load_registry()
     assert "outside_package" in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Routers of every family: read alike, and called without their model they choose what their model chooses."""
+"""Routers of every family have one interface, and choose without their model what they choose in it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from moegraft.operators.routing import (
     watch_routing,
 )
 
-# Routers that read more than hidden states: what they would choose cannot be known from those alone.
+# Routers that read more than hidden states, so that their choice is not known from hidden states alone.
 READS_TOKEN_IDS = {"deepseek_v4": ("model.layers.0.mlp.experts",)}
 READS_THE_LAST_LAYER = {"zaya": tuple(f"model.layers.{layer}.mlp.experts" for layer in range(3))}
 INEXACT = READS_TOKEN_IDS | READS_THE_LAST_LAYER
-# Families whose choice is not that of the largest scores: a correction that is added to them, or groups.
+# Families that do not choose the largest scores: they add a correction, or choose groups first.
 CORRECTED = ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "minimax_m2", "lfm2_moe", "afmoe", "hy_v3", "deepseek_v4")
 FUNCTIONS = {
     "mixtral": "softmax",
@@ -56,7 +56,7 @@ def named(model_type: str) -> FamilyCase:
 
 @torch.no_grad()
 def watched(model: PreTrainedModel) -> list[RoutedCall]:
-    """Every call of experts on 18 tokens."""
+    """Return every call of experts on 18 tokens."""
     calls: list[RoutedCall] = []
     with watch_routing(model, calls.append):
         model(input_ids=prompt(9, batch=2))
@@ -98,8 +98,8 @@ def test_scores_are_shares_of_one(case: FamilyCase) -> None:
 
 
 @pytest.mark.parametrize("model_type", CORRECTED)
-def test_largest_scores_are_not_the_choice_of_these(model_type: str) -> None:
-    """Else the first test would pass with a plain top-k."""
+def test_corrections_and_groups_change_the_choice(model_type: str) -> None:
+    """Otherwise the first test would pass with a plain top-k."""
     calls = [call for call in calls_of(model_type) if call.router.exact]
     plain = [call.scores.topk(call.top_k_index.shape[-1], dim=-1).indices for call in calls]
     assert any(sets(index) != sets(call.top_k_index) for index, call in zip(plain, calls, strict=True))
@@ -111,8 +111,8 @@ def test_the_first_layer_of_a_router_with_a_state_needs_none() -> None:
 
 
 @pytest.mark.parametrize("model_type", FUNCTIONS)
-def test_the_scores_are_the_familys(model_type: str) -> None:
-    """Weights of the chosen are their scores, up to one factor for each token."""
+def test_weights_are_proportional_to_the_scores(model_type: str) -> None:
+    """Weights of the chosen experts are their scores, up to one factor per token."""
     call = calls_of(model_type)[-1]
     output = RouterOutput.read(call.router.module(call.router_input), call.router.num_experts)
     assert score_function(output) == FUNCTIONS[model_type]
@@ -123,14 +123,14 @@ def test_the_scores_are_the_familys(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "gemma4_text", "granitemoe"])
-def test_bfloat16_weights_show_their_function_too(model_type: str) -> None:
+def test_the_score_function_is_recognised_in_bfloat16(model_type: str) -> None:
     call = watched(build_model(named(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
     assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
     torch.testing.assert_close(call.scores, calls_of(model_type)[0].scores, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
-def test_injected_models_are_watched_alike(model_type: str) -> None:
+def test_calls_of_injected_models_are_watched(model_type: str) -> None:
     stock = calls_of(model_type)
     injected = optimize_and_load(build_model(named(model_type)), "cpu-exact", progress=False, threads=1)
     for found, expected in zip(watched(injected), stock, strict=True):
@@ -139,21 +139,21 @@ def test_injected_models_are_watched_alike(model_type: str) -> None:
         torch.testing.assert_close(found.scores, expected.scores)
 
 
-def test_predictions_are_likeliest_first() -> None:
+def test_predictions_are_sorted_by_likelihood() -> None:
     calls = calls_of("deepseek_v3")  # its router does not sort
     for call in calls:
         whole = call.router.route(call.router_input)
         assert bool((whole.top_k_weights[:, :-1] >= whole.top_k_weights[:, 1:]).all())
 
 
-def test_a_prediction_is_another_layers_choice_on_these_hidden_states() -> None:
+def test_a_prediction_is_a_later_router_applied_to_the_same_hidden_states() -> None:
     first, second = calls_of("mixtral")[:2]
     assert isinstance(second.router.module.weight, nn.Parameter)
     expected = F.linear(first.router_input, second.router.module.weight).topk(2, dim=-1).indices
     assert sets(second.router.route(first.router_input).top_k_index) == sets(expected)
 
 
-def test_predicting_runs_no_hook() -> None:
+def test_predictions_run_no_hook() -> None:
     model = build_model(named("qwen3_moe"))
     router = routers_of(model)["model.layers.1.mlp.experts"]
     calls: list[object] = []
@@ -162,7 +162,7 @@ def test_predicting_runs_no_hook() -> None:
     assert not calls
 
 
-def test_hooks_are_gone_after_a_failure() -> None:
+def test_hooks_are_removed_after_a_failure() -> None:
     model = build_model(named("mixtral"))
 
     def fail(call: RoutedCall) -> None:
@@ -191,7 +191,7 @@ def test_experts_without_a_router_are_refused() -> None:
 
 
 class Linear(nn.Module):
-    """A block of the form of Jamba in transformers 5.17: the router gives logits, the block makes a choice of them."""
+    """A block like Jamba's in transformers 5.17: the router returns logits, and the block chooses."""
 
     def __init__(self, chooses: bool) -> None:
         super().__init__()
@@ -203,13 +203,13 @@ class Linear(nn.Module):
             self.route_tokens_to_experts = self.least
 
     def least(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """An unusual choice, so that a plain one shows."""
+        """Choose the least likely experts, unlike a plain top-k."""
         weights, index = router_logits.softmax(-1).topk(self.top_k, dim=-1, largest=False)
         return index, weights.to(hidden_states.dtype)
 
 
 @pytest.mark.parametrize("chooses", [True, False])
-def test_a_router_of_logits_alone(chooses: bool) -> None:
+def test_a_router_that_returns_logits_alone_is_completed_by_its_block(chooses: bool) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"mlp": Linear(chooses)})
     tokens = torch.randn(5, 8)
@@ -219,7 +219,7 @@ def test_a_router_of_logits_alone(chooses: bool) -> None:
     assert router.exact == chooses
 
 
-def test_scores_of_any_order_of_outputs() -> None:
+def test_scores_are_found_in_any_order_of_outputs() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]])
     index, weights = torch.tensor([[2], [0]]), torch.ones(2, 1)
     expected = logits.softmax(-1)
@@ -231,15 +231,15 @@ def test_scores_of_any_order_of_outputs() -> None:
     torch.testing.assert_close(scores_of(logits, 3, "sigmoid").sum(-1), torch.ones(2))
 
 
-def test_a_layer_that_takes_all_its_experts() -> None:
-    """Then weights are as wide as logits."""
+def test_logits_are_found_where_a_layer_chooses_all_experts() -> None:
+    """In such a layer, weights are as wide as logits."""
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     weights, index = logits.softmax(-1).topk(3, dim=-1)
     for output in ((logits, weights, index), (index, weights, logits)):
         torch.testing.assert_close(scores_of(output, 3), logits.softmax(-1))
 
 
-def test_scores_that_are_not_there() -> None:
+def test_an_output_without_scores_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a router of 6 experts returned \(2, 3\), without scores"):
         scores_of(torch.zeros(2, 3), 6)
     with pytest.raises(ValueError, match="returned no tensor"):

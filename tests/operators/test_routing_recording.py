@@ -39,7 +39,7 @@ def decoded(model: PreTrainedModel, ids: torch.Tensor) -> list[RoutedCall]:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral"])
-def test_a_text_in_one_pass_routes_as_in_decoding(model_type: str) -> None:
+def test_one_pass_over_a_text_routes_like_decoding(model_type: str) -> None:
     model, (ids,) = model_of(model_type), texts(12)
     trace = record_trace(model, [ids], "tiny")
     calls = decoded(model, ids)
@@ -94,7 +94,7 @@ def test_an_injected_model_gives_the_same_trace() -> None:
 
 
 class Blocks(nn.Module):
-    """Two layers that route, one of them to more experts."""
+    """Two layers with routers, one of which has more experts."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_both_forms_of_padded_slots_become_minus_one() -> None:
     assert trace.weights.dtype == np.float32
 
 
-def test_models_that_cannot_be_recorded() -> None:
+def test_models_without_one_routing_shape_are_refused() -> None:
     with pytest.raises(TraceError, match=r"layers differ in \(experts, experts per token\): \[\(6, 2\), \(7, 2\)\]"):
         record_trace(Blocks(6, 7), texts(5), "blocks", depths=0)
     with pytest.raises(UnsupportedModelError, match="Blocks ran no experts module that has a router"):
@@ -139,14 +139,14 @@ def test_models_that_cannot_be_recorded() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Trace:
-    """The bundled model on a few hundred random ids, which are no text: only what holds for any input is tested on it."""
+    """Record the bundled model on a few hundred random ids; tests on it must hold for any input."""
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32).eval()
     ids = torch.randint(3, 1000, (400,), generator=torch.Generator().manual_seed(0))
     return record_trace(model, [ids], "demo")
 
 
 def test_predictions_of_a_trained_model_beat_chance(trained: Trace) -> None:
-    """Better than chance, and better for nearer layers."""
+    """Predictions are better than chance, and better for nearer layers."""
     chance = trained.top_k / trained.num_experts
     recalls = [recall_share(trained, depth) for depth in (1, 2, 3)]
     assert recalls == sorted(recalls, reverse=True)

@@ -16,7 +16,7 @@ from moegraft.operators.routing_trace import Trace, TraceError, joined
 
 
 @pytest.mark.parametrize(("tokens", "layers", "depths"), [(1, 1, 0), (1, 3, 3), (9, 2, 3)])
-def test_saved_and_loaded(tokens: int, layers: int, depths: int, tmp_path: Path) -> None:
+def test_a_saved_trace_is_loaded_unchanged(tokens: int, layers: int, depths: int, tmp_path: Path) -> None:
     trace = random_trace(tokens, layers, depths=depths, padded=0.2)
     trace.save(tmp_path / "any.name")
     found = Trace.load(tmp_path / "any.name")
@@ -41,7 +41,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda arrays: arrays.update(chosen=arrays["chosen"].astype(np.float32)), "chosen is of type float32"),
     (lambda arrays: arrays.update(chosen=arrays["chosen"] + 5), "chosen has ids from 5 to 10; there are 6 experts"),
     (lambda arrays: arrays.update(chosen=arrays["chosen"] * 0 - 2), "chosen has ids from -2"),
-    (lambda arrays: arrays.update(chosen=arrays["chosen"] * 0), "chosen has a token that takes one expert twice"),
+    (lambda arrays: arrays.update(chosen=arrays["chosen"] * 0), "chosen has a token that chooses one expert twice"),
     (lambda arrays: arrays.update(predicted=arrays["predicted"] * 0 + 6), "predicted has ids from 6 to 6; there are 6 experts"),
     (lambda arrays: arrays.update(predicted=arrays["predicted"][:, :3]), r"predicted is \(3, 3, 2, 2\); scores of shape \(4, 2, 6\) need"),
     (lambda arrays: arrays.update(weights=arrays["weights"][:, :1]), r"weights is \(4, 1, 2\); scores of shape \(4, 2, 6\) need"),
@@ -65,14 +65,14 @@ def test_the_error_names_a_damaged_file_and_its_defect(damage: Callable[[dict[st
 
 
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"PK\x03\x04 cut short"])
-def test_a_file_that_is_not_a_trace(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"trace\.npz: not a routing trace"):
         Trace.load(path)
 
 
-def test_a_file_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     random_trace(50).save(path)
     path.write_bytes(path.read_bytes()[:-200])
@@ -80,7 +80,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
         Trace.load(path)
 
 
-def test_a_file_with_changed_bytes(tmp_path: Path) -> None:
+def test_a_file_with_changed_bytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     random_trace(50).save(path)
     whole = path.read_bytes()
@@ -89,19 +89,19 @@ def test_a_file_with_changed_bytes(tmp_path: Path) -> None:
         Trace.load(path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Trace.load(tmp_path / "trace.npz")
 
 
-def test_a_file_of_one_array(tmp_path: Path) -> None:
+def test_a_file_of_one_array_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "one.npy").open("wb") as file:
         np.save(file, np.zeros(3))
     with pytest.raises(TraceError, match=r"one\.npy: not a routing trace"):
         Trace.load(tmp_path / "one.npy")
 
 
-def test_a_file_with_objects_runs_none_of_them(tmp_path: Path) -> None:
+def test_a_file_with_pickled_objects_is_refused_without_running_them(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     np.savez(path, **(arrays_of(path) | {"source": np.array([{}], dtype=object)}))
     with pytest.raises(TraceError, match="not a routing trace: Object arrays cannot be loaded"):
@@ -121,14 +121,14 @@ def small() -> Trace:
     )
 
 
-def test_counts() -> None:
+def test_uses_and_loads_are_counted() -> None:
     trace = small()
     assert (trace.num_tokens, trace.num_layers, trace.num_experts, trace.top_k, trace.depths) == (4, 2, 4, 2, 1)
     np.testing.assert_array_equal(trace.loads(), [[1, 4, 3, 0], [1, 2, 2, 2]])
     np.testing.assert_array_equal(trace.used()[1], [[False, True, True, False], [False, True, False, False]])
 
 
-def test_reuse_and_recall() -> None:
+def test_reuse_and_recall_match_hand_computed_shares() -> None:
     traces = import_benchmark("traces")
     # Layer two has a prediction: of 2, 1, 2 and 2 used experts, 1, 1, 0 and 2 were predicted.
     assert traces.recall_share(small(), 1) == pytest.approx(4 / 7)

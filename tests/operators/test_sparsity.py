@@ -1,4 +1,4 @@
-"""What is counted, summed up and warned about while a model runs."""
+"""Counts of neurons, their sums and the warning about drift while a model runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moegraft.operators.sparsity import WINDOW_TOKENS, LayerSparsity, SparseLaye
 from moegraft.operators.thresholds import SparsityOptions
 
 OPTIONS = SparsityOptions(0.7, "routed")
-NEURONS = 100  # a token, in these tests
+NEURONS = 100  # neurons per token in these tests
 
 
 def joined(count: int) -> tuple[SparseLayers, list[LayerSparsity]]:
@@ -22,7 +22,7 @@ def joined(count: int) -> tuple[SparseLayers, list[LayerSparsity]]:
 
 
 def run(layers: list[LayerSparsity], tokens: int, shares: list[float]) -> None:
-    """One forward pass in which each layer leaves a share out."""
+    """Run one forward pass in which each layer leaves a share out."""
     for layer, share in zip(layers, shares, strict=True):
         layer.begin(tokens)
         layer.counts[:] += (round(tokens * NEURONS * (1 - share)), tokens * NEURONS)
@@ -42,23 +42,25 @@ def test_drift_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("shares", [[0.62, 0.78], [0.685, 0.685], [0.715, 0.715]])
-def test_layers_count_together_and_two_points_are_allowed(caplog: pytest.LogCaptureFixture, shares: list[float]) -> None:
+def test_drift_is_that_of_all_layers_together_and_up_to_two_points_are_allowed(
+    caplog: pytest.LogCaptureFixture, shares: list[float]
+) -> None:
     _, layers = joined(2)
     for _ in range(3):
         run(layers, WINDOW_TOKENS, shares)
     assert warnings(caplog) == []
 
 
-def test_drift_shows_after_a_long_time_on_target(caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_is_noticed_after_many_tokens_on_target(caplog: pytest.LogCaptureFixture) -> None:
     _, layers = joined(1)
     for _ in range(100):
         run(layers, WINDOW_TOKENS, [0.7])
     for _ in range(2):
-        run(layers, WINDOW_TOKENS, [0.75])  # the sum of all would still be at 70 %
+        run(layers, WINDOW_TOKENS, [0.75])  # the total since the start would still be 70 %
     assert len(warnings(caplog)) == 1
 
 
-def test_few_tokens_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_tokens_are_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     _, layers = joined(1)
     run(layers, WINDOW_TOKENS - 1, [0.1])
     run(layers, 1, [0.7])
@@ -86,7 +88,7 @@ def test_statistics_are_by_target() -> None:
     assert found[0].statistics() == {"threshold": 0.1, "routed_sparsity": pytest.approx(0.6), "neurons": 1000}
 
 
-def test_two_models_count_apart() -> None:
+def test_two_models_count_separately() -> None:
     (_, [one]), (_, [other]) = joined(1), joined(1)
     run([one], 5, [0.9])
     assert one.achieved == pytest.approx(0.9) and other.achieved is None

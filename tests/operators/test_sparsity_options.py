@@ -1,4 +1,4 @@
-"""What a target is a share of, and targets that cannot be."""
+"""The scope of a target, and targets that are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moegraft.operators.thresholds import SparsityOptions, routed_target
 QWEN35 = {"top_k": 8, "intermediate": 512, "shared_intermediate": 512}  # Qwen3.5-35B-A3B: a shared expert as wide as each of 8
 
 
-def test_the_published_accounting() -> None:
+def test_total_targets_match_the_published_accounting() -> None:
     # The published total sparsities of this model are eight ninths of the routed ones.
     assert routed_target(SparsityOptions(0.85, "total"), **QWEN35) == pytest.approx(0.85 * 9 / 8)
     assert routed_target(SparsityOptions(0.85, "routed"), **QWEN35) == 0.85
@@ -20,19 +20,19 @@ def test_the_published_accounting() -> None:
         assert routed * 8 / 9 == pytest.approx(target)
 
 
-def test_without_shared_experts_both_ways_of_counting_agree() -> None:
+def test_without_shared_experts_both_scopes_are_equal() -> None:
     assert routed_target(SparsityOptions(0.7, "total"), top_k=8, intermediate=768, shared_intermediate=0) == 0.7
 
 
 @pytest.mark.parametrize("target", [8 / 9, 0.95])
-def test_what_shared_experts_make_unreachable(target: float) -> None:
-    with pytest.raises(ValueError, match=r"cannot be reached: the shared expert stays whole, so that 0.889 would leave no routed neuron"):
+def test_a_target_that_shared_neurons_make_unreachable_is_refused(target: float) -> None:
+    with pytest.raises(ValueError, match=r"cannot be reached: shared neurons are always computed, so the target must be below 0.889"):
         routed_target(SparsityOptions(target, "total"), **QWEN35)
 
 
 @pytest.mark.parametrize(
     ("target", "message"), [(85.0, "not 85; write 0.85"), (1.0, "not 1$"), (-0.1, "not -0.1"), (float("nan"), "not nan")]
 )
-def test_a_target_is_a_share(target: float, message: str) -> None:
+def test_a_target_outside_zero_to_one_is_refused(target: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparsityOptions(target, "routed", Path("t.json"))

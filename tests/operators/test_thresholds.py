@@ -1,4 +1,4 @@
-"""The thresholds file: what is written is read, what is damaged or of another form is refused, and hashes tell weights apart."""
+"""The thresholds file: it is written and read unchanged, damaged or other files are refused, and hashes distinguish weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made() -> Thresholds:
     return Thresholds("tiny", "qwen3_moe", "f" * 64, 1000, 250, 2, {PATH: layer}, tuple(2 * value for value in quantiles), (held_out,))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_file_is_read_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
     write_thresholds(made(), path)
     found = read_thresholds(path)
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert max(len(line.split()) for line in path.read_text().splitlines()) > 100  # a list of quantiles is one line
 
 
-def test_an_older_file_has_the_scope_as_counts(tmp_path: Path) -> None:
+def test_an_older_file_with_the_key_counts_is_read(tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
     write_thresholds(made(), path)
     body = json.loads(path.read_text())
@@ -55,7 +55,7 @@ def test_an_older_file_has_the_scope_as_counts(tmp_path: Path) -> None:
     assert read_thresholds(path).held_out == made().held_out
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text("before")
 
@@ -68,7 +68,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
 
 
-def test_a_threshold_between_two_of_the_grid() -> None:
+def test_a_threshold_between_two_shares_is_interpolated() -> None:
     found = made()
     assert found.threshold(PATH, 0.0, "layer") == 0.0
     assert found.threshold(PATH, 0.5, "layer") == pytest.approx(2.0**-6)
@@ -117,14 +117,14 @@ def test_a_damaged_file_is_refused(damage: Callable[[dict[str, Any]], None], mes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "[" * 100_000], ids=lambda text: text[:3])
-def test_what_is_no_thresholds_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "thresholds.json"
     path.write_text(text)
     with pytest.raises(ThresholdsError, match="moegraft calibrate"):
         read_thresholds(path)
 
 
-def test_no_file_says_how_to_write_it(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_the_command_that_writes_it(tmp_path: Path) -> None:
     with pytest.raises(ThresholdsError, match=r"mine.json: no such file; write it with: moegraft calibrate --out mine.json"):
         read_thresholds(tmp_path / "mine.json")
 
@@ -149,11 +149,11 @@ class Rows:
         return ""
 
 
-def test_hashes_tell_weights_apart_and_not_dtypes() -> None:
+def test_hashes_depend_on_values_but_not_on_dtypes_or_strides() -> None:
     weights = torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
     first = weights_hash(Rows(weights), 5)
     assert first == weights_hash(Rows(weights.float()), 5)  # the same values
-    assert first == weights_hash(Rows(weights.transpose(1, 2).contiguous().transpose(1, 2)), 5)  # however they lie in memory
+    assert first == weights_hash(Rows(weights.transpose(1, 2).contiguous().transpose(1, 2)), 5)  # independent of the memory layout
     for expert in (0, 2, 4):
         other = weights.clone()
         other[expert, 4, 5] += 1

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its debugging pipe: no driver and no package is needed, only the browser."""
+"""A headless Chromium, controlled through its debugging pipe without a driver or a package."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE_S = 60  # a busy machine is no failure; a hang is
+PATIENCE_S = 60  # long enough for a busy machine, but ends a hang
 KEYS = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "Tab": 9}
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine, if it has one."""
+    """Return the path of the installed browser, if there is one."""
     return next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 
 
 class Tab:
-    """One page. `requested` and `errors` grow while anything is awaited."""
+    """One page. `requested` and `errors` grow during every wait."""
 
     def __init__(self, write_to: int, read_from: int) -> None:
         self._write_to, self._read_from = write_to, read_from
@@ -43,21 +43,23 @@ class Tab:
         self.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(address)})")
 
     def look(self, *, width: int = 1000, height: int = 800, dark: bool = False, mobile: bool = False) -> None:
-        """Sets the size and the colours that the person likes."""
+        """Set the size of the page and the preferred colour scheme."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
     def value(self, expression: str) -> Any:
-        """What an expression comes to."""
+        """Return the value of an expression."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """Waits until it is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} never was; the page says {self.value('document.body.innerText')!r}"
+            assert time.monotonic() < deadline, (
+                f"{expression} did not become true; the page shows {self.value('document.body.innerText')!r}"
+            )
             time.sleep(0.02)
         return found
 
@@ -108,7 +110,7 @@ class Tab:
 
 @contextmanager
 def browsing(chromium: str) -> Iterator[Tab]:
-    """A tab of a browser that lives as long as the body runs, with a profile of its own."""
+    """Open a tab of a browser with a profile of its own during the body."""
     to_browser, our_writes = os.pipe()
     our_reads, from_browser = os.pipe()
     # The browser takes commands at descriptor 3 and answers at 4.

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 257 words: one a byte, and <end> as 0."""
+    """Return a tokenizer of 257 tokens: one per byte, and <end> as 0."""
     letters = {letter: number for number, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

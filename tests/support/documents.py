@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the blocks in them that a reader would copy."""
+"""The pages of the documentation and their code blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from support import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "rules" / "README.md", *sorted((ROOT / "rules" / "guide").glob("*.md")))
-# A mark that stands above a block, the block's language, and what is in it.
+# A mark above a block, the block's language, and its contents.
 _BLOCK = re.compile(r"(?:^ *<!-- (?P<mark>[\w ]+) -->\n)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -24,16 +24,16 @@ class Block:
 
     @property
     def place(self) -> str:
-        """For a test's name."""
+        """Return the position of a block for a test's name."""
         return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}"
 
 
 def blocks(language: str, mark: str | None = None) -> list[Block]:
-    """All blocks of a language, as they would be saved; with `mark`, those that have it above them."""
+    """Return all blocks of a language, ready to be saved; with `mark`, only those below this mark."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        # All blocks are found first: the end of one in another language would pass for the start of one without.
+        # All blocks are matched, because the end of a block in another language looks like the start of one without a language.
         for block in _BLOCK.finditer(text):
             line = text[: block.start("text")].count("\n") + 1
             if block["language"] == language and mark in (None, block["mark"]):

@@ -1,4 +1,4 @@
-"""An engine over real layers of random experts on an emulated device, and the reference's answer for every call."""
+"""An engine over real layers of random experts on an emulated device, and the reference result of every call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.kernel_cases import Layer, make_batch, make_layer
 from support.transfer_harness import make_device
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 3
-# An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans differ with what is resident.
+# An expert of the tests has 24 KiB: 1 ms over this link, as long as on the CPU, so that plans depend on the resident set.
 MACHINE = MachineProfile("even", cpu_gb_s=0.03, cpu_gflop_s=1.0, gpu_gb_s=1.0, gpu_tflop_s=1.0, link_gb_s=0.025)
 TABLES = CostTables(
     cpu_ms=((1, 0.8), (64, 8.0)), gpu_ms=((1, 0.1), (64, 0.2)), transfer_ms=((1, 1.0 / 24576), (24576, 1.0)), first_cpu_ms=0.2
@@ -47,7 +47,7 @@ class Setting:
 
 
 class EngineRig:
-    """Calls layers as a model would, one after another, with predictions that are sometimes right."""
+    """Calls layers in a model's order, with predictions that are sometimes correct."""
 
     def __init__(self, setting: Setting, dtype: torch.dtype = torch.float32) -> None:
         self.layers: list[Layer] = [make_layer(num_experts=EXPERTS, hidden=64, intermediate=32, seed=seed) for seed in range(LAYERS)]
@@ -69,7 +69,7 @@ class EngineRig:
         self._rng = np.random.default_rng(0)
 
     def call(self, number: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the engine computes, and what is right."""
+        """Return the engine's result and the reference's."""
         layer = self.layers[number]
         x, index, weights = make_batch(tokens, TOP_K, layer, self.dtype, seed)
         if seed % 3 == 0 and tokens:

@@ -1,4 +1,4 @@
-"""Peers for the benchmarks' own processes, which import them by name: one that works, and some that fail at what they are asked."""
+"""Peers that the benchmarks' processes import by name: one that works, and some that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The interface of `cpu_model.Phases`; a `deadly` phase ends the process as an illegal instruction does."""
+    """The interface of `cpu_model.Phases`; a `deadly` phase ends the process like an illegal instruction."""
 
     deadly: str = ""
 
@@ -70,7 +70,7 @@ def refuse(peer: Phases, text: str) -> None:
 
 @contextmanager
 def layer_provider(name: str, weight_type: str, threads: int) -> Iterator[str]:
-    """For `kt_kernel_peer`: of the peers, the one with two threads ends by itself."""
+    """A layer for `kt_kernel_peer`; the peer with two threads ends its process."""
     yield "dies" if (name, threads) == ("kt-kernel", 2) else "works"
 
 

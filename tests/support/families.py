@@ -1,7 +1,7 @@
 """Tiny models of every family of the installed transformers whose experts follow the shared experts interface.
 
-A family is a package of `transformers.models`. One that has the interface and no row in `ROWS` is found by `unlisted_families`; a row
-whose family the installed version lacks is left out of `family_cases`.
+A family is a package of `transformers.models`. `unlisted_families` returns families that have the interface and no row in `ROWS`;
+`family_cases` leaves out rows whose family the installed version lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
 
 DECORATOR = "use_experts_implementation"
-ROUTER_GAIN = 2.0  # standard deviation of router logits: some experts are chosen often, some seldom
+ROUTER_GAIN = 2.0  # standard deviation of router logits: some experts are chosen often, others rarely
 
 
 def _models_folder() -> Path:
@@ -33,7 +33,7 @@ def _models_folder() -> Path:
 
 @cache
 def library_families() -> Mapping[str, tuple[str, ...]]:
-    """Every family of the installed transformers that has the interface, with its experts classes."""
+    """Return every family of the installed transformers that has the interface, with its experts classes."""
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted(_models_folder().glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -46,12 +46,12 @@ def library_families() -> Mapping[str, tuple[str, ...]]:
 
 
 def unlisted_families() -> list[str]:
-    """Families of the installed transformers that have the interface and no row here."""
+    """Return the families of the installed transformers that have the interface and no row."""
     return sorted(set(library_families()) - {case.family for case in ROWS})
 
 
 def family_cases() -> list[FamilyCase]:
-    """Every row whose family the installed transformers has; refused are also those that it has without the interface."""
+    """Return every row whose family the installed transformers has; a family without the interface becomes a refused case."""
     cases = [case for case in ROWS if (_models_folder() / case.family).is_dir()]
     without = {case.family for case in cases} - set(library_families())
     return [
@@ -61,7 +61,7 @@ def family_cases() -> list[FamilyCase]:
 
 
 def served_cases() -> list[FamilyCase]:
-    """The cases that an injected model must match the stock one on."""
+    """Return the cases in which an injected model must match the stock one."""
     return [case for case in family_cases() if case.reason is None]
 
 
@@ -73,19 +73,19 @@ def model_class(case: FamilyCase) -> type[PreTrainedModel]:
 
 
 def _chosen(config_class: type[PreTrainedConfig], small: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own`, and `small` for the other fields that `config_class` has."""
+    """Return `own`, and `small` for the other fields of `config_class`."""
     names = {f.name for f in dataclasses.fields(config_class)}
     return {name: value for name, value in small.items() if name in names} | dict(own)
 
 
 def _tower(default: PreTrainedConfig, own: Mapping[str, Any]) -> PreTrainedConfig:
-    """The smallest configuration of the type of `default`, towers inside it likewise."""
+    """Return the smallest configuration of the type of `default`, including its towers."""
     inner = {name: _tower(getattr(default, name), own.get(name, {})) for name in default.sub_configs}
     return type(default)(**_chosen(type(default), SMALL_TOWER, {**own, **inner}))
 
 
 def build_config(case: FamilyCase) -> PreTrainedConfig:
-    """The tiny configuration of `case`: three layers, at least one of them with routed experts."""
+    """Return the tiny configuration of `case`: three layers, at least one of them with routed experts."""
     config_class = model_class(case).config_class
     assert config_class is not None, f"{case.model_class} names no configuration class"
     assert config_class.model_type == case.model_type, f"{case.model_class} is of type {config_class.model_type}"
@@ -112,7 +112,7 @@ def _fan_in(module: nn.Module, weight: torch.Tensor) -> int:
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights that keep activations near 1 in every layer, biases and norms off their neutral values, uneven routing."""
+    """Set weights that keep activations near 1 in every layer, with biases and norms off their neutral values and uneven routing."""
     generator = torch.Generator().manual_seed(seed)
     num_experts = {count for module in model.modules() if isinstance(count := getattr(module, "num_experts", None), int)}
     router_rows = num_experts | {count + 1 for count in num_experts}  # zaya's router may also choose no expert
@@ -128,14 +128,14 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             if name in module._non_persistent_buffers_set:
                 continue
             if buffer.is_floating_point() and buffer.dim() == 1 and buffer.shape[0] in router_rows:
-                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))  # a router's correction of its scores
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))  # a correction bias of a router
             elif name == "tid2eid":  # deepseek_v4: the experts of each token id
                 scores = torch.rand(buffer.shape[0], max(num_experts), generator=generator)
                 buffer.copy_(scores.topk(buffer.shape[1]).indices)
 
 
 def build_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
-    """A stock model of `case` in float32 and evaluation mode, whose logits and routing depend on every weight."""
+    """Return a stock model of `case` in float32 and evaluation mode, whose logits and routing depend on every weight."""
     assert case.buildable, f"{case.model_type}: {case.reason}"
     torch.manual_seed(seed)
     model: PreTrainedModel = model_class(case)(build_config(case)).train(False)
@@ -143,13 +143,13 @@ def build_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
     if case.generates:
         settings = model.generation_config
         assert settings is not None, f"{case.model_class} cannot generate"
-        settings.eos_token_id = None  # 64 tokens are 64 tokens
+        settings.eos_token_id = None  # so that generation does not end early
         settings.pad_token_id = 0
     return model
 
 
 def save_checkpoint(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float32, shards: int = 1, seed: int = 0) -> None:
-    """Writes `build_model(case, seed)` in `dtype` as `save_pretrained` does, in at least `shards` files."""
+    """Write `build_model(case, seed)` in `dtype` by `save_pretrained`, in at least `shards` files."""
     model = build_model(case, seed)
     for weight in (*model.parameters(), *model.buffers()):
         weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
@@ -158,11 +158,11 @@ def save_checkpoint(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.f
 
 
 def stock_model(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint as transformers loads it."""
+    """Load the checkpoint with transformers."""
     model: PreTrainedModel = model_class(case).from_pretrained(folder, dtype=dtype).train(False)
     return model
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    """(batch, length) int64 token ids, none of them special."""
+    """Return token ids (batch, length) int64 without special tokens."""
     return torch.randint(3, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-VOCAB_SIZE = 101  # odd: no padded row of a kernel or a tokenizer hides in it
+VOCAB_SIZE = 101  # odd, so that padded rows of a kernel are noticed
 
-# For every field of these names that a text configuration has. Widths of 24 and 40 are multiples of no vector and of no
-# quantisation group; 6 experts are no power of two.
+# Values for the fields of these names in a text configuration. Widths of 24 and 40 are multiples of no vector and of no quantisation
+# group; 6 experts are no power of two.
 SMALL_TEXT: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -74,7 +74,7 @@ SMALL_TEXT: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 
-# The same for the image and sound towers of a model that is fed text only: as small as they go.
+# Values for image and sound towers, as small as possible, since tests use only text.
 SMALL_TOWER: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -112,7 +112,7 @@ LINEAR_THEN_FULL: Mapping[str, Any] = {"layer_types": ["linear_attention", "full
 HYBRID_SLIDING: Mapping[str, Any] = {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
 SLIDING_THEN_FULL: Mapping[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 DENSE_THEN_SPARSE: Mapping[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-EVERY_HEAD_ITS_KEYS: Mapping[str, Any] = {"num_key_value_heads": 4}  # latent attention expands to one key a head
+EVERY_HEAD_ITS_KEYS: Mapping[str, Any] = {"num_key_value_heads": 4}  # latent attention expands to one key per head
 NO_ROTARY_PART: Mapping[str, Any] = {"qk_rope_head_dim": 0, "index_kpool": 4}
 SMALL_DOTS3: Mapping[str, Any] = {
     "head_dim": 24,
@@ -144,7 +144,7 @@ SMALL_GEMMA4: Mapping[str, Any] = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
 }
-UNKNOWN_GATE = "{} has a gate function of a form that the kernel does not know"
+UNKNOWN_GATE = "{} has a gate function of a form that the kernel does not support"
 NO_INTERFACE = "{} does not follow transformers' shared experts interface"
 NOT_IN_ONE_MODULE = "({}) is named so, but does not hold its experts in 3-D parameters"
 SMALL_SAM: Mapping[str, Mapping[str, Any]] = {"vision_config": {"sam_config": {"downsample_channels": [32, 32]}}}
@@ -152,20 +152,20 @@ SMALL_SAM: Mapping[str, Mapping[str, Any]] = {"vision_config": {"sam_config": {"
 
 @dataclass(frozen=True, slots=True)
 class FamilyCase:
-    """One model class of one family: how its tiny configuration differs from `SMALL_TEXT`, or why it is not served."""
+    """One model class of one family: the differences of its tiny configuration from `SMALL_TEXT`, or the reason of its refusal."""
 
     model_type: str
     model_class: str
     family: str  # the package in transformers.models
     text: Mapping[str, Any] = field(default_factory=dict)
     towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # other sub-configurations by name
-    whole: Mapping[str, Any] = field(default_factory=dict)  # fields beside the sub-configurations
-    generates: bool = True  # False: it labels tokens; served as a loaded model, refused as a checkpoint
-    reason: str | None = None  # why it cannot be served, where a model can be built in the words of the refusal; None: it is
+    whole: Mapping[str, Any] = field(default_factory=dict)  # fields outside the sub-configurations
+    generates: bool = True  # False for models that label tokens: supported when loaded, refused as a checkpoint
+    reason: str | None = None  # why it is refused, a part of the message if the model can be built; None if it is supported
 
     @property
     def buildable(self) -> bool:
-        """Whether a tiny model can be made and fed text: also true of some that are refused."""
+        """Whether a tiny model can be built and run on text, which holds for some refused ones too."""
         return bool(self.model_class)
 
 
@@ -286,7 +286,7 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("solar_open", "SolarOpenForCausalLM"),
     _row("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", towers=SMALL_SAM),
     _row("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1}),
-    # Mixtures of experts that do not follow the interface.
+    # Mixtures of experts without the interface.
     _row(
         "dbrx",
         "DbrxForCausalLM",

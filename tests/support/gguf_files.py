@@ -1,4 +1,4 @@
-"""Tiny models as GGUF files, written the way llama.cpp's converter writes them; its names and orders stand here a second time."""
+"""Tiny models as GGUF files in the format of llama.cpp's converter, with independent copies of its names and orders."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _block_name(name: str, model_type: str) -> str:
 
 
 def _as_llama_turns(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows r and r + d/2 of each head side by side."""
+    """Interleave rows r and r + d/2 of each head."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str) -> Tensors:
-    """The fused parameter `mlp.experts.<name>` as the parts that the files have."""
+    """Split the fused parameter `mlp.experts.<name>` into the tensors of the files."""
     bias = name.endswith("_bias")
     suffix = "bias" if bias else "weight"
     rows = values if bias or model_type != "gpt_oss" else values.swapaxes(1, 2)
@@ -103,7 +103,7 @@ def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) ->
 
 
 def tensors_of(model: PreTrainedModel) -> Tensors:
-    """Every tensor of the model's GGUF file, in float32 and in PyTorch's order of dimensions."""
+    """Return every tensor of the model's GGUF file, in float32 and in PyTorch's order of dimensions."""
     state = model.state_dict()
     tied = model.all_tied_weights_keys
     found: Tensors = {}
@@ -114,7 +114,7 @@ def tensors_of(model: PreTrainedModel) -> Tensors:
 
 
 def split_key_value(tensors: Tensors, model: PreTrainedModel) -> Tensors:
-    """`attn_kv_b` in the two halves of files since 2025-04."""
+    """Split `attn_kv_b` into two tensors, as in files since 2025-04."""
     config = model.config
     found: Tensors = {}
     for name, values in tensors.items():
@@ -129,7 +129,7 @@ def split_key_value(tensors: Tensors, model: PreTrainedModel) -> Tensors:
 
 
 def experts_apart(tensors: Tensors) -> Tensors:
-    """One tensor an expert, as in files of before 2024-04."""
+    """Split experts into one tensor each, as in files before 2024-04."""
     found: Tensors = {}
     for name, values in tensors.items():
         if "_exps." not in name:
@@ -140,7 +140,7 @@ def experts_apart(tensors: Tensors) -> Tensors:
 
 
 def gate_and_up_together(tensors: Tensors) -> Tensors:
-    """One tensor of gate and up rows."""
+    """Join gate and up rows in one tensor."""
     found = {name: values for name, values in tensors.items() if "ffn_gate_exps" not in name and "ffn_up_exps" not in name}
     for name in [name for name in tensors if "ffn_gate_exps" in name]:
         both = [tensors[name], tensors[name.replace("gate", "up")]]
@@ -155,7 +155,7 @@ def quantised(values: NDArray[np.float32], kind: BlockType) -> NDArray[np.generi
 
 
 def type_of(name: str, values: NDArray[np.float32], kinds: Mapping[str, BlockType]) -> BlockType:
-    """The type of the first of `kinds` whose name is in the tensor's; float32 where the rows are no whole blocks."""
+    """Return the type of the first of `kinds` whose name is in the tensor's; float32 if rows are not whole blocks."""
     kind = next((kind for part, kind in kinds.items() if part in name and values.ndim > 1), BlockType.F32)
     block = gguf.GGML_QUANT_SIZES[kind][0]
     return kind if values.shape[-1] % block == 0 else BlockType.F32
@@ -170,7 +170,7 @@ def write_gguf(
     architecture: str | None = None,
     tensors_a_file: int = 0,
 ) -> None:
-    """Writes `tensors`, by default all of `model`, to `path`, or to parts beside it of `tensors_a_file` tensors each."""
+    """Write `tensors`, by default all of `model`, to `path`, or to several files of `tensors_a_file` tensors each."""
     name = architecture or ARCHITECTURES[model.config.model_type]
     writer = gguf.GGUFWriter(str(path), name, split_max_tensors=tensors_a_file)
     writer.add_block_count(model.config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""Matrices in GGUF's Q4_K and Q6_K, which the package `gguf` reads but does not write: a plain quantiser, and blocks of any bits."""
+"""Matrices in GGUF's Q4_K and Q6_K, which the package `gguf` cannot write: a simple quantiser, and random blocks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Blocks = NDArray[np.uint8]
 
 
 def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
-    """What the blocks (..., bytes) stand for, (..., cols)."""
+    """Return the values (..., cols) of blocks (..., bytes)."""
     values: NDArray[np.float32] = gguf.dequantize(blocks, KINDS[weight_type])
     return values
 
 
 def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
-    """(..., cols) in blocks (..., bytes): each group's range from its extremes, and no search for a better one."""
+    """Quantise (..., cols) to blocks (..., bytes); each group's range is that of its extremes."""
     rows = values.reshape(-1, SUPER_BLOCK)
     packed = _q4_k(rows) if weight_type == "q4_k" else _q6_k(rows)
     return packed.reshape(*values.shape[:-1], -1)
 
 
 def any_blocks(shape: tuple[int, ...], weight_type: str, seed: int) -> Blocks:
-    """Blocks for (..., cols) of random bits, whose values are about 1 / sqrt(cols) large, and of both signs."""
+    """Return random blocks for (..., cols), whose values have both signs and are about 1 / sqrt(cols) large."""
     cols = shape[-1]
     blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], cols // SUPER_BLOCK, BLOCK_BYTES[weight_type]), np.uint8)
-    if weight_type == "q4_k":  # about half of the 63 steps of scale times half of the 15 steps of a code, less minima as large
+    if weight_type == "q4_k":  # half of the 63 steps of scale times half of the 15 steps of a code, less equally large minima
         _put_half(blocks[..., :2], 1 / (200 * cols**0.5))
         _put_half(blocks[..., 2:4], 7.5 / (200 * cols**0.5))
     else:
@@ -43,13 +43,13 @@ def _put_half(target: Blocks, value: float) -> None:
 
 
 def _half(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], Blocks]:
-    """Rounded to float16, as values and as bytes (n, 2)."""
+    """Round to float16; return the values and their bytes (n, 2)."""
     halves = values.astype(np.float16)
     return halves.astype(np.float32), halves[:, None].view(np.uint8)
 
 
 def _steps(values: NDArray[np.float32], step: NDArray[np.float32], low: int, high: int) -> NDArray[np.int64]:
-    """Of a size `step`, 0 where that is 0."""
+    """Return the number of steps of size `step`; 0 where `step` is 0."""
     whole = np.divide(values, step, out=np.zeros_like(values), where=step != 0)
     return np.clip(np.rint(whole), low, high).astype(np.int64)
 

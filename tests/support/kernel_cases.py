@@ -1,4 +1,4 @@
-"""What the kernel tests share: a layer of random experts, the reference's answer for it, and one tolerance table."""
+"""Shared cases of the kernel tests: a layer of random experts, its reference result, and one tolerance table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WEIGHT_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 PARTS = ("gate", "up", "down")
 
 # Largest relative error (Frobenius norm) against float64 on the same dequantised weights, by weight type with float32 activations.
-# Sums of a thousand float32 products, one after the other, scatter to 1e-6.
-# int8 and int4 quantise the activations to 8 bits; sums of a few dozen products scatter up to this, and
-# test_quantised_precision asks for 37 dB.
+# Sequential sums of a thousand float32 products have errors of up to 1e-6.
+# int8 and int4 quantise activations to 8 bits; these are the errors of sums of a few dozen products, while test_quantised_precision
+# requires 37 dB.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "int8": 2e-2, "int4": 2e-2}
-# What rounding the output, and for bfloat16 the activations between the projections, adds to it.
+# The additional error of rounding the output and, for bfloat16, the activations between the projections.
 ROUNDING = {torch.float32: 0.0, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """bfloat16 crosses as its bits."""
+    """Return a tensor as an array, with bfloat16 as its bits."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
@@ -38,7 +38,7 @@ def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class Layer:
-    """Random experts: the weights they were made from, and the packed form of a weight type."""
+    """Random experts: their original weights, and their packed form in a weight type."""
 
     shape: ExpertsShape
     spec: GateSpec
@@ -96,7 +96,7 @@ def make_layer(
 def make_batch(
     tokens: int, top_k: int, layer: Layer, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states (T, H), distinct experts of each token (T, K), and routing weights that are far from uniform."""
+    """Return hidden states (T, H), distinct experts of each token (T, K), and strongly non-uniform routing weights."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, layer.shape.hidden, generator=generator).to(dtype)
     scores = torch.rand(tokens, layer.shape.num_experts, generator=generator)

@@ -12,7 +12,7 @@
 namespace moegraft {
 namespace {
 
-constexpr double kNever = 1e15;  // ms: takes the place of infinite times, which cannot be subtracted
+constexpr double kNever = 1e15;  // ms: replaces infinite times, which cannot be subtracted
 constexpr std::size_t kMaxInFlight = 16;
 constexpr std::size_t kMaxStates = 30'000'000;
 constexpr int kBounds = 6;
@@ -23,16 +23,16 @@ struct Item {
 };
 
 struct State {
-  double cpu_ms, gpu_ms;  // when each is done with the items so far
+  double cpu_ms, gpu_ms;  // when each device is done with the items so far
 };
 
-// No state is at least as good in both as another: by CPU time ascending, by GPU time descending.
+// The Pareto-optimal states: by CPU time ascending and GPU time descending.
 using Front = std::vector<State>;
 
-// Weights of the three resources. Whatever the split, the makespan is at least the weighted sum of their ends.
+// Weights of the three resources. For every split, the makespan is at least the weighted sum of their end times.
 struct Bound {
   double cpu, gpu, link;
-  std::vector<double> rest_ms;  // what items from i on add to that sum at least
+  std::vector<double> rest_ms;  // the least that items from i on add to this sum
 };
 
 void merge(const Front& a, const Front& b, Front& out) {
@@ -46,8 +46,8 @@ void merge(const Front& a, const Front& b, Front& out) {
   }
 }
 
-// All splits of the residents and the missing, the experts in flight being assigned: dynamic programming over the fronts for each number of
-// transfers, cut by bounds from below.
+// All splits of resident and missing experts for a given assignment of those in flight: dynamic programming over the fronts for each number
+// of transfers, pruned by lower bounds.
 class Search {
  public:
   Search(const LayerProblem& problem, std::vector<Item> items, std::vector<std::pair<double, double>> arriving, double cpu_start,
@@ -70,7 +70,7 @@ class Search {
  private:
   double slot(std::size_t m) const { return m == 0 ? -1.0 : problem_.link_free_ms + static_cast<double>(m) * problem_.transfer_ms; }
 
-  // The GPU after the experts in flight that land in (from, until].
+  // The GPU's time after the experts in flight that arrive in (from, until].
   double arrive(double gpu_ms, double from, double until) const {
     for (const auto& [arrival, takes] : arriving_)
       if (arrival > from && arrival <= until) gpu_ms = std::max(gpu_ms, arrival) + takes;
@@ -162,8 +162,8 @@ struct Finite {
 
 }  // namespace
 
-// Exact to rounding. Throws std::invalid_argument for more than 16 experts in flight, std::runtime_error where the search grows beyond
-// the memory it may take.
+// Exact to rounding. Throws std::invalid_argument for more than 16 experts in flight, std::runtime_error if the search exceeds its memory
+// limit.
 double optimum(const LayerProblem& given) {
   const Finite finite(given);
   const LayerProblem& problem = finite.problem;
@@ -174,7 +174,7 @@ double optimum(const LayerProblem& given) {
   double best = HUGE_VAL;
   for (const Schedule schedule : {Schedule::kAllCpu, Schedule::kFixed, Schedule::kOnDemand, Schedule::kGreedy, Schedule::kTwoThreshold})
     best = std::min(best, planner.plan(problem, schedule).makespan_ms);
-  // The search charges both devices from the start; the two splits that leave one idle are among the schedules above.
+  // The search counts both devices' start times; the two splits that leave a device idle are among the schedules above.
   std::vector<Item> items;
   for (const int expert : groups.resident()) items.push_back({problem.cpu_ms[expert], problem.gpu_ms[expert], false});
   std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cpu_ms > b.cpu_ms; });

@@ -1,4 +1,4 @@
-"""The shortest makespan of a layer, by exhaustive search in C++: what tests and benchmarks compare the schedules with."""
+"""The shortest makespan of a layer, by exhaustive search in C++, with which tests and benchmarks compare schedules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compile_library(sources: Sequence[Path], folder: Path) -> ctypes.CDLL:
     """Compile `sources` and the planner with the extension's own optimisation flags, and load the library.
 
     Raises:
-        FileNotFoundError: there is no g++.
+        FileNotFoundError: g++ is not installed.
     """
     library = folder / "planner.so"
     flags = ["-O3", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}"]
@@ -52,7 +52,7 @@ def compile_library(sources: Sequence[Path], folder: Path) -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:  # a loaded library needs its file no longer
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library does not need its file
         return compile_library([Path(__file__).with_name("optimum.cpp")], Path(folder))
 
 
@@ -61,7 +61,7 @@ def optimum(problem: LayerProblem) -> float:
 
     Raises:
         ValueError: more than 16 experts in flight.
-        RuntimeError: the search grew beyond bounds.
+        RuntimeError: the search exceeds its memory limit.
     """
     found, message = ctypes.c_double(), ctypes.create_string_buffer(256)
     status = _library().optimum_of(ctypes.byref(ProblemStruct.of(problem)), ctypes.byref(found), message, len(message))

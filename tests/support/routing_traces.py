@@ -1,4 +1,4 @@
-"""Routing traces made for tests."""
+"""Synthetic routing traces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moegraft.operators.routing_trace import Trace
 def random_trace(
     tokens: int, layers: int = 2, num_experts: int = 6, top_k: int = 2, depths: int = 3, seed: int = 0, *, padded: float = 0.0
 ) -> Trace:
-    """Tokens that choose their largest scores, which drift, so that routing has a memory; predictions are right half of the time.
+    """Return a trace whose scores drift, so that routing has a memory; half of the predictions are correct.
 
-    `padded`: the share of choices that are padded slots instead.
+    `padded` is the share of choices that are replaced by padded slots.
     """
     generator = np.random.default_rng(seed)
     drift = np.cumsum(generator.normal(size=(tokens, layers, num_experts)), axis=0) * 0.5

@@ -1,4 +1,4 @@
-"""Operators, models and helpers for the tests of rule files and plans. The operators decide and weigh; they never run."""
+"""Operators, models and helpers for the tests of rule files and plans. The operators are planned but never run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsOptions:
-    """One field of every type that options may have."""
+    """Options with one field of every supported type."""
 
     weights: Literal["stored", "int8", "int4"] = "stored"
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -55,7 +55,7 @@ class ExpertsOptions:
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    max_draft: int  # no default: rules must give it
+    max_draft: int  # without a default, so that rules must give it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class NoOptions:
 
 
 class Idle(Operator):
-    """What all of these share: they are planned and never built."""
+    """The base of these operators, which are planned but never built."""
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: Any) -> str | None:
@@ -147,7 +147,7 @@ class TinyLayer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """`layers` layers, the first `dense` of them without experts, under the names that transformers uses."""
+    """A model of `layers` layers, the first `dense` of them without experts, with transformers' names."""
 
     def __init__(self, layers: int = 4, dense: int = 1, num_experts: int = 4) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def plan_for(path: Path, model: nn.Module | None = None, model_type: str | None 
 
 
 def findings_of(act: Callable[[], object]) -> tuple[Diagnostic, ...]:
-    """Every diagnostic that `act` raises; none where it succeeds."""
+    """Return every diagnostic that `act` raises; none if it succeeds."""
     try:
         act()
     except RuleErrors as error:

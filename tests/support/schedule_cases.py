@@ -1,4 +1,4 @@
-"""What the schedule tests share: random problems, and every schedule's definition in plain Python, slow and obvious."""
+"""Shared cases of the schedule tests: random problems, and a slow definition of every schedule in plain Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.scheduler import LayerProblem
 from support.model_shapes import MODELS
 
-Split = tuple[bool, ...]  # for each expert whether the CPU has it
+Split = tuple[bool, ...]  # whether each expert is on the CPU
 INF = math.inf
 
 
@@ -25,7 +25,7 @@ def make_problem(
 
 
 def modelled_problem(random: np.random.Generator, experts: int, in_flight: int = 0) -> LayerProblem:
-    """Costs that grow with the load, of a modelled machine and model."""
+    """Return a problem of a modelled machine and model, whose costs grow with the load."""
     machine, model = random.choice(list(PROFILES.values())), random.choice(list(MODELS.values()))  # type: ignore[arg-type]
     nbytes = model.expert_bytes()
     loads = np.maximum(1, random.exponential(random.choice([0.5, 5, 50, 500]), experts)).astype(np.int32)
@@ -45,7 +45,7 @@ def modelled_problem(random: np.random.Generator, experts: int, in_flight: int =
 
 
 def wild_problem(random: np.random.Generator, experts: int) -> LayerProblem:
-    """Costs that follow nothing: small integers, so that ties abound, some of them infinite; devices busy, few slots."""
+    """Return a problem of random small integers, with many ties, some infinite costs, busy devices and few slots."""
 
     def times(low: int, high: int, infinite: float = 0.0) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.where(random.random(experts) < infinite, INF, random.integers(low, high, experts).astype(np.float64))
@@ -65,7 +65,7 @@ def wild_problem(random: np.random.Generator, experts: int) -> LayerProblem:
 
 
 def loose_problem(random: np.random.Generator, experts: int) -> LayerProblem:
-    """Costs that follow nothing and are all different: no schedule is optimal but by chance."""
+    """Return a problem of random distinct costs, for which schedules are optimal only by chance."""
     arrival_ms = np.where(random.random(experts) < 0.4, 0.0, INF)
     in_flight = random.random(experts) < random.choice([0.0, 0.3])
     return LayerProblem(
@@ -82,14 +82,14 @@ def loose_problem(random: np.random.Generator, experts: int) -> LayerProblem:
 
 
 def splits(problem: LayerProblem) -> Iterator[Split]:
-    """Every split that brings no more experts than there are slots."""
+    """Return every split that transfers no more experts than there are slots."""
     for split in product((False, True), repeat=len(problem.loads)):
         if sum(not cpu and math.isinf(arrival) for cpu, arrival in zip(split, problem.arrival_ms, strict=True)) <= problem.max_transfers:
             yield split
 
 
 def makespan_by_definition(problem: LayerProblem, split: Split) -> float:
-    """The best over every order of the transfers and of the GPU's work."""
+    """Return the least makespan over all orders of the transfers and of the GPU's work."""
     on_cpu = [i for i, cpu in enumerate(split) if cpu]
     on_gpu = [i for i, cpu in enumerate(split) if not cpu]
     cpu_end = problem.cpu_free_ms + problem.first_cpu_ms + sum(problem.cpu_ms[i] for i in on_cpu) if on_cpu else 0.0
@@ -110,7 +110,7 @@ def makespan_by_definition(problem: LayerProblem, split: Split) -> float:
 
 
 def optimum_over_integers(problem: LayerProblem) -> float:
-    """For problems too large to enumerate: dynamic programming over the CPU's time. That must be whole ms, and nothing in flight."""
+    """Return the optimum by dynamic programming over the CPU's time, which must be whole ms, without experts in flight."""
     most = int(problem.cpu_ms.sum())
     start = problem.cpu_free_ms + problem.first_cpu_ms
     resident = [i for i, arrival in enumerate(problem.arrival_ms) if arrival == 0]
@@ -131,7 +131,7 @@ def optimum_over_integers(problem: LayerProblem) -> float:
             clocks[m] = np.minimum(later(clocks[m], problem.cpu_ms[i]), brought)
     cpu_end = np.where(np.arange(most + 1) > 0, start + np.arange(most + 1), 0.0)
     found = [float(np.maximum(cpu_end, clock).min()) for clock in clocks[: problem.max_transfers + 1]]
-    return min(start + most, *found)  # with all on the CPU a busy GPU matters no more
+    return min(start + most, *found)  # with all experts on the CPU, a busy GPU has no effect
 
 
 def fixed_by_definition(problem: LayerProblem) -> Split:
@@ -145,7 +145,7 @@ def on_demand_by_definition(problem: LayerProblem) -> Split:
 
 
 def greedy_by_definition(problem: LayerProblem) -> Split:
-    """HybriMoE's simulation: queues as lists that are searched anew for every operation."""
+    """Return HybriMoE's schedule by a simulation that searches its queues for every operation."""
     experts = range(len(problem.loads))
     size = {i: (problem.loads[i], -i) for i in experts}  # of equal loads the first position counts as the largest
     gpu_queue = {i: float(problem.arrival_ms[i]) for i in experts if not math.isinf(problem.arrival_ms[i])}
@@ -158,14 +158,14 @@ def greedy_by_definition(problem: LayerProblem) -> Split:
         finish: dict[str, tuple[float, int]] = {}
         if gpu_queue:
             arrived = [i for i, arrival in gpu_queue.items() if arrival <= gpu]
-            # Of two that land at once, the one that was on its way before.
+            # Of two simultaneous arrivals, the expert that was in flight at the start comes first.
             taken = max(arrived, key=size.get) if arrived else min(gpu_queue, key=lambda i: (gpu_queue[i], i not in in_flight, i))  # type: ignore[arg-type]
             finish["gpu"] = max(gpu, gpu_queue[taken]) + problem.gpu_ms[taken], taken
         taken = min(cpu_queue or gpu_queue, key=size.get)  # type: ignore[arg-type]
         finish["cpu"] = cpu + problem.cpu_ms[taken], taken
         if cpu_queue and slots > 0:
             finish["link"] = link + problem.transfer_ms, max(cpu_queue, key=size.get)  # type: ignore[arg-type]
-        operation = min(finish, key=lambda name: finish[name][0])  # of equal ends the first: GPU, CPU, link
+        operation = min(finish, key=lambda name: finish[name][0])  # ties in the order GPU, CPU, link
         end, taken = finish[operation]
         if operation == "link":
             link, slots = end, slots - 1
@@ -183,7 +183,7 @@ def greedy_by_definition(problem: LayerProblem) -> Split:
 
 
 def threshold_splits(problem: LayerProblem) -> Iterator[Split]:
-    """The cheapest on the CPU to the CPU: b of the resident, a of the missing, f of those in flight, or the f that land last."""
+    """Return the splits with the b cheapest resident, a cheapest missing and f cheapest or latest in-flight experts on the CPU."""
 
     def cheapest(experts: list[int]) -> list[int]:
         return sorted(experts, key=lambda i: (problem.cpu_ms[i], -problem.gpu_ms[i], -problem.arrival_ms[i], -i))
@@ -208,7 +208,7 @@ def gains_by_definition(problem: LayerProblem, makespan: Callable[[LayerProblem]
         arrival_ms[i] = 0.0
         makespans.append(makespan(replace(problem, arrival_ms=arrival_ms.copy())))
     steps = [0.0 if before == after else before - after for before, after in pairwise(makespans)]
-    # Pool adjacent violators: neighbours that rise share their sum.
+    # Pool adjacent violators: rising neighbours share their sum.
     pools: list[list[float]] = []
     for step in steps:
         pools.append([step])

@@ -18,7 +18,7 @@ from moegraft.injection.cli.loading import LoadedModel
 from moegraft.injection.cli.serve.app import make_app
 from moegraft.injection.cli.serve.service import Limits, Service
 
-PATIENCE_S = 60  # a busy machine is no failure; a hang is
+PATIENCE_S = 60  # long enough for a busy machine, but ends a hang
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def left_out(model: nn.Module, thresholds: Mapping[str, float], seen: dict[str, list[torch.Tensor]] | None = None) -> Iterator[None]:
-    """While it lasts, the stock model's experts are the eager reference with a threshold for each layer.
+    """Replace the stock model's experts by the eager reference with a threshold per layer in the body.
 
-    `seen` takes every `|act(gate)|` by path: what an inactive share is counted from.
+    `seen` receives every `|act(gate)|` by path, from which inactive shares are computed.
     """
     before = {path: module.forward for path, module in experts_of(model).items()}
     for path, module in experts_of(model).items():

@@ -1,4 +1,4 @@
-"""An emulated device on real threads: one for each stream and one notifier. Copies are as slow as a profile asks for.
+"""An emulated device on real threads: one per stream and one notifier. Copies are as slow as in a profile.
 
 A stream's thread blocks for work and for events of other streams; the notifier blocks for events with callbacks, and runs these. One
 condition variable guards the queues and announces every change.
@@ -26,7 +26,7 @@ POLL_S = 0.05  # a throttled thread checks this often whether the device is clos
 
 
 class Notifier:
-    """The condition variable, the thread that runs callbacks, and whether the device is closed."""
+    """The condition variable, the thread that runs callbacks, and the flag of a closed device."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,9 +45,9 @@ class Notifier:
             raise DeviceError(f"{self.name} is closed")
 
     def complete(self, event: ThreadedEvent, error: DeviceError | None) -> None:
-        """The event's position in its stream is reached; called under the condition."""
+        """Mark the event as reached in its stream; called under the condition."""
         event.error, event.time_ms = error, host_ms()
-        event.reached = True  # last: `wait` looks without the lock
+        event.reached = True  # last, because `wait` reads it without the lock
         for callback in event.callbacks:
             self._notifications.append((callback, error))
         event.callbacks.clear()
@@ -63,7 +63,7 @@ class Notifier:
                 event.callbacks.append(callback)
 
     def drain(self) -> None:
-        """Wait until no callback is left, and raise what one raised."""
+        """Wait until no callback is left, and raise a callback's error."""
         with self.changed:
             self.changed.wait_for(lambda: not self._notifications and not self._running)
             error, self._callback_error = self._callback_error, None
@@ -130,7 +130,7 @@ class ThreadedStream:
         self._notifier = notifier
         self._items: deque[_Run | _Wait | ThreadedEvent] = deque()
         self._error: DeviceError | None = None  # reported by the next event
-        self._free_ms = 0.0  # when the work so far ends, were there no delays
+        self._free_ms = 0.0  # end of the work so far, without delays
         self.thread = threading.Thread(target=self._process, name=f"{notifier.name} {name}", daemon=True)
         self.thread.start()
 
@@ -156,7 +156,7 @@ class ThreadedStream:
         self._put(_Run(ms, function, is_launch=True))
 
     def drop(self, reason: DeviceError) -> None:
-        """Drop everything that has not started; called under the condition."""
+        """Drop all work that has not started; called under the condition."""
         items, self._items = self._items, deque()
         for item in items:
             if isinstance(item, ThreadedEvent):
@@ -190,7 +190,7 @@ class ThreadedStream:
                     self._error = self._error or event.error
                     continue
             if item.is_launch and self._error is not None:
-                continue  # its inputs never came
+                continue  # its inputs never arrived
             self._free_ms = max(self._free_ms, host_ms()) + item.ms
             try:
                 if item.step is not None:

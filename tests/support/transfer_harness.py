@@ -1,4 +1,4 @@
-"""A device with slots and a queue, and experts whose bytes identify them, so that a reader can check what it has read."""
+"""A device with slots and a queue, and experts whose bytes identify them, so that a reader can check its input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.threaded_device import ThreadedDevice
 
 EMULATED = ["virtual", "threaded"]
 DEVICES = [*EMULATED, pytest.param("cuda", marks=pytest.mark.skipif(why_no_cuda() is not None, reason=str(why_no_cuda())))]
-LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte a microsecond
+LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte per microsecond
 WORK = Work("experts", cost_ms=0.1)
 PAGE = 4096
 
@@ -37,7 +37,7 @@ def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any
 
 
 def advance(device: Device, ms: float) -> None:
-    """Let the host be busy for that long; where time is real it passes by itself."""
+    """Let the host be busy for this time, on devices with a virtual clock."""
     if isinstance(device, VirtualDevice):
         device.advance(ms)
 
@@ -58,7 +58,7 @@ def sentinel_store(layers: int, experts: int, expert_bytes: int) -> ExpertStore:
 
 
 class Harness:
-    """A device with slots, a queue, and readers on its compute stream that check what they read.
+    """A device with slots, a queue, and readers on its compute stream that check their input.
 
     Experts have 4 chunks by default, and the priority of an expert is its number until `priorities` is changed.
     """
@@ -101,7 +101,7 @@ class Harness:
         self._expected = [bytes([value]) * expert_bytes for value in range(layers * experts + 1)]
 
     def read(self, layer: int, expert: int, slot: int) -> None:
-        """A reader on the compute stream."""
+        """Launch a reader on the compute stream."""
         start, stop = slot * self.expert_bytes, (slot + 1) * self.expert_bytes
         value = sentinel(layer, expert, self.experts)
 
@@ -120,7 +120,7 @@ class Harness:
 
     @contextmanager
     def link_held(self) -> Iterator[None]:
-        """Hold the link: what is submitted within starts afterwards, on any device."""
+        """Hold the link, so that transfers submitted in the body start after it, on any device."""
         gate, opened = self.device.stream("gate"), threading.Event()
         if isinstance(self.device, ThreadedDevice):
             self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
@@ -181,7 +181,7 @@ class Harness:
 
 
 def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
-    """Layer and expert of each chunk in the order in which they landed."""
+    """Return the layer and expert of each chunk in order of arrival."""
     return [(int(name.split()[1]), int(name.split()[3])) for name, _, _ in spans]
 
 

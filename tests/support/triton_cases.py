@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share: where they run, buffers that are poisoned before they are handed out, tolerances."""
+"""Shared parts of the tests of Triton kernels: their device, poisoned buffers, and tolerances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 # Largest relative error (Frobenius norm) of an output against float64, by dtype of the activations, where tensor cores round operands to
 # that dtype. Without them everything is float32: see kernel_cases.TOLERANCE.
-# The interpreter cuts bfloat16 off instead of rounding it: a bias of 0.3% for each of three roundings.
+# The interpreter truncates to bfloat16 instead of rounding: a bias of 0.3% for each of three roundings.
 ROUNDED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.5e-2 if INTERPRETED else 8e-3}
 
 

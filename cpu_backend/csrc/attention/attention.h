@@ -1,11 +1,11 @@
-// Scaled dot-product attention of queries over a KV cache, in the cache's own layout and dtype.
+// Scaled dot-product attention over a KV cache, in the cache's own layout and dtype.
 //
 // The caller owns query, key, value, mask and out, and must not change them during the call; the Engine owns the VisibleKeys and the
-// scratch memory. Few queries are computed by AttentionRowsJob, which reads the cache in place; many by AttentionTilesJob, which packs it
-// first (Engine::attention chooses). Every worker of the pool runs both phases of a job, and waits for the others between them:
-//   rows   a range of keys of one KV head, with sums of its own; then one KV head, whose ranges are combined
-//   tiles  a chunk of keys of one KV head to pack; then some rows of one KV head
-// A unit's result does not depend on the worker. visible_keys.cpp evaluates masks, rows_job.cpp and tiles_job.cpp hold the two jobs.
+// scratch memory. Engine::attention chooses AttentionRowsJob for few queries, which reads the cache in place, and AttentionTilesJob for
+// many, which packs the cache first. Every worker of the pool runs both phases of a job, and waits for the others between them:
+//   rows   attend to a range of keys of one KV head; then combine the ranges of one KV head
+//   tiles  pack a chunk of keys of one KV head; then attend with some rows of one KV head
+// A unit's result does not depend on the worker. visible_keys.cpp evaluates masks; rows_job.cpp and tiles_job.cpp hold the two jobs.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,8 @@ struct HeadsView {
 
 enum class MaskKind : int { kNone, kCausal, kBool, kAdded };
 
-// kBool (batch, 1 or heads, queries, keys): the keys a query attends to. kAdded: what is added to its scores, in the queries' type; the
-// type's lowest number and -infinity hide a key.
+// A mask (batch, 1 or heads, queries, keys). kBool: whether a query attends to a key. kAdded: values added to the scores, in the queries'
+// type; the type's lowest number and -infinity hide a key.
 struct MaskView {
   MaskKind kind;
   const std::byte* data;
@@ -60,7 +60,7 @@ struct AttentionArgs {
   int dim;
   int value_dim;
   float scale;
-  float softcap;  // 0: none; else cap * tanh(score / cap)
+  float softcap;  // scores become softcap * tanh(score / softcap); 0 for none
 
   int group() const { return heads / kv_heads; }
   int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
@@ -88,23 +88,23 @@ inline QueryRow query_row(const AttentionArgs& args, int batch, int kv_head, int
   return {batch, kv_head * args.group() + row % args.group(), row / args.group()};
 }
 
-// The keys that each query attends to, found once per call: nearly all masks are one range of keys, and then no score needs the mask again.
+// The keys that each query attends to, determined once per call: nearly all masks are one range of keys, which makes the mask unnecessary.
 class VisibleKeys {
  public:
   struct Range {
     int first;
     int end;
-    bool whole;  // every key of the range is visible and nothing is added
+    bool whole;  // whether every key of the range is visible and the mask adds nothing
   };
 
   void find(const AttentionArgs& args);
   const Range& of(const QueryRow& row) const {
     return ranges_[static_cast<std::size_t>((row.batch * heads_ + (heads_ == 1 ? 0 : row.head)) * queries_ + row.query)];
   }
-  // The keys visible to any of a KV head's rows [first_row, end_row).
+  // The range of keys that includes all keys visible to a KV head's rows [first_row, end_row).
   KeySpan seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const;
-  // One step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16; masked keys are left out. Returns the
-  // factor for earlier sums.
+  // Runs one step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16, without masked keys. Returns the factor
+  // for earlier sums.
   float softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys, SoftmaxArgs& softmax) const;
 
  private:
@@ -115,7 +115,7 @@ class VisibleKeys {
   std::vector<Range> ranges_;
 };
 
-// Attention of few queries: the cache is read in place, once for all query heads that share it.
+// Attention of few queries, which reads the cache in place, once for all query heads that share it.
 
 struct AttentionPhases {
   Phase* first;
@@ -131,10 +131,10 @@ class AttentionRowsJob final : public Job {
   void run(int worker) noexcept override;
 
  private:
-  struct Sums;  // of one part's rows
+  struct Sums;  // the partial results of a unit's rows
   Sums sums_of(int unit) const;
   void attend(int unit, std::byte* scratch);
-  void join(int unit, std::byte* scratch);
+  void combine(int unit, std::byte* scratch);
 
   const Kernels& kernels_;
   const AttentionArgs& args_;
@@ -147,8 +147,8 @@ class AttentionRowsJob final : public Job {
   AlignedMemory* scratch_ = nullptr;
 };
 
-// Attention of many queries, by the register tiles of the linear layers: keys are packed as the rows of one weight matrix, values as the
-// rows of another, transposed, and every tile of queries passes over both (FlashAttention's order: Dao et al. 2022, arXiv:2205.14135).
+// Attention of many queries, by the register tiles of the linear layers. Keys are packed as the rows of one weight matrix, transposed values
+// as the rows of another, and every tile of queries passes over both (the order of FlashAttention: Dao et al. 2022, arXiv:2205.14135).
 
 class AttentionTilesJob final : public Job {
  public:

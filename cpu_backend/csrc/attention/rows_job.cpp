@@ -8,9 +8,9 @@
 namespace moegraft {
 namespace {
 
-constexpr int kKeys = 64;             // a step's keys and values stay in L1 for all rows; chosen by size, not tuned
-constexpr int kSplitKeys = 256;       // keys of a unit; independent of the number of threads, so that results are too
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr int kKeys = 64;             // keys per step: with their values, they stay in L1 for all rows; chosen by size, not tuned
+constexpr int kSplitKeys = 256;       // keys per unit; results must not depend on the number of threads
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 }  // namespace
 
@@ -31,7 +31,7 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(heads * splits_));
   parts_ = parts.data();
   scratch_ = workers;
-  // A row's query in float32 and in 16 bits, and the scores of a step.
+  // Each row needs its query in float32 and in 16 bits, and the scores of a step.
   const std::size_t row_bytes = static_cast<std::size_t>(args_.padded_dim()) * 6 + sizeof(float) * kKeys;
   for (int worker = 0; worker < workers_; ++worker)
     workers[worker].reserve(
@@ -47,7 +47,7 @@ void AttentionRowsJob::run(int worker) noexcept {
   phases_.first->finish(count);
   phases_.first->wait();
   count = 0;
-  for (int unit = phases_.second->take(worker); unit >= 0; unit = phases_.second->take(worker), ++count) join(unit, scratch);
+  for (int unit = phases_.second->take(worker); unit >= 0; unit = phases_.second->take(worker), ++count) combine(unit, scratch);
   phases_.second->finish(count);
   phases_.second->wait();
 }
@@ -64,7 +64,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
   auto* halves = reinterpret_cast<std::uint16_t*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
   const Sums sums = sums_of(unit);
-  std::fill_n(sums.largest, rows, kNothing);
+  std::fill_n(sums.largest, rows, kMinusInfinity);
   std::fill_n(sums.sum, rows, 0.0f);
   std::fill_n(sums.values, static_cast<std::ptrdiff_t>(rows) * value_dim, 0.0f);
   for (int row = 0; row < rows; ++row) {
@@ -101,32 +101,32 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   }
 }
 
-void AttentionRowsJob::join(int unit, std::byte* scratch) {
+void AttentionRowsJob::combine(int unit, std::byte* scratch) {
   const int value_dim = args_.padded_value_dim();
   const int batch = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
-  auto* joined = reinterpret_cast<float*>(scratch);
+  auto* combined = reinterpret_cast<float*>(scratch);
   for (int row = 0; row < args_.rows(); ++row) {
     const QueryRow where = query_row(args_, batch, kv_head, row);
-    float largest = args_.sinks ? args_.sinks[where.head] : kNothing;
+    float largest = args_.sinks ? args_.sinks[where.head] : kMinusInfinity;
     for (int split = 0; split < splits_; ++split) largest = std::fmax(largest, sums_of(unit * splits_ + split).largest[row]);
     float sum = args_.sinks ? std::exp(args_.sinks[where.head] - largest) : 0.0f;
-    std::fill_n(joined, value_dim, 0.0f);
+    std::fill_n(combined, value_dim, 0.0f);
     for (int split = 0; split < splits_; ++split) {
       const Sums part = sums_of(unit * splits_ + split);
-      if (part.largest[row] == kNothing) continue;
+      if (part.largest[row] == kMinusInfinity) continue;
       const float share = std::exp(part.largest[row] - largest);
       sum += share * part.sum[row];
       const float* values = part.values + static_cast<std::ptrdiff_t>(row) * value_dim;
-      for (int d = 0; d < value_dim; ++d) joined[d] += share * values[d];
+      for (int d = 0; d < value_dim; ++d) combined[d] += share * values[d];
     }
-    // A query without visible keys gives zeros, as in PyTorch.
+    // The output of a query without visible keys is zero, as in PyTorch.
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (int d = 0; d < value_dim; ++d) joined[d] *= inverse;
+    for (int d = 0; d < value_dim; ++d) combined[d] *= inverse;
     const std::size_t index =
         (static_cast<std::size_t>(batch) * static_cast<std::size_t>(args_.queries) + static_cast<std::size_t>(where.query)) *
             static_cast<std::size_t>(args_.heads) +
         static_cast<std::size_t>(where.head);
-    kernels_.narrow(args_.type, joined, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
+    kernels_.narrow(args_.type, combined, args_.out + element_bytes(args_.type) * index * static_cast<std::size_t>(args_.value_dim),
                     args_.value_dim);
   }
 }

@@ -8,9 +8,10 @@
 namespace moegraft {
 namespace {
 
-constexpr int kChunkKeys = 128;  // a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 for all rows of a unit
-constexpr int kUnitTiles = 8;    // tiles of a unit, which share the fetched keys; both chosen by size, not tuned
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+// Both are chosen by size, not tuned: a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 for all tiles of a unit.
+constexpr int kChunkKeys = 128;
+constexpr int kUnitTiles = 8;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {
   return type == ActivationType::kFloat32   ? WeightType::kFloat32
@@ -18,7 +19,7 @@ WeightType weights_for(ActivationType type) {
                                             : WeightType::kBFloat16;
 }
 
-// Columns of `count` rows become lanes: one element of a row every 32 (float32, float16) or every pair of elements every 32 (bfloat16).
+// Transposes `count` rows to lanes: consecutive elements of a row (float32, float16), or pairs of elements (bfloat16), are 32 lanes apart.
 template <class Word>
 void pack_rows(const std::byte* source, std::ptrdiff_t stride_bytes, int rows, int words, Word* target) {
   for (int row = 0; row < rows; ++row, source += stride_bytes)
@@ -132,7 +133,7 @@ void AttentionTilesJob::pack_keys(int head, int chunk) {
     } else if (weights_ == WeightType::kFloat16) {
       pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint16_t*>(target));
     } else {
-      // Half a block of pairs is 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
+      // Half a block holds pairs of 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
       pack_rows(source, stride, rows, args_.dim / 2, reinterpret_cast<std::uint32_t*>(target));
       if (args_.dim % 2 != 0) {
         auto* last = reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(args_.dim / 2) * kBlockRows * 2;
@@ -167,11 +168,11 @@ void AttentionTilesJob::pack_values(int head, int chunk) {
 
 void AttentionTilesJob::attend(int unit, Worker& mine) {
   const int units = (args_.rows() + unit_rows_ - 1) / unit_rows_;
-  // The last rows attend to the most keys: they come first, for balance.
+  // The last rows attend to the most keys, so they come first for balance.
   const int position = units - 1 - unit % units;
   const int first = position * unit_rows_;
   const Rows rows = {unit / units / args_.kv_heads, unit / units % args_.kv_heads, first, std::min(unit_rows_, args_.rows() - first)};
-  std::fill_n(mine.largest, rows.count, kNothing);
+  std::fill_n(mine.largest, rows.count, kMinusInfinity);
   std::fill_n(mine.sum, rows.count, 0.0f);
   std::fill_n(mine.sums, static_cast<std::ptrdiff_t>(rows.count) * args_.padded_value_dim(), 0.0f);
   encode_queries(rows, mine);
@@ -198,7 +199,7 @@ void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
   }
 }
 
-// Multiplies one tile of `count` rows from `first` on with one chunk.
+// Multiplies a tile of `count` rows from `first` on with one chunk.
 void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
   const int format = static_cast<int>(format_);
   const auto words = static_cast<std::size_t>(words_per_group(format_));
@@ -252,10 +253,10 @@ void AttentionTilesJob::write(const Rows& rows, Worker& mine) {
     float sum = mine.sum[row], share = 1.0f;
     if (args_.sinks) {
       const float sink = args_.sinks[where.head], largest = std::fmax(sink, mine.largest[row]);
-      share = mine.largest[row] == kNothing ? 0.0f : std::exp(mine.largest[row] - largest);
+      share = mine.largest[row] == kMinusInfinity ? 0.0f : std::exp(mine.largest[row] - largest);
       sum = share * sum + std::exp(sink - largest);
     }
-    // A query without visible keys gives zeros, as in PyTorch.
+    // The output of a query without visible keys is zero, as in PyTorch.
     const float inverse = sum == 0.0f ? 0.0f : share / sum;
     for (int d = 0; d < value_dim; ++d) sums[d] *= inverse;
     const std::size_t index =

@@ -29,7 +29,7 @@ float added(ActivationType type, const std::byte* row, int key) {
   return type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
 }
 
-// The lowest number of the type, which libraries use in masks instead of -infinity.
+// The lowest number of a type, which masks may contain instead of -infinity.
 float lowest(ActivationType type) {
   switch (type) {
     case ActivationType::kFloat16: return -65504.0f;
@@ -95,7 +95,7 @@ float VisibleKeys::softmax(const AttentionKernels& kernels, const AttentionArgs&
   const Range& range = of(row);
   const bool touched = !range.whole || range.first > keys.first || range.end < keys.first + keys.count;
   if (touched || (keys.count < softmax.count && args.softcap > 0.0f)) {
-    // Masks apply after the scale and the cap.
+    // Masks apply after the scale and the softcap.
     for (int i = 0; i < keys.count; ++i) {
       const float scaled = softmax.scores[i] * args.scale;
       softmax.scores[i] = args.softcap > 0.0f ? args.softcap * std::tanh(scaled / args.softcap) : scaled;

@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace moegraft {
 namespace {
 
-// DLPack's C structures, version 1 (https://dmlc.github.io/dlpack/latest/c_api.html), as far as they are read here.
+// The parts of DLPack's C structures, version 1 (https://dmlc.github.io/dlpack/latest/c_api.html), that are read here.
 namespace dlpack {
 
 constexpr int kCpu = 1;
@@ -30,7 +30,7 @@ struct Tensor {
 struct ExchangeApi {
   std::uint32_t major;
   std::uint32_t minor;
-  const ExchangeApi* previous;  // one of an older major version
+  const ExchangeApi* previous;  // an API of an older major version
   void* managed_tensor_allocator;
   void* managed_tensor_from_object;
   void* managed_tensor_to_object;
@@ -51,7 +51,7 @@ TensorFromObject exporter_of(PyTypeObject* type) {
   return api != nullptr ? api->tensor_from_object : nullptr;
 }
 
-// Looked up once a type, as DLPack allows; guarded by the GIL. Types stay alive, so that an address means one type.
+// Looked up once per type, as DLPack allows, and guarded by the GIL. Types stay alive, so that an address identifies one type.
 TensorFromObject cached_exporter(PyTypeObject* type) {
   struct Known {
     PyTypeObject* type;
@@ -124,7 +124,8 @@ TensorView::TensorView(py::handle object, const char* name) : name_(name) {
   dlpack::Tensor tensor{};
   if (const TensorFromObject tensor_from_object = cached_exporter(Py_TYPE(object.ptr()))) {
     if (tensor_from_object(object.ptr(), &tensor) != 0) throw py::error_already_set();
-    if (tensor.device_type != dlpack::kCpu) raise_value_error(std::string(name) + ": expected a tensor on the CPU, found one elsewhere");
+    if (tensor.device_type != dlpack::kCpu)
+      raise_value_error(std::string(name) + ": expected a tensor on the CPU, found one on another device");
     data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
     type_code_ = tensor.type_code;
     type_bits_ = tensor.type_bits;

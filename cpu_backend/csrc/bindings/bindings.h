@@ -1,14 +1,14 @@
 // The Python module. Only the files of this folder know Python and pybind11.
 //
-// A binding checks shape, dtype, order and device of what it is given, then releases the GIL and calls C++; the planner alone keeps it, for
-// microseconds. Callers' threads compute in forward(), linear(), attention(), norm() and route() themselves; submit() and host calls hand
-// over to threads that core/runtime.h describes, and keep their arguments alive until wait() or for as long as the HostCall exists.
+// A binding checks shape, dtype, order and device of its arguments, then releases the GIL and calls C++; only the planner keeps the GIL, for
+// microseconds. The calling thread computes in forward(), linear(), attention(), norm() and route(). submit() and host calls run on the
+// threads that core/runtime.h describes, and keep their arguments alive until wait() or as long as the HostCall exists.
 //
-// Memory comes in as NumPy arrays, bfloat16 as its bits in uint16, or, for the small calls of a decode step, as torch tensors (TensorView).
-// An address never crosses: only the two values of host_function() do, which CUDA takes as a C function and its argument.
+// Arguments are NumPy arrays, with bfloat16 as its bits in uint16, or torch tensors for the small calls of a decode step (TensorView).
+// Addresses are not passed, except for the two values of host_function(), which CUDA receives as a C function and its argument.
 //
-// module.cpp: the runtime and what describes the machine; weights.cpp: packed weights and the specs they are made of; ops.cpp: norms and
-// routers; attention.cpp; scheduler.cpp: the planner.
+// module.cpp: the runtime and the description of the machine; weights.cpp: packed weights and their specs; ops.cpp: norms and routers;
+// attention.cpp: attention; scheduler.cpp: the planner.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -40,8 +40,8 @@ void require_dtype(const pybind11::array& array, const char* name, char kind, py
 WeightType float_type_of(const pybind11::array& array, const char* name);  // uint16 is bfloat16
 ActivationType activation_type_of(const pybind11::array& array, const char* name);
 
-// A torch.Tensor or numpy.ndarray as an argument, for the time of one call. Tensors are read through DLPack's C exchange interface
-// (PyTorch 2.11 and newer have it), which takes 0.1 microseconds where a view as a NumPy array takes 2.
+// A torch.Tensor or numpy.ndarray argument during one call. Tensors are read through DLPack's C exchange interface of PyTorch 2.11 and
+// newer, which takes 0.1 microseconds where a view as a NumPy array takes 2.
 class TensorView {
  public:
   // Throws TypeError for any other object, ValueError for a tensor that is on another device than the CPU, is not C-contiguous or has more
@@ -75,7 +75,7 @@ class TensorView {
   std::array<std::int64_t, kMaxDims> shape_{};
 };
 
-// Keeps the array of an external buffer alive together with the experts.
+// Keeps the array of an external buffer alive as long as the experts.
 struct PyExperts {
   PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const pybind11::object& buffer_or_none,
             bool sparse);
@@ -114,7 +114,7 @@ struct PyRouter {
   Selection selection;
 };
 
-// The arguments of Runtime.attention; the arrays are views of PyTorch's tensors, strides and all.
+// The arguments of Runtime.attention; the arrays are views of PyTorch's tensors with their strides.
 struct AttentionCall {
   pybind11::array query, key, value, out;
   pybind11::object mask, sinks;
@@ -123,7 +123,7 @@ struct AttentionCall {
   bool causal;
 };
 
-// Check their arguments, release the GIL and run.
+// These check their arguments, release the GIL and compute.
 void attention(Runtime& runtime, const AttentionCall& call);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);

@@ -1,4 +1,4 @@
-// Linear layers, norms and routers: what a decode step calls dozens of times, so that checking must take less than the work.
+// Linear layers, norms and routers, which a decode step calls dozens of times, so that the checks must be fast.
 #include <cmath>
 #include <utility>
 
@@ -45,7 +45,7 @@ std::vector<float> values_of(const py::object& object, const char* name, int exp
   return {values, values + experts};
 }
 
-// Keyword arguments by name. What is not taken is reported.
+// Reads keyword arguments by name and reports unknown ones.
 class Keywords {
  public:
   explicit Keywords(const py::kwargs& given) : left_(given) {}

@@ -1,4 +1,4 @@
-// The schedules for Python. A problem is any object with the fields of LayerProblem. The GIL is kept: a plan takes microseconds.
+// The schedules for Python. A problem is any object with the fields of LayerProblem. The GIL is kept, since a plan takes microseconds.
 #include "bindings/bindings.h"
 
 #include <pybind11/numpy.h>
@@ -15,7 +15,7 @@ using namespace py::literals;
 namespace moegraft {
 namespace {
 
-// Holds the arrays for as long as the view is used.
+// Keeps the arrays alive as long as the view is used.
 class PyProblem {
  public:
   explicit PyProblem(const py::handle& problem) {
@@ -29,8 +29,8 @@ class PyProblem {
     view_.cpu_free_ms = problem.attr("cpu_free_ms").cast<double>();
     view_.gpu_free_ms = problem.attr("gpu_free_ms").cast<double>();
     view_.link_free_ms = problem.attr("link_free_ms").cast<double>();
-    const auto most = problem.attr("max_transfers").cast<long long>();
-    view_.max_transfers = static_cast<int>(std::clamp<long long>(most, std::numeric_limits<int>::min(), view_.experts));
+    const auto max_transfers = problem.attr("max_transfers").cast<long long>();
+    view_.max_transfers = static_cast<int>(std::clamp<long long>(max_transfers, std::numeric_limits<int>::min(), view_.experts));
     check(view_);
   }
 

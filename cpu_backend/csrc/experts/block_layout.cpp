@@ -9,7 +9,7 @@
 namespace moegraft {
 namespace {
 
-// 16 rows by 32 columns, about to be stored into a block.
+// 16 rows by 32 columns before they are stored into a block.
 struct GroupTile {
   float values[kLanes][kGroup];
   std::int8_t codes[kLanes][kGroup];
@@ -36,7 +36,7 @@ void load_values(GroupTile& tile, const RowsView& source, int first_row, int fir
   }
 }
 
-// The bits of the largest magnitude, which order as the magnitudes do; at least kInfinity when a value is not finite.
+// The bits of the largest magnitude, whose order is that of the magnitudes; at least kInfinity if a value is not finite.
 constexpr std::uint32_t kInfinity = 0x7f800000u;
 std::int32_t largest_bits(const float* values) {
   std::int32_t largest = 0;
@@ -52,7 +52,7 @@ std::uint16_t quantize_q8_0(const float* values, float largest, std::int8_t* cod
   const float scale = largest / 127.0f;
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   for (int k = 0; k < kGroup; ++k) {
-    // Instead of roundf, which the compiler cannot vectorise.
+    // The compiler cannot vectorise roundf.
     const float scaled = std::min(127.0f, std::max(-127.0f, values[k] * inverse));
     const int whole = static_cast<int>(scaled);
     const float rest = scaled - static_cast<float>(whole);
@@ -79,7 +79,7 @@ void quantize(GroupTile& tile, WeightType type) {
   for (int r = 0; r < kLanes; ++r) {
     const auto bits = static_cast<std::uint32_t>(largest_bits(tile.values[r]));
     const float largest = float_from_bits(bits);
-    if (bits >= kInfinity) {  // codes cannot represent NaN: the scale does, for the whole group
+    if (bits >= kInfinity) {  // codes cannot represent NaN, so the group's scale becomes NaN
       std::memset(tile.codes[r], 0, kGroup);
       tile.scales[r] = kNan;
     } else if (type == WeightType::kInt8) {
@@ -101,7 +101,7 @@ void load_codes(GroupTile& tile, const QuantizedRowsView& source, int first_row,
   }
 }
 
-// The 16 lanes of one group: line j is at lines + j * stride.
+// Stores the 16 lanes of one group; line j is at lines + j * stride.
 struct Place {
   std::byte* scales;
   std::byte* lines;
@@ -147,17 +147,17 @@ void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) 
       for (int lane = 0; lane < kLanes; ++lane)
         words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
       break;
-    default: break;  // super_blocks.cpp
+    default: break;  // super-blocks are packed separately
   }
 }
 
 void store(const GroupTile& tile, WeightType type, Place place) {
   if (is_quantized(type)) std::memcpy(place.scales, tile.scales, sizeof tile.scales);
-  const int step = kGroup / lines_per_chunk(type);  // columns a line
+  const int step = kGroup / lines_per_chunk(type);  // columns per line
   for (int k = 0; k < kGroup; k += step, place.lines += place.stride) store_line(tile, type, k, place.lines);
 }
 
-// The values, dequantised.
+// Dequantises the values.
 void load(GroupTile& tile, WeightType type, Place place) {
   const int step = kGroup / lines_per_chunk(type);
   for (int k = 0; k < kGroup; k += step, place.lines += place.stride) {
@@ -335,7 +335,7 @@ float half_at(const std::byte* halves, int row) {
   return float_from_f16(half);
 }
 
-// In the same steps as the package `gguf`, so that rounding is the same.
+// The steps are those of the package `gguf`, for the same rounding.
 void unpack_q4_k(const std::byte* block, int row, float* values) {
   const std::byte* words = block + 2 * kScaleBytes;
   const std::byte* lines = words + kQ4KScaleWords * kWordsBytes;

@@ -5,9 +5,9 @@
 // zeros. For row r = 16 * half + lane of a block and column k = 32 * group + kk:
 //   float32   [k][r]                      one float
 //   float16   [k][r]                      one half: 16 rows widen from 32 consecutive bytes
-//   bfloat16  [k / 2][half][lane][k % 2]  pairs of columns, as vdpbf16ps takes them
-//   int8      [group]{scale f16 [32 rows]; code + 128 as u8 [kk / 4][half][lane][kk % 4]}            as vpdpbusd takes them
-//   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high the rest}
+//   bfloat16  [k / 2][half][lane][k % 2]  pairs of columns, the order of vdpbf16ps
+//   int8      [group]{scale f16 [32 rows]; code + 128 as u8 [kk / 4][half][lane][kk % 4]}            the order of vpdpbusd
+//   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high otherwise}
 // Scales are stored with their weights so that one stream is read in order. Every line is 64 bytes.
 //
 // GGUF's Q4_K and Q6_K have super-blocks of 256 columns; the number of columns must be a multiple of that. `words` are 32 rows of 32 bits,
@@ -17,8 +17,8 @@
 //   q6_k      [super-block]{d f16 [32 rows]; words of 4 int8 scales, one for 16 columns, [4]; [group]{low nibbles as int4's; words of the
 //             upper bits, [2]: of columns kk = 16 * word + 4 * j + byte, bits 2j and 2j + 1 of the byte}}  value = d * scale * (code - 32)
 //
-// In the sparse layout a neuron's row is read alone, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the places that
-// 16 rows of one group have above. Quantised rows begin with the float16 scales of all their chunks, padded to a line.
+// In the sparse layout each row is read separately, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the place of 16
+// rows of one group above. Quantised rows begin with the float16 scales of all their chunks, padded to a line.
 #pragma once
 
 #include <cstddef>
@@ -30,9 +30,9 @@
 namespace moegraft {
 
 constexpr int kLanes = 16;  // output rows in a 64-byte line
-constexpr int kBlockRows = 2 * kLanes;  // two lines a step: two accumulators a token
+constexpr int kBlockRows = 2 * kLanes;  // two lines per step: two accumulators per token
 constexpr int kGroup = 32;  // columns that share a scale: GGUF's Q8_0 and Q4_0
-constexpr int kScaleBytes = kBlockRows * 2;  // one line of float16 scales a group
+constexpr int kScaleBytes = kBlockRows * 2;  // one line of float16 scales per group
 constexpr int kInt8GroupBytes = kScaleBytes + kBlockRows * kGroup;
 constexpr int kNibbleBytes = kBlockRows * kGroup / 2;
 constexpr int kInt4GroupBytes = kScaleBytes + kNibbleBytes;
@@ -115,10 +115,10 @@ constexpr std::size_t file_row_bytes(WeightType type, int cols) {
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row);
 void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView& source, int first_row);
 
-// The reverse, dequantised, exact: writes the rows that exist into `rows_out` (rows, cols) float32.
+// Unpacks half a block without rounding: writes its existing rows, dequantised, into `rows_out` (rows, cols) float32.
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);
 
-// One row of the sparse layout, from a row of the source or, `transposed`, from a column of it.
+// Packs one row of the sparse layout from a row of the source or, if `transposed`, from a column of it.
 void pack_sparse_row(WeightType type, std::byte* target, const RowsView& source, int index, bool transposed);
 void pack_sparse_row(WeightType type, std::byte* target, const QuantizedRowsView& source, int row);
 // Writes column `col` of the row to values[col * stride].
@@ -143,8 +143,8 @@ struct ScaleAndMinimum {
   int minimum;
 };
 
-// Of a group. The first four groups have their 6 bits in the bytes of words 0 and 1; the others have 4 bits in word 2 and the upper 2 bits
-// of the first four's bytes.
+// The scale and minimum of a group. The first four groups have their 6 bits in the bytes of words 0 and 1; the others have 4 bits in word 2
+// and 2 in the upper bits of the first four groups' bytes.
 static inline ScaleAndMinimum scale_of_q4_k(const std::byte* words, int row, int group) {
   const int shift = 8 * (group % 4);
   const int first = static_cast<int>(word_at(words, 0, row) >> shift & 255),

@@ -8,9 +8,9 @@
 namespace moegraft {
 namespace {
 
-constexpr std::size_t kSegmentBytes = std::size_t{384}
-                                      << 10;  // activations of a segment; a unit's weights need the rest of the 1 MiB L2 (EPYC Zen 5)
-constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough to read long runs
+// Bytes of a segment's activations; a unit's weights need the remainder of the 1 MiB L2 (EPYC Zen 5).
+constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
+constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough for long sequential reads
 constexpr int kMaxUnitBlocks = 8;
 
 }  // namespace
@@ -22,8 +22,8 @@ struct ExpertsJob::Worker {
   std::uint32_t* gathered;  // the records of one segment, tile by tile
   float* sums;  // (tokens, unit rows); also one token's hidden state while encoding
   int gathered_segment = -1;
-  alignas(64) float rows[kMostTileTokens * kBlockRows];
-  alignas(64) float neurons[kMostTileTokens * kBlockRows];
+  alignas(64) float rows[kMaxTileTokens * kBlockRows];
+  alignas(64) float neurons[kMaxTileTokens * kBlockRows];
 };
 
 ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers,
@@ -123,7 +123,7 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
                            static_cast<std::size_t>(group) * words_per_group(down_format_) * tile.tokens;
     for (int token = 0; token < tile.tokens; ++token) {
       float* neurons = mine.neurons + token * kBlockRows;
-      // Padded neurons are computed from padded rows: an infinite activation would leave a NaN in them.
+      // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
       if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
       kernels_.encode[static_cast<int>(down_format_)](neurons, 1, words + token * words_per_group(down_format_), 0);
     }

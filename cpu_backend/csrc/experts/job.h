@@ -1,12 +1,12 @@
-// The routed experts of one layer, dense layout. experts/ holds the layouts of packed weights (block_layout.h, packed_weights.h), the
+// The routed experts of one layer in the dense layout. experts/ holds the layouts of packed weights (block_layout.h, packed_weights.h), the
 // grouping of tokens by expert (routing.h) and this job; sparse/ has the job of the sparse layout.
 //
-// PackedExperts own the weights and are read-only while a job runs; the Engine owns routing and scratch memory, and lends both to the job.
-// Every worker (thread_pool.h) runs the same three phases, waiting for the others after each, over units that any worker may take:
+// PackedExperts own the weights and are read-only while a job runs; the Engine owns routing and scratch memory, which the job uses.
+// Every worker (thread_pool.h) runs the same three phases, and waits for the others after each. Any worker may take any unit of a phase:
 //   encode   one token:                   hidden state -> record
 //   neurons  32 neurons of a segment:     gate and up rows for all its tokens, activation, record of 32 columns for the down projection
 //   rows     some blocks of output rows:  down rows of every segment, summed over experts by one worker, rounded once
-// A unit's result does not depend on the worker, so neither thread count nor timing changes a bit of the output.
+// A unit's result does not depend on the worker, so the output is the same bit by bit for every thread count and timing.
 #pragma once
 
 #include "core/memory.h"
@@ -33,16 +33,16 @@ struct ExpertsBatch {
 
 struct ExpertsScratch {
   AlignedMemory* records;
-  AlignedMemory* lanes;    // sparse layouts only
+  AlignedMemory* lanes;  // sparse layouts only
   AlignedMemory* neurons;
-  AlignedMemory* workers;  // one for each worker
+  AlignedMemory* workers;  // one per worker
 };
 
 class ExpertsJob final : public Job {
  public:
   ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers, const ExpertsPhases& phases);
 
-  int segment_pairs() const;                                  // the longest segment whose activations stay in a core's cache
+  int segment_pairs() const;  // the longest segment whose activations stay in a core's cache
   void prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
 
@@ -56,7 +56,7 @@ class ExpertsJob final : public Job {
   const PackedExperts& experts_;
   const ExpertLayout& layout_;
   const ActivationType activations_;
-  const Format format_;       // of gate and up
+  const Format format_;  // of gate and up
   const Format down_format_;  // of down, whose records the neurons are
   const int workers_;
   const ExpertsPhases phases_;

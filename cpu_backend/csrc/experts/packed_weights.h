@@ -1,4 +1,4 @@
-// All routed experts of one layer in the block layout: one contiguous, 64-byte aligned block of bytes an expert.
+// All routed experts of one layer in the block layout: one contiguous, 64-byte aligned block of bytes per expert.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,16 @@
 
 namespace moegraft {
 
-// Dense: rows that are computed together are adjacent. Sparse: the rows of an inactive neuron can be skipped.
+// In the dense layout, rows that are computed together are adjacent; in the sparse layout, the rows of an inactive neuron can be skipped.
 enum class LayoutKind : int { kDense, kSparse };
 
 // Offsets within an expert.
 // Dense: gate and up rows interleaved 16 by 16 (a block is 16 gate rows and 16 up rows, so one stream feeds both and a block ends in 16
 // finished neurons), then down, then float32 biases.
-// Sparse: gate in blocks (up, where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
+// Sparse: gate in blocks (up in blocks where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
 struct ExpertLayout {
   ExpertLayout() = default;
-  // Throws std::invalid_argument where the types do not fit the shape or the kind.
+  // Throws std::invalid_argument if the types do not fit the shape or the kind.
   ExpertLayout(const ExpertsShape& shape, WeightTypes types, LayoutKind kind);
 
   int neurons = 0;         // intermediate size, padded to 32
@@ -38,7 +38,7 @@ struct ExpertLayout {
   std::size_t expert_bytes = 0;
 };
 
-// Bytes owned elsewhere, such as a mapped cache file.
+// Bytes of another owner, such as a mapped cache file.
 struct ExternalBuffer {
   std::byte* data;
   std::size_t bytes;
@@ -65,7 +65,7 @@ class PackedExperts {
 
   // Different experts, or different parts of one, may be packed from several threads at once. All throw std::invalid_argument.
   void pack(int expert, Part part, const RowsView& rows);
-  // Exact, except for down in a sparse layout: its groups run along the other dimension, so it is requantised.
+  // Exact, except for down in a sparse layout, whose groups run along the other dimension, so that it is quantised again.
   void pack_quantized(int expert, Part part, const QuantizedRowsView& rows);
   void pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows);  // exact
   void pack_bias(int expert, Part part, const float* values, int count);
@@ -81,7 +81,7 @@ class PackedExperts {
   const std::byte* expert(int index) const { return data_ + layout_.expert_bytes * static_cast<std::size_t>(index); }
 
  private:
-  bool in_rows(Part part) const;  // as sparse rows, not in blocks
+  bool in_rows(Part part) const;  // whether the part is stored as sparse rows instead of blocks
   HalfBlock half_block(int expert, Part part, int chunk) const;
   std::byte* sparse_row(int expert, Part part, int neuron) const;
   void check(int expert, Part part, int rows, int cols) const;

@@ -1,4 +1,4 @@
-// Which tokens go to which expert: the (token, expert) pairs sorted by expert, cut into segments and tiles, and the input of one tile.
+// The assignment of tokens to experts: (token, expert) pairs sorted by expert and split into segments and tiles, and the input of one tile.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@
 
 namespace moegraft {
 
-// One token that an expert computes, with the weight of its share.
+// One token of an expert, with the expert's weight.
 struct Pair {
   int token;
   float weight;
   int slot;  // index into the (tokens, top_k) ids
 };
 
-// Consecutive pairs of one expert. An expert with very many tokens has several segments, so that a segment's activations stay in cache.
+// Consecutive pairs of one expert. An expert with many tokens has several segments, each of whose activations fit the cache.
 struct Segment {
   int expert;
   int first_pair;
@@ -28,7 +28,7 @@ struct Tile {
   int tokens;
 };
 
-// A segment's pairs in tiles of at most `max_tokens`, as even as possible: two tiles of 7 run faster than one of 12 and one of 2.
+// The division of a segment's pairs into even tiles of at most `max_tokens`: two tiles of 7 are faster than one of 12 and one of 2.
 class Tiling {
  public:
   Tiling(int pairs, int max_tokens) : count_((pairs + max_tokens - 1) / max_tokens), base_(pairs / count_), longer_(pairs % count_) {}
@@ -50,15 +50,15 @@ class Tiling {
 
 struct RoutingView {
   const std::int64_t* ids;  // (tokens, top_k)
-  const float* weights;     // (tokens, top_k)
+  const float* weights;  // (tokens, top_k)
   int tokens;
   int top_k;
 };
 
 class Routing {
  public:
-  // Groups by expert, in ascending order of expert and, within one, of token. Ids -1 and num_experts are padded slots. `first_token` is
-  // the position of the view in the caller's batch, for messages. Throws std::invalid_argument on any other id out of range.
+  // Sorts the pairs by expert, then by token. Ids -1 and num_experts are padded slots. `first_token` is the position of the view in the
+  // caller's batch, for messages. Throws std::invalid_argument on any other id out of range.
   void group(const RoutingView& view, int num_experts, int segment_pairs, int first_token);
 
   const std::vector<Pair>& pairs() const { return pairs_; }
@@ -70,7 +70,7 @@ class Routing {
   std::vector<Segment> segments_;
 };
 
-constexpr int kMostTileTokens = 16;  // no kernel's tile is wider
+constexpr int kMaxTileTokens = 16;  // the largest tile of any kernel
 
 // The records of all tokens of a pass, (tokens, words), group by group.
 struct Records {
@@ -80,19 +80,19 @@ struct Records {
   const std::uint32_t* of(int token) const { return data + static_cast<std::size_t>(token) * words; }
 };
 
-// Copies the records of a segment, tile by tile. A tile of one token is left out: its record is read in place.
+// Copies the records of a segment, tile by tile, except for tiles of one token, whose record is read in place.
 void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target);
 
 inline const std::uint32_t* tile_records(const Records& records, const Pair* pairs, Tile tile, const std::uint32_t* gathered) {
   return tile.tokens == 1 ? records.of(pairs[tile.first].token) : gathered + static_cast<std::size_t>(tile.first) * records.words;
 }
 
-// Transposes a token's record to 16 groups of columns side by side, the order of rows in the sparse layout; missing groups are zero.
+// Transposes a token's record to lanes of 16 groups of columns, the order of rows in the sparse layout; missing groups are zero.
 void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);
 
-// The arguments of a tile, with what it prefetches. A single tile reads its block once and prefetches further along the same stream, which
-// continues in the next block. Where several tiles share a block, the later ones find it in cache, and each fetches a part of the next
-// block.
+// The arguments of a tile, with the lines that it prefetches. A single tile reads its block once and prefetches further along the same
+// stream, which continues in the next block. Where several tiles share a block, the later ones find it in cache, and each prefetches a part
+// of the next block.
 inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles) {
   constexpr int kAheadBytes = 4096;  // tuned on EPYC Zen 5
   const std::size_t bytes = block_bytes(type, groups * kGroup);
@@ -102,7 +102,7 @@ inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, T
   args.tokens = tile.tokens;
   if (tiles == 1) {
     args.ahead = block + kAheadBytes;
-    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // not whole lines with Q6_K: 105 for 8 groups
+    args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // with Q6_K not a whole number of lines: 105 for 8 groups
     args.ahead_lines = static_cast<int>((args.ahead_stride + 63) / 64);
   } else {
     const std::size_t bursts = static_cast<std::size_t>(groups) * static_cast<std::size_t>(tiles);

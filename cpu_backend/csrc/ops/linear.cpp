@@ -73,7 +73,7 @@ void LinearJob::compute_rows(int unit) {
 }
 
 void LinearJob::compute_rows_of(const PackedLinear& linear, std::byte* out, int unit) {
-  alignas(64) float rows[kMostTileTokens * kBlockRows];
+  alignas(64) float rows[kMaxTileTokens * kBlockRows];
   alignas(64) float biased[kBlockRows];
   const Tiling tiling(batch_.tokens, max_tokens_);
   const int end = std::min((unit + 1) * unit_blocks_, linear.blocks());

@@ -24,7 +24,7 @@ class LinearJob final : public Job {
   };
   struct Scratch {
     AlignedMemory* records;
-    AlignedMemory* workers;  // one for each worker
+    AlignedMemory* workers;  // one per worker
   };
 
   // `linears` have one weight type and one number of columns.

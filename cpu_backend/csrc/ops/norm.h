@@ -10,13 +10,13 @@ struct NormArgs {
   const std::byte* x;       // (rows, cols)
   const std::byte* weight;  // (cols), or null
   std::byte* out;           // (rows, cols)
-  ActivationType type;      // of all three
+  ActivationType type;      // of x, weight and out
   std::int64_t rows;
   int cols;
   NormForm form;
 };
 
-// One call; units are runs of rows.
+// The job of one call; units are runs of rows.
 class NormJob final : public Job {
  public:
   NormJob(const Kernels& kernels, const NormArgs& args, Phase& rows);

@@ -9,9 +9,9 @@ namespace moegraft {
 namespace {
 
 constexpr int kUnitsPerWorker = 4;
-constexpr float kSmallestSum = 1e-20f;  // added to the sum of weights before the division, as models do
+constexpr float kSmallestSum = 1e-20f;  // added to the sum of weights before the division, as in the models' own code
 
-// A key that orders as the floats do, NaN above all; among equals the lower index is first in descending order.
+// A key whose order is that of the floats, with NaN as the largest; in descending order, equal floats are sorted by index.
 std::uint64_t sortable(float value, int index) {
   std::uint32_t bits;
   if (value != value) value = std::numeric_limits<float>::quiet_NaN();
@@ -22,7 +22,7 @@ std::uint64_t sortable(float value, int index) {
 
 int index_of(std::uint64_t key) { return static_cast<int>(~static_cast<std::uint32_t>(key)); }
 
-// The `count` largest of values[0 .. size), best first, at the front of `keys`.
+// Writes the keys of the `count` largest of values[0 .. size) to the front of `keys`, in descending order.
 void find_largest(const float* values, int size, int count, std::vector<std::uint64_t>& keys) {
   keys.resize(static_cast<std::size_t>(size));
   for (int i = 0; i < size; ++i) keys[static_cast<std::size_t>(i)] = sortable(values[i], i);

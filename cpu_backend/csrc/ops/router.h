@@ -1,9 +1,9 @@
 // Routers: logits = x weight^T, then each token's choice of experts and their weights. ops/ holds the operations of a layer besides experts
-// and attention: linear layers (linear.h), norms (norm.h) and this.
+// and attention: linear layers (linear.h), norms (norm.h) and routers.
 //
-// The caller owns all tensors, and PackedLinear its weights; the Engine lends scratch memory. Each operation is one job of the pool.
-// Workers compute the logits of up to kAttentionRows tokens, in runs of experts whose rows are read in place; the calling thread then
-// chooses. A small norm runs on the calling thread alone (Engine::norm).
+// The caller owns all tensors, PackedLinear its weights, and the Engine the scratch memory. Each operation is one job of the pool. Workers
+// compute the logits of up to kAttentionRows tokens, in runs of experts whose rows are read in place; then the calling thread chooses. A
+// small norm runs on the calling thread alone (Engine::norm).
 #pragma once
 
 #include <cstdint>
@@ -16,19 +16,19 @@
 namespace moegraft {
 
 enum class Score : int {
-  kSoftmax,  // softmax over all experts, then the largest
-  kSigmoid,  // sigmoid of each, then the largest
-  kChosenSoftmax,  // the largest logits, then softmax over those
+  kSoftmax,  // softmax over all experts, then choose the largest
+  kSigmoid,  // sigmoid of each logit, then choose the largest
+  kChosenSoftmax,  // choose the largest logits, then softmax over the chosen
 };
 
-enum class GroupScore : int { kLargest, kTwoLargest };  // of a group: its best expert's score, or the sum of its best two
+enum class GroupScore : int { kLargest, kTwoLargest };  // a group's score: its largest, or the sum of its two largest
 
 struct Selection {
   Score score = Score::kSoftmax;
   int experts = 0;
   int top_k = 0;
   const float* bias = nullptr;  // (experts), added to the scores for the choice alone; or null
-  int groups = 1;  // of experts, of which `kept_groups` may be chosen from (DeepSeek-V3's group-limited routing)
+  int groups = 1;  // of experts; only experts of `kept_groups` groups may be chosen (DeepSeek-V3's group-limited routing)
   int kept_groups = 1;
   GroupScore group_score = GroupScore::kTwoLargest;
   bool normalise = false;  // weights sum to 1, before `scale`
@@ -51,7 +51,7 @@ struct RouterArgs {
   ActivationType type;  // of x and weight
   std::int64_t tokens;
   int hidden;
-  bool rounds_logits;  // to `type`, before they are scored
+  bool rounds_logits;  // rounds the logits to `type` before they are scored
   Selection selection;
   std::byte* logits;  // (tokens, experts) of logits_type
   ActivationType logits_type;
@@ -60,14 +60,14 @@ struct RouterArgs {
   std::int64_t* index;  // (tokens, top_k)
 };
 
-// One call for up to kAttentionRows tokens; units are runs of experts.
+// The job of one call, for up to kAttentionRows tokens; units are runs of experts.
 class RouterJob final : public Job {
  public:
   RouterJob(const Kernels& kernels, const RouterArgs& args, int workers, Phase& rows);
-  // `first` is that of the tokens; `memory` takes their widened states and logits. Throws std::bad_alloc.
+  // Starts with token `first`; `memory` receives the widened hidden states and the logits. Throws std::bad_alloc.
   void prepare(std::int64_t first, int tokens, AlignedMemory& memory);
   void run(int worker) noexcept override;
-  // After the job: rounds, writes the logits and chooses.
+  // Rounds and writes the logits, then chooses; called after the job.
   void choose(SelectionScratch& scratch) const;
 
  private:

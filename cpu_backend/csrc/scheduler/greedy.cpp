@@ -20,8 +20,8 @@ void GreedySchedule::start(const LayerProblem& problem, const ExpertGroups& grou
     states_[rank_of_[expert]] = State::kComing;
     in_flight_.push_back({rank_of_[expert], problem.arrival_ms[expert]});
   }
-  brought_.clear();
-  in_flight_head_ = brought_head_ = 0;
+  transferred_.clear();
+  in_flight_head_ = transferred_head_ = 0;
   first_arrived_ = first_missing_ = 0;
   last_missing_ = last_left_ = count - 1;
 }
@@ -39,7 +39,7 @@ void GreedySchedule::arrive(double now_ms) {
     }
   };
   take(in_flight_, in_flight_head_);
-  take(brought_, brought_head_);
+  take(transferred_, transferred_head_);
 }
 
 GreedySchedule::Coming GreedySchedule::next_for_gpu(double now_ms) {
@@ -48,9 +48,9 @@ GreedySchedule::Coming GreedySchedule::next_for_gpu(double now_ms) {
   while (first_arrived_ < count && states_[first_arrived_] != State::kArrived) ++first_arrived_;
   if (first_arrived_ < count) return {first_arrived_, 0.0};
   const Coming* in_flight = first_coming(in_flight_, in_flight_head_);
-  const Coming* brought = first_coming(brought_, brought_head_);
-  if (!in_flight && !brought) return {-1, HUGE_VAL};
-  if (!in_flight || (brought && brought->arrival_ms < in_flight->arrival_ms)) return *brought;
+  const Coming* transferred = first_coming(transferred_, transferred_head_);
+  if (!in_flight && !transferred) return {-1, HUGE_VAL};
+  if (!in_flight || (transferred && transferred->arrival_ms < in_flight->arrival_ms)) return *transferred;
   return *in_flight;
 }
 
@@ -93,7 +93,7 @@ void GreedySchedule::split(const LayerProblem& problem, const ExpertGroups& grou
     } else {
       link_clock = link_end;
       states_[link] = State::kComing;
-      brought_.push_back({link, link_end});
+      transferred_.push_back({link, link_end});
       --transfers_left;
     }
   }

@@ -8,28 +8,28 @@
 namespace moegraft {
 namespace {
 
-[[noreturn]] void refuse(const std::string& name, const std::string& value) {
+[[noreturn]] void reject(const std::string& name, const std::string& value) {
   throw std::invalid_argument("LayerProblem: " + name + " is " + value + "; it must be at least 0");
 }
 
 void check_times(const double* times, int count, const char* name) {
   for (int i = 0; i < count; ++i)
-    if (!(times[i] >= 0.0)) refuse(std::string(name) + "[" + std::to_string(i) + "]", std::to_string(times[i]));
+    if (!(times[i] >= 0.0)) reject(std::string(name) + "[" + std::to_string(i) + "]", std::to_string(times[i]));
 }
 
 }  // namespace
 
 void check(const LayerProblem& problem) {
   for (int i = 0; i < problem.experts; ++i)
-    if (problem.loads[i] < 0) refuse("loads[" + std::to_string(i) + "]", std::to_string(problem.loads[i]));
+    if (problem.loads[i] < 0) reject("loads[" + std::to_string(i) + "]", std::to_string(problem.loads[i]));
   check_times(problem.cpu_ms, problem.experts, "cpu_ms");
   check_times(problem.gpu_ms, problem.experts, "gpu_ms");
   check_times(problem.arrival_ms, problem.experts, "arrival_ms");
   const double single[] = {problem.transfer_ms, problem.first_cpu_ms, problem.cpu_free_ms, problem.gpu_free_ms, problem.link_free_ms};
   const char* names[] = {"transfer_ms", "first_cpu_ms", "cpu_free_ms", "gpu_free_ms", "link_free_ms"};
   for (int i = 0; i < 5; ++i)
-    if (!(single[i] >= 0.0)) refuse(names[i], std::to_string(single[i]));
-  if (problem.max_transfers < 0) refuse("max_transfers", std::to_string(problem.max_transfers));
+    if (!(single[i] >= 0.0)) reject(names[i], std::to_string(single[i]));
+  if (problem.max_transfers < 0) reject("max_transfers", std::to_string(problem.max_transfers));
 }
 
 void sort_by_load(const LayerProblem& problem, std::vector<int>& experts) {

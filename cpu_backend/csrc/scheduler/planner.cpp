@@ -9,11 +9,11 @@ namespace {
 
 constexpr const char* kNames[] = {"all_cpu", "fixed", "on_demand", "greedy", "two_threshold"};
 
-// Lets values fall along `order`: runs that rise share their mean. None stays negative.
-void share_rises(const std::vector<int>& order, double* values) {
+// Makes values non-increasing along `order` and at least 0: rising runs are replaced by their mean (isotonic regression).
+void pool_rises(const std::vector<int>& order, double* values) {
   const std::size_t count = order.size();
   for (std::size_t first = 0; first < count;) {
-    // The run from `first` with the highest mean: nothing after it can raise it.
+    // Finds the run from `first` with the highest mean, which later values cannot raise.
     double sum = 0.0, best_mean = -HUGE_VAL;
     std::size_t best_end = first + 1;
     for (std::size_t end = first; end < count; ++end) {
@@ -34,17 +34,17 @@ Schedule parse_schedule(const std::string& name) {
     if (name == kNames[i]) return static_cast<Schedule>(i);
     known += (i ? ", " : "") + std::string(kNames[i]);
   }
-  throw std::invalid_argument("unknown schedule '" + name + "'; there are: " + known);
+  throw std::invalid_argument("unknown schedule '" + name + "'; expected one of " + known);
 }
 
-// All missing experts to the GPU, those with the most tokens first; the CPU has those that get no slot.
-void Planner::bring_most(const LayerProblem& problem) {
+// Assigns missing experts to the GPU in descending load as far as `max_transfers` allows, and the others to the CPU.
+void Planner::transfer_largest(const LayerProblem& problem) {
   std::fill(on_cpu_.begin(), on_cpu_.end(), std::uint8_t{0});
-  const std::size_t most = static_cast<std::size_t>(problem.max_transfers);
-  if (groups_.missing().size() <= most) return;
+  const std::size_t max_transfers = static_cast<std::size_t>(problem.max_transfers);
+  if (groups_.missing().size() <= max_transfers) return;
   by_load_ = groups_.missing();
   sort_by_load(problem, by_load_);
-  for (std::size_t i = most; i < by_load_.size(); ++i) on_cpu_[by_load_[i]] = 1;
+  for (std::size_t i = max_transfers; i < by_load_.size(); ++i) on_cpu_[by_load_[i]] = 1;
 }
 
 void Planner::split(const LayerProblem& problem, Schedule schedule) {
@@ -55,7 +55,7 @@ void Planner::split(const LayerProblem& problem, Schedule schedule) {
     case Schedule::kFixed:
       for (int i = 0; i < problem.experts; ++i) on_cpu_[i] = problem.arrival_ms[i] != 0.0;
       break;
-    case Schedule::kOnDemand: bring_most(problem); break;
+    case Schedule::kOnDemand: transfer_largest(problem); break;
     case Schedule::kGreedy: greedy_.split(problem, groups_, on_cpu_.data()); break;
     case Schedule::kTwoThreshold: two_threshold_.split(problem, groups_, on_cpu_.data()); break;
   }
@@ -95,7 +95,7 @@ void Planner::gains(const LayerProblem& problem, Schedule schedule, double* gain
     gains_ms[expert] = before_ms == after_ms ? 0.0 : before_ms - after_ms;  // both may be infinite
     before_ms = after_ms;
   }
-  share_rises(gain_order_, gains_ms);
+  pool_rises(gain_order_, gains_ms);
 }
 
 }  // namespace moegraft

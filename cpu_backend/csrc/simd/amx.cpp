@@ -1,6 +1,5 @@
-// AMX: tiles of more than a few tokens through the matrix unit of Sapphire Rapids, everything else as with AVX-512 and BF16.
-// Q4_K and Q6_K have no tiles here: they are computed with VNNI.
-// Which of these tiles are used where none is asked for by name is chosen in isa.cpp.
+// AMX, since Sapphire Rapids: the matrix unit computes tiles of more than a few tokens; everything else, Q4_K and Q6_K included, runs as
+// with AVX-512 and BF16. isa.cpp selects the tiles that are used by default.
 #include <math.h>
 
 #include "simd/amx_tiles.h"
@@ -10,7 +9,7 @@
 namespace moegraft {
 namespace {
 
-constexpr int kVectorTokens = 4;  // up to this many, one pass of weights through the vector units is bound by memory anyway
+constexpr int kVectorTokens = 4;  // up to this many tokens the vector units are fast enough: reading the weights is the limit
 constexpr int kTileTokens = 16;
 
 struct Amx : Avx512Base {
@@ -41,7 +40,7 @@ void matrix_bf16(const TileArgs& args) {
   release();
 }
 
-// Nibbles as the unsigned bytes of an int8 group: lines 2j and 2j + 1 from line j.
+// Expands nibbles to the unsigned bytes of an int8 group: line j becomes lines 2j and 2j + 1.
 void widen_nibbles(const std::byte* lines, std::byte* target) {
   for (int j = 0; j < 4; ++j) {
     for (int half = 0; half < 2; ++half) {

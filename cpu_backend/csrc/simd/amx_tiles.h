@@ -1,5 +1,5 @@
-// The tile registers of AMX behind seven functions. With MOEGRAFT_EMULATED_AMX they are plain loops, so that the kernels can be tested on
-// machines without AMX.
+// Functions for the tile registers of AMX. With MOEGRAFT_EMULATED_AMX they are plain loops, so that the kernels can be tested on machines
+// without AMX.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 namespace moegraft {
 namespace {
 
-// Registers 0 and 1 are sums, 2 the activations, 3 and 4 weights.
+// Registers 0 and 1 hold sums, 2 activations, 3 and 4 weights.
 struct TileShape {
   int tokens;  // rows of the sums and of the activations
   int depth_bytes;  // bytes of a row of activations
@@ -78,7 +78,7 @@ inline void multiply_bf16() {
 
 #else
 
-// As the instruction reads it: 64 bytes.
+// The 64 bytes that the instruction reads.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
   std::uint8_t start_row = 0;
@@ -100,11 +100,11 @@ inline void configure(const TileShape& shape) {
     config.row_bytes[weights] = 64;
     config.rows[weights] = static_cast<std::uint8_t>(shape.weight_rows);
   }
-  // Not _tile_loadconfig: GCC 12 declares that it reads 8 bytes, and removes the stores to the others.
+  // Instead of _tile_loadconfig: GCC 12 declares that it reads 8 bytes, and removes the stores to the others.
   asm volatile("ldtilecfg %0" : : "m"(config));
 }
 inline void release() { _tile_release(); }
-// The compiler's macros take register numbers as literals only.
+// The compiler's macros accept only literal register numbers.
 template <int Register>
 inline void zero() {
   if constexpr (Register == 0) _tile_zero(0);
@@ -112,7 +112,7 @@ inline void zero() {
 }
 template <int Register>
 inline void load(const void* source, std::size_t stride) {
-  asm volatile("" ::: "memory");  // the compiler's macro does not declare that it reads memory: earlier stores must be complete
+  asm volatile("" ::: "memory");  // completes earlier stores: the compiler's macro does not declare that it reads memory
   if constexpr (Register == 2) _tile_loadd(2, source, stride);
   else if constexpr (Register == 3) _tile_loadd(3, source, stride);
   else _tile_loadd(4, source, stride);

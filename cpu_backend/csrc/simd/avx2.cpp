@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: Haswell, Zen 1 and everything since.
+// AVX2 with FMA and F16C: Haswell, Zen 1 and later.
 #include <immintrin.h>
 #include <math.h>
 
@@ -12,12 +12,13 @@ struct Avx2 {
   using I = __m256i;
   static constexpr int kWidth = 8;
   static constexpr int kVectors = 4;
-  static constexpr int kFloatTokens = 6;    // in halves: 12 sums, 2 weights and a broadcast in 16 registers
-  static constexpr int kIntegerTokens = 4;  // in halves: 8 integer sums in registers, the float sums are loaded and stored once per group
-  static constexpr int kWholeTokens = 1;  // a lone token reads each line once, in order
-  static constexpr int kDotRows = 2;  // times 4 tokens, of half the lanes: 8 sums and 2 rows
+  static constexpr int kFloatTokens = 6;    // for half a block: 12 sums, 2 weights and a broadcast in 16 registers
+  static constexpr int kIntegerTokens =
+      4;  // for half a block: 8 integer sums in registers; float sums are loaded and stored once per group
+  static constexpr int kWholeTokens = 1;  // a single token reads each line once, in order
+  static constexpr int kDotRows = 2;  // by 4 tokens, for half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;
-  static constexpr int kAddTokens = 2;  // times 4 columns, of half the lanes: 8 sums and 4 weights
+  static constexpr int kAddTokens = 2;  // by 4 columns, for half the lanes: 8 sums and 4 weights
   static constexpr bool kHasBf16 = false;
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -33,7 +34,7 @@ struct Avx2 {
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F abs(F x) { return _mm256_andnot_ps(set(-0.0f), x); }
   static F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // In two steps, because 2^n alone may overflow or be subnormal where the product is neither.
+  // Scales in two steps, because 2^n alone may overflow or be subnormal where the product is not.
   static F scale_by_power(F x, F n) {
     const I exponent = _mm256_cvtps_epi32(n);
     const I half = _mm256_srai_epi32(exponent, 1);
@@ -71,7 +72,7 @@ struct Avx2 {
     sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
   }
-  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
+  // Moves byte `Index` of each word to its upper byte and clears the rest: the signed byte times 2^24.
   template <int Index>
   static I top_byte(I x) {
     constexpr char kFrom = Index;
@@ -87,7 +88,7 @@ struct Avx2 {
   static I signed_low_bytes(I x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24), 24); }
   static I next_bytes(I x) { return _mm256_srli_epi32(x, 8); }
   static I six_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
-  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  // Inserts bits 2 * Index and 2 * Index + 1 of each byte of `upper` as bits 4 and 5.
   template <int Index>
   static I with_bits(I nibbles, I upper) {
     const I moved = Index == 0   ? _mm256_slli_epi32(upper, 4)
@@ -119,13 +120,13 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
   }
 
-  // vpmaddubsw would saturate: 2 * 255 * 127 does not fit 16 bits. So even and odd bytes are widened and multiplied separately.
+  // vpmaddubsw would saturate, since 2 * 255 * 127 does not fit 16 bits: even and odd bytes are widened and multiplied separately.
   static I dot_int8(I sum, I weights, I codes) {
     const I even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8));
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
-  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, does fit.
+  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, fits 16 bits.
   static I dot_int4(I sum, I weights, I codes) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
   }

@@ -1,4 +1,4 @@
-// AVX-512 without VNNI: Skylake-X and its like.
+// AVX-512 without VNNI, such as Skylake-X.
 #include <math.h>
 
 #include "simd/avx512_traits.h"
@@ -11,13 +11,13 @@ struct Avx512 : Avx512Base {
   static constexpr bool kHasBf16 = false;
   static constexpr int kIntegerTokens = 6;  // the products below need registers of their own
 
-  // vpmaddubsw would saturate: 2 * 255 * 127 does not fit 16 bits. So even and odd bytes are widened and multiplied separately.
+  // vpmaddubsw would saturate, since 2 * 255 * 127 does not fit 16 bits: even and odd bytes are widened and multiplied separately.
   static I dot_int8(I sum, I weights, I codes) {
     const I even = _mm512_madd_epi16(_mm512_and_si512(weights, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8));
     const I odd = _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), _mm512_srai_epi16(codes, 8));
     return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
   }
-  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, does fit.
+  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, fits 16 bits.
   static I dot_int4(I sum, I weights, I codes) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, codes), _mm512_set1_epi16(1)));
   }

@@ -1,4 +1,4 @@
-// Traits of 512-bit vectors; the files that include this add the dot products of their instruction set.
+// The traits of 512-bit vectors; each file that includes this adds the dot products of its instruction set.
 #pragma once
 
 #include <immintrin.h>
@@ -17,9 +17,9 @@ struct Avx512Base {
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
   static constexpr int kIntegerTokens = 8;  // 16 integer sums; the float sums are loaded and stored once per group (tuned on EPYC Zen 5)
   static constexpr int kWholeTokens = 12;
-  static constexpr int kDotRows = 4;  // times 4 tokens: 16 sums and 4 rows
+  static constexpr int kDotRows = 4;  // by 4 tokens: 16 sums and 4 rows
   static constexpr int kDotTokens = 4;
-  static constexpr int kAddTokens = 6;  // times 4 columns: 24 sums and 4 weights
+  static constexpr int kAddTokens = 6;  // by 4 columns: 24 sums and 4 weights
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set(float value) { return _mm512_set1_ps(value); }
@@ -46,7 +46,7 @@ struct Avx512Base {
   static I round_to_int(F x) { return _mm512_cvtps_epi32(x); }
   static void store_int8(std::int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
   static float reduce_add_float(F x) { return _mm512_reduce_add_ps(x); }
-  // The sums of four vectors, side by side: one transposed addition instead of four reductions.
+  // Stores the sums of four vectors side by side: one transposed addition instead of four reductions.
   static void store_four_sums(float* p, F a, F b, F c, F d) {
     const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -56,7 +56,7 @@ struct Avx512Base {
     const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
   }
-  // Byte `Index` of each word as its upper byte, the others zero: the byte, with its sign, times 2^24.
+  // Moves byte `Index` of each word to its upper byte and clears the rest: the signed byte times 2^24.
   template <int Index>
   static I top_byte(I x) {
     constexpr char kFrom = Index;
@@ -72,7 +72,7 @@ struct Avx512Base {
   static I signed_low_bytes(I x) { return _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24); }
   static I next_bytes(I x) { return _mm512_srli_epi32(x, 8); }
   static I six_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
-  // Bits 2 * Index and the next of each byte of `upper` become bits 4 and 5.
+  // Inserts bits 2 * Index and 2 * Index + 1 of each byte of `upper` as bits 4 and 5.
   template <int Index>
   static I with_bits(I nibbles, I upper) {
     const I moved = Index == 0   ? _mm512_slli_epi32(upper, 4)
@@ -94,14 +94,14 @@ struct Avx512Base {
   }
   static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
   static F high_bf16(I x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))); }
-  // Each word: `low` in its lower half, `high` in its upper one, finite and rounded half up.
+  // Stores `low` in the lower half of each word and `high` in the upper half; values are finite and rounded half up.
   static void store_pairs(std::uint32_t* p, F low, F high) {
     const I half = _mm512_set1_epi32(0x8000);
     const I lower = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(low), half), 16);
     const I upper = _mm512_add_epi32(_mm512_castps_si512(high), half);
     _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, lower, upper));
   }
-  // In integers, because the instruction for it flushes subnormals.
+  // Rounds in integers, because the instruction for this conversion flushes subnormals.
   static void store_bf16(std::uint16_t* p, F x) {
     const I bits = _mm512_castps_si512(x);
     const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: Cascade Lake, Ice Lake and their like.
+// AVX-512 with VNNI, such as Cascade Lake and Ice Lake.
 #include <math.h>
 
 #include "simd/avx512_traits.h"

@@ -19,7 +19,7 @@ struct InstructionSet {
   bool available;
 };
 
-// From the simplest to the richest; each needs what those before it need.
+// In ascending order: each instruction set needs all features of those before it.
 std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
   std::vector<InstructionSet> sets = {{scalar_kernels, true}};
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
@@ -39,14 +39,14 @@ std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
 // Whether AMX tiles are faster than those of AVX-512, by Format, where a CPU has both. Measured on Emerald Rapids, 2026-11: a layer of
 // experts, 512 tokens. Linear layers and attention multiply through the same tiles and follow; they were not measured separately.
 constexpr std::array<bool, kFormats> kAmxIsFaster = {
-    false,  // kFloat32: AMX has no such products
-    false,  // kFloat16: the same
-    false,  // kBFloat16, for activations of other types: the same
-    true,   // kBFloat16Dot: 61 to 75 ms, where vectors take 253 to 300
-    false,  // kInt8: not faster than VNNI, since sums leave the matrix unit after every 32 columns, to be scaled
-    false,  // kInt4: the same
-    false,  // kQ4K: has no AMX tiles
-    false,  // kQ6K: the same
+    false,  // kFloat32: not supported by AMX
+    false,  // kFloat16: not supported
+    false,  // kBFloat16, for activations of other types: not supported
+    true,   // kBFloat16Dot: 61 to 75 ms, against 253 to 300 ms by vectors
+    false,  // kInt8: not faster than VNNI, since sums leave the matrix unit after every 32 columns to be scaled
+    false,  // kInt4: as kInt8
+    false,  // kQ4K: no AMX tiles exist
+    false,  // kQ6K: no AMX tiles exist
 };
 
 }  // namespace
@@ -54,7 +54,7 @@ constexpr std::array<bool, kFormats> kAmxIsFaster = {
 CpuFeatures detect_cpu() {
   CpuFeatures cpu;
 #if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
-  // The compiler's checks include that the system saves the registers.
+  // The compiler's checks include whether the system saves the registers.
   cpu.avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
   cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -66,7 +66,7 @@ CpuFeatures detect_cpu() {
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   cpu.amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & (kBf16 | kTile | kInt8)) == (kBf16 | kTile | kInt8);
   if (cpu.amx) {
-    // Linux grants tile registers to a process on request, for all its threads and its lifetime. Old kernels and some sandboxes deny it.
+    // Linux grants tile registers to a process on request, for all threads and its whole lifetime. Old kernels and some sandboxes refuse.
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     cpu.tile_permission = granted;

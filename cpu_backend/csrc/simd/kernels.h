@@ -1,21 +1,20 @@
-// The function table that every instruction set fills: the jobs above it know no vector width. simd/ holds the tables and their selection.
+// The function table that every instruction set fills; jobs use it without knowing the width of a vector. simd/ holds the tables and their
+// selection.
 //
-// Tables are immutable and filled once; a Runtime copies the ones that isa.h selects for its CPU. Kernels run on whichever worker calls
-// them, own no memory and share no state. scalar.cpp is built everywhere and is the oracle of the others; avx2.cpp to amx.cpp, compiled
-// with the flags of their instruction set and entered only on a CPU that has it, instantiate the templates of vector_*.h over a traits
-// struct.
+// Tables are immutable and filled once; a Runtime copies those that isa.h selects for its CPU. Kernels run on the calling worker, own no
+// memory and share no state. scalar.cpp is built everywhere and is the oracle of the others. avx2.cpp to amx.cpp instantiate the templates
+// of vector_*.h over a traits struct; each is compiled with the flags of its instruction set and called only on a CPU that supports it.
 //
 // Activations are stored as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
 // group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
 //   float formats     32 words per group, one float each
 //   kBFloat16Dot      16 words per group, two bfloat16 each
-//   kInt8, kInt4      10 words per group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which compensates the
-//                     unsigned offset of the weights), then 32 int8 codes
-//   kQ4K              10 words per group: scale, scale times the sum of the codes (float, to be multiplied with the weights' minimum), then
-//                     32 int8 codes
+//   kInt8, kInt4      10 words per group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which compensates for
+//                     the unsigned offset of the weights), then 32 int8 codes
+//   kQ4K              10 words per group: scale, scale times the sum of the codes (float, the factor of the weights' minimum), then 32
+//                     int8 codes
 //   kQ6K              11 words per group: scale, corrections of the first and the last 16 columns (int32: -32 times the sum of their
-//                     codes),
-//                     then 32 int8 codes
+//                     codes), then 32 int8 codes
 #pragma once
 
 #include <cstddef>
@@ -26,7 +25,7 @@
 
 namespace moegraft {
 
-// A weight type together with the arithmetic that is used on it.
+// A weight type together with the arithmetic of its products.
 enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4, kQ4K, kQ6K };
 constexpr int kFormats = 8;
 
@@ -42,7 +41,7 @@ constexpr int words_per_group(Format format) {
 }
 constexpr int first_code_word(Format format) { return format == Format::kQ6K ? 3 : 2; }
 
-// bfloat16 weights and activations multiply in bfloat16; all other pairs in the weights' widened or integer form.
+// bfloat16 weights and activations multiply in bfloat16; all other pairs multiply in float or, with quantised weights, in integers.
 constexpr Format format_of(WeightType weights, ActivationType activations) {
   switch (weights) {
     case WeightType::kFloat32: return Format::kFloat32;
@@ -61,7 +60,7 @@ struct TileArgs {
   int groups;  // columns / 32
   int tokens;  // 1 to Kernels::max_tokens
   float* out;  // (tokens, 32)
-  const std::byte* ahead;  // read next: `ahead_lines` lines are prefetched with each group
+  const std::byte* ahead;  // the bytes to read next, of which each group prefetches `ahead_lines` lines
   int ahead_lines;
   std::size_t ahead_stride;  // bytes from one group's burst to the next one's
 };
@@ -80,53 +79,53 @@ struct GateArgs {
 struct NormForm {
   float epsilon;
   float weight_offset;  // 1 where weights are stored around 0
-  bool rounds_first;  // the quotient is rounded to the row's type before the product with the weight
+  bool rounds_first;  // rounds the quotient to the row's type before the product with the weight
 };
 
 struct NormRowArgs {
   const std::byte* x;  // (cols)
   const std::byte* weight;  // (cols), or null
   std::byte* out;  // (cols)
-  ActivationType type;  // of all three
+  ActivationType type;  // of x, weight and out
   int cols;
   NormForm form;
 };
 
-// The kernels of the sparse layout, by format. Weights are finite: a row may be multiplied with a coefficient of zero.
+// The kernels of the sparse layout, by format. Weights are finite, so that a row may be multiplied with a coefficient of zero.
 //
-// Where several tokens share rows of down, two rows at a time are widened into items of 32-bit words, which every token then adds up:
-//   floats   an item is one row, a word is one weight
-//   pairs    an item is two rows, a word is a weight of each in bfloat16, and a coefficient is two bfloat16 as well (in_pairs)
+// Where several tokens share rows of down, two rows at a time are converted to items of 32-bit words, which every token then adds:
+//   floats   an item is one row, and a word is one weight
+//   pairs    an item is two rows, and a word is a bfloat16 weight of each; a coefficient is two bfloat16 values too (in_pairs)
 // A tile of items holds 4 columns of each of 16 groups: (items, 4, 16) words.
 
-constexpr int kMostRows = 4;  // in one call of dot_rows and add_rows: scattered rows are read faster together (EPYC Zen 5)
-constexpr int kTileColumns = 4;  // of each group, in a tile of items
+constexpr int kMaxRows = 4;  // rows in one call of dot_rows or add_rows: scattered rows are read faster together (EPYC Zen 5)
+constexpr int kTileColumns = 4;  // columns of each group in a tile of items
 constexpr int kTileWords = kTileColumns * 16;
-constexpr int kTiles = 8;  // of a chunk
+constexpr int kTiles = 8;  // tiles of a chunk
 
-// Rows times tokens, whose records are in lanes: word w of group 16 * chunk + lane at (chunk * words + w) * 16 + lane.
+// Rows times tokens. The tokens' records are in lanes: word w of group 16 * chunk + lane is at (chunk * words + w) * 16 + lane.
 struct RowDotsArgs {
-  const std::byte* rows[kMostRows];  // each begins with its scales
-  int places[kMostRows];  // where a row's products go in each token's `out`
+  const std::byte* rows[kMaxRows];  // each begins with its scales
+  int places[kMaxRows];  // index of each row's products in a token's `out`
   int row_count;
   int tokens;
-  const std::uint32_t* const* lanes;  // one a token
-  float* const* out;  // one a token
+  const std::uint32_t* const* lanes;  // one per token
+  float* const* out;  // one per token
   std::size_t line_offset;  // from a row's start to its lines
   int chunks;
-  const std::byte* const* ahead;  // (row_count) rows that come next, fetched line by line while these are read; or null
+  const std::byte* const* ahead;  // (row_count) next rows, prefetched line by line meanwhile; or null
 };
 
 // sums += coefficients * rows, for one chunk. Column k of a line's groups goes to sums[k * 16 + lane].
 struct RowAddArgs {
-  const std::byte* scales[kMostRows];
-  const std::byte* lines[kMostRows];
-  float coefficients[kMostRows];
+  const std::byte* scales[kMaxRows];
+  const std::byte* lines[kMaxRows];
+  float coefficients[kMaxRows];
   float* sums;
-  const std::byte* ahead[kMostRows];  // the chunk's lines of rows that come next, fetched while these are read; or null
+  const std::byte* ahead[kMaxRows];  // the chunk's lines of the next rows, prefetched meanwhile; or null
 };
 
-// One chunk of two rows, as one item (pairs) or two.
+// One chunk of two rows, which become one item (pairs) or two (floats).
 struct RowWidenArgs {
   const std::byte* scales[2];
   const std::byte* lines[2];
@@ -139,16 +138,16 @@ struct ItemsAddArgs {
   const std::uint32_t* items;
   int item_count;
   int tokens;
-  const std::uint32_t* const* coefficients;  // one a token: (items)
-  float* const* sums;  // one a token, the tile's (4, 16) beginning at sums_offset
+  const std::uint32_t* const* coefficients;  // one array (items) per token
+  float* const* sums;  // one array per token, with the tile's (4, 16) at sums_offset
   std::size_t sums_offset;
 };
 
-// The same for one token, some of the items and all tiles.
+// sums += coefficients * items, for one token, selected items and all tiles.
 struct ItemsPickArgs {
   const std::uint32_t* items;
   std::size_t tile_stride;
-  const int* picked;  // items, ascending
+  const int* picked;  // the selected items, ascending
   int picked_count;
   const std::uint32_t* coefficients;  // (items)
   float* sums;  // (32, 16)
@@ -157,8 +156,8 @@ struct ItemsPickArgs {
 struct NeuronsArgs {
   const GateSpec* spec;
   float threshold;
-  float weight;  // the token's share
-  const float* up;  // 32, those of inactive neurons are ignored; or null: ungated
+  float weight;  // the expert's weight for the token
+  const float* up;  // 32 values, ignored for inactive neurons; null where ungated
   const float* up_bias;  // 32, or null
   float* neurons;  // 32: act(gate)
 };
@@ -166,19 +165,19 @@ struct NeuronsArgs {
 struct SparseKernels {
   int dot_rows_at_once;
   bool in_pairs[kFormats];
-  // All null for formats that have no sparse layout. Products and sums for a token do not depend on the other tokens of the call.
+  // All are null for formats without a sparse layout. Products and sums of a token do not depend on the other tokens of the call.
   void (*dot_rows[kFormats])(const RowDotsArgs& args);
   void (*add_rows[kFormats])(const RowAddArgs& args);
   void (*widen_rows[kFormats])(const RowWidenArgs& args);
   void (*add_items[kFormats])(const ItemsAddArgs& args);
   void (*add_picked[kFormats])(const ItemsPickArgs& args);
-  // Bit i: whether |acted[i]| reaches the threshold, for 32; a NaN does, it must be seen.
+  // Bit i of the result: whether |acted[i]| of 32 values reaches the threshold. A NaN does, so that it reaches the output.
   std::uint32_t (*reached)(const float* acted, float threshold);
   // neurons = weight * neurons * (clamp(up + bias) + offset), or weight * neurons when ungated; zero where the threshold is not reached.
   void (*finish)(const NeuronsArgs& args);
 };
 
-// Plain loops, which each instruction set's file compiles for itself.
+// Plain loops, compiled in the file of every instruction set.
 namespace {
 
 inline std::uint32_t reached_bits(const float* acted, float threshold) {
@@ -204,12 +203,12 @@ inline void finish_neurons(const NeuronsArgs& args) {
 
 }  // namespace
 
-constexpr int kAttentionRows = 8;  // that the functions below take at once
+constexpr int kAttentionRows = 8;  // maximum of `rows` in one call of the functions below
 
 // scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys in the cache's own layout.
 struct ScoreArgs {
   const float* query;  // (rows, query_stride)
-  const std::uint16_t* halves;  // the same in bfloat16, (rows, query_stride); read where keys are bfloat16 alone
+  const std::uint16_t* halves;  // query in bfloat16, (rows, query_stride); read only where keys are bfloat16
   int query_stride;
   int rows;
   const std::byte* keys;
@@ -235,15 +234,16 @@ struct MixArgs {
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
 struct SoftmaxArgs {
-  float* scores;  // becomes e^(score - largest), of scores that were scaled and capped
-  int count;  // a multiple of 16; what is hidden is -infinity
+  float* scores;  // raw scores in, e^(scaled and capped score - largest) out
+  int count;  // a multiple of 16; hidden scores are -infinity
   float scale;
-  float softcap;  // 0: none
+  float softcap;  // 0 for none
   float largest;  // in and out
   float sum;  // in and out
 };
 
-// The step of a row without a score above -infinity: NaN makes the sums NaN, otherwise nothing changes. `static`, as in float_conversion.h.
+// The step of a row without a score above -infinity: a NaN makes the sums NaN, otherwise they do not change. `static` for the reason given
+// in float_conversion.h.
 static inline float no_visible_key(SoftmaxArgs& args) {
   for (int i = 0; i < args.count; ++i) {
     if (args.scores[i] != args.scores[i]) args.largest = args.sum = args.scores[i];
@@ -320,8 +320,7 @@ struct Kernels {
   // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);
-  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows a token: what a sparse layout compares with its
-  // threshold.
+  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows per token; a sparse layout compares it with its threshold.
   void (*act)(const GateArgs& args);
   SparseKernels sparse;
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.

@@ -1,4 +1,4 @@
-// The scalar kernels: the oracle that the vector versions are tested against, and what other architectures run.
+// The scalar kernels: the oracle of the vector versions, and the kernels of other architectures.
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ const std::uint32_t* group_words(const TileArgs& args, Format format, int group,
   return args.records + (static_cast<std::size_t>(group) * args.tokens + token) * words_per_group(format);
 }
 
-// One weight of a float block; the load depends on the format alone.
+// Returns one weight of a float block.
 template <Format F>
 float weight_at(const std::byte* block, int col, int row) {
   if constexpr (F == Format::kFloat32) return reinterpret_cast<const float*>(block)[col * kBlockRows + row];
@@ -150,12 +150,12 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
       largest = std::max(largest, std::fabs(values[k]));
       finite = finite && std::isfinite(values[k]);
     }
-    // Below this the inverse would overflow; such a group is negligible. NaN and infinity are carried by the scale.
+    // Below this magnitude the inverse would overflow, and the group is negligible. The scale of a group that is not finite is NaN.
     const bool codable = finite && largest > 1e-30f;
     const float inverse = codable ? 127.0f / largest : 0.0f;
     const float scale = codable ? largest / 127.0f : finite ? 0.0f : NAN;
     std::int8_t codes[kGroup];
-    int sums[2] = {};  // of the first 16 codes and of the last
+    int sums[2] = {};  // of the first 16 codes and of the last 16
     for (int k = 0; k < kGroup; ++k) {
       codes[k] = codable ? static_cast<std::int8_t>(std::nearbyintf(values[k] * inverse)) : std::int8_t{0};
       sums[k / 16] += codes[k];
@@ -247,9 +247,9 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
   }
 }
 
-// The sparse layout.
+// The kernels of the sparse layout.
 
-// A weight of a chunk, or an integer code with its offset: line k / step of the chunk, as in a block of 16 lanes.
+// Returns a weight of a chunk, or its code including the offset; a chunk has the lines of half a block, with groups as lanes.
 template <Format F>
 float sparse_weight(const std::byte* lines, int k, int lane) {
   if constexpr (F == Format::kFloat32) return reinterpret_cast<const float*>(lines)[k * kLanes + lane];
@@ -312,7 +312,7 @@ void dot_rows(const RowDotsArgs& args) {
       args.out[token][args.places[row]] = dot_row<F>(args.rows[row], args.line_offset, args.lanes[token], args.chunks);
 }
 
-// Of down: dequantised.
+// Returns a dequantised weight of down.
 template <Format F>
 float down_weight(const std::byte* scales, const std::byte* lines, int k, int lane) {
   const float weight = sparse_weight<F>(lines, k, lane);
@@ -324,7 +324,7 @@ template <Format F>
 void add_rows(const RowAddArgs& args) {
   for (int k = 0; k < kGroup; ++k)
     for (int lane = 0; lane < kLanes; ++lane)
-      for (int row = 0; row < kMostRows; ++row)
+      for (int row = 0; row < kMaxRows; ++row)
         args.sums[k * kLanes + lane] += args.coefficients[row] * down_weight<F>(args.scales[row], args.lines[row], k, lane);
 }
 
@@ -359,7 +359,7 @@ void add_picked(const ItemsPickArgs& args) {
 SparseKernels scalar_sparse() {
   using K = Format;
   return {
-      kMostRows,
+      kMaxRows,
       {},
       {dot_rows<K::kFloat32>, dot_rows<K::kFloat16>, dot_rows<K::kBFloat16>, dot_rows<K::kBFloat16Dot>, dot_rows<K::kInt8>,
        dot_rows<K::kInt4>, nullptr, nullptr},
@@ -375,8 +375,6 @@ SparseKernels scalar_sparse() {
 }
 
 }  // namespace
-
-// The norm.
 
 static inline float widened(ActivationType type, const std::byte* row, int index) {
   if (type == ActivationType::kFloat32) {

@@ -1,5 +1,5 @@
-// What is done to activations: records made of them, gates, sums and conversions. Templates over the traits of vector_kernels.h, whose
-// rules apply here.
+// The kernels on activations: encoding into records, gates, weighted sums, conversions and norms. Templates over the traits of
+// vector_kernels.h, whose rules apply here.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,8 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
     for (int i = 0; i < kGroup; i += T::kWidth) T::store_bf16(reinterpret_cast<std::uint16_t*>(words) + i, T::load(values + i));
 }
 
-// As the scalar version: codes to the nearest even, a scale of NaN for a group that is not finite.
+// Encodes a group as int8 codes and its scale, with the scalar version's rounding to the nearest even. A group that is not finite gets a
+// scale of NaN.
 template <class T, Format Kind>
 void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
   constexpr int kOffset = Kind == Format::kInt8 ? 128 : Kind == Format::kInt4 ? 8 : 32;
@@ -38,7 +39,7 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
     const bool codable = finite && largest > 1e-30f;
     const float scale = codable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
     const typename T::F inverse = T::set(codable ? 127.0f / largest : 0.0f);
-    typename T::I sums[2] = {T::zero_int(), T::zero_int()};  // of the first 16 codes and of the last
+    typename T::I sums[2] = {T::zero_int(), T::zero_int()};  // of the first 16 codes and of the last 16
     for (int i = 0; i < kGroup; i += T::kWidth) {
       const typename T::F value = codable ? T::load(values + i) : T::zero();
       const typename T::I code = T::round_to_int(T::mul(value, inverse));
@@ -59,7 +60,7 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
   }
 }
 
-// e^x by 2^n times a polynomial on [-ln2/2, ln2/2]; relative error about 1e-7; overflows to infinity, underflows to 0, keeps NaN.
+// e^x as 2^n times a polynomial on [-ln2/2, ln2/2]; the relative error is about 1e-7. Overflows to infinity, underflows to 0, keeps NaN.
 template <class T>
 inline typename T::F exp(typename T::F x) {
   x = T::min(T::set(89.0f), T::max(T::set(-104.0f), x));
@@ -93,7 +94,7 @@ inline typename T::F by_element(typename T::F x, Function function) {
 template <class T>
 inline typename T::F activate(Activation activation, float alpha, typename T::F x) {
   switch (activation) {
-    // A quotient, not x * sigmoid: one rounding less, and the scalar version does the same.
+    // A quotient instead of x * sigmoid saves one rounding; the scalar version does the same.
     case Activation::kSilu: return T::div(x, T::add(T::set(1.0f), exp<T>(T::mul(T::set(-alpha), x))));
     case Activation::kGelu: return by_element<T>(x, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
     case Activation::kGeluTanh: {  // (1 + tanh(y)) / 2 is sigmoid(2y)
@@ -112,7 +113,8 @@ inline typename T::F activate(Activation activation, float alpha, typename T::F 
   return x;
 }
 
-// min and max return their second argument when either is NaN, so a NaN in x passes every limit.
+// out = min(act(min(gate, gate_limit)), act_limit) * (clamp(up) + up_offset), or act(up) without a gate. min and max return their second
+// argument when either is NaN, so a NaN passes every limit.
 template <class T>
 void gate(const GateArgs& args) {
   using F = typename T::F;
@@ -191,12 +193,11 @@ void narrow(ActivationType type, const float* source, void* target, int count) {
   }
 }
 
-// Root-mean-square norm of a row, as a template over the traits of vector_kernels.h, whose rules apply here.
-
+// The root-mean-square norm of one row.
 template <class T>
 void norm(const NormRowArgs& args) {
   using F = typename T::F;
-  constexpr int kPiece = 256;  // columns that are held as floats; the row itself stays in the first cache
+  constexpr int kPiece = 256;  // columns converted to floats at a time; the row itself stays in L1
   alignas(64) float values[kPiece];
   alignas(64) float weights[kPiece];
   const auto bytes = element_bytes(args.type);

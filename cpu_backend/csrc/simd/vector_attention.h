@@ -70,7 +70,7 @@ void score(const ScoreArgs& args) {
   alignas(64) float scores[kAttentionRows];
   const std::byte* key = args.keys;
   for (int j = 0; j < args.count; ++j, key += args.key_bytes) {
-    // Far enough ahead for memory: the rows of one head may be far apart, where no hardware prefetcher follows.
+    // 16 keys ahead covers the latency of memory. The rows of one head may be too far apart for the hardware prefetcher.
     const std::byte* ahead = key + 16 * args.key_bytes;
     const int line = 64 / (Type == ActivationType::kFloat32 ? 4 : 2);
     for (int d = 0; d < args.dim; d += line) __builtin_prefetch(ahead + d * (64 / line), 0, 3);
@@ -80,7 +80,7 @@ void score(const ScoreArgs& args) {
   }
 }
 
-// Columns [d, d + V vectors) of all rows' sums stay in registers while the values stream by.
+// Adds the weighted values to V vectors of columns from d on; the sums of all rows stay in registers while the values are read.
 template <class T, ActivationType Type, int N, int V>
 inline void mix_columns(const MixArgs& args, int d) {
   using F = typename T::F;
@@ -137,7 +137,7 @@ float softmax(SoftmaxArgs& args) {
       score = by_element<T>(score, [cap](float x) { return cap * ::tanhf(x / cap); });
     }
     T::store(args.scores + i, score);
-    most = T::max(score, most);  // with a NaN `most` stays: it is handled below
+    most = T::max(score, most);  // a NaN score leaves `most` unchanged; NaN is handled below
   }
   const float largest = T::reduce_max(most);
   if (largest == -__builtin_inff()) return no_visible_key(args);

@@ -1,8 +1,8 @@
 // The kernels of every vector instruction set, as templates over a traits struct that the file of an instruction set defines before
 // including this.
 //
-// These headers are compiled several times with different flags, and the linker keeps one copy of any inline function with external
-// linkage, whichever was compiled first. So everything is in an anonymous namespace and no std:: template is called.
+// These headers are compiled several times with different flags, and the linker keeps an arbitrary copy of an inline function with
+// external linkage. So everything is in an anonymous namespace and no std:: template is called.
 //
 // A traits struct T has: F and I, vectors of kWidth floats and of as many 32-bit integers; kVectors of them hold the 32 rows of a block
 // (with more than kWholeTokens tokens a block is computed in two halves, because registers are few); and the operations used below.
@@ -46,7 +46,7 @@ constexpr int tile_limit() {
   return is_integer(Kind) ? T::kIntegerTokens : T::kFloatTokens;
 }
 
-// Calls the tile compiled for exactly this number of tokens.
+// Calls the tile that is compiled for exactly this number of tokens.
 template <class T, Format Kind, int N = tile_limit<T, Kind>()>
 void tile(const TileArgs& args) {
   if constexpr (N == 1) {

@@ -1,5 +1,5 @@
-// The kernels of the sparse layout's rows, as templates over the traits of vector_kernels.h, whose rules apply here.
-// Lanes are groups of columns, 16 to a chunk: where vectors are shorter, a part of the lanes is computed after the other.
+// The kernels over rows of the sparse layout, as templates over the traits of vector_kernels.h, whose rules apply here.
+// Lanes are groups of columns, 16 per chunk. Where vectors are shorter than 16 lanes, parts of the lanes are computed one after the other.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ constexpr int row_lines(Format kind) {  // of a chunk
   return kind == Format::kInt8 ? 8 : kind == Format::kInt4 ? 4 : kind == Format::kBFloat16 || kind == Format::kBFloat16Dot ? 16 : 32;
 }
 
-// One chunk of R rows times N tokens, for the lanes from `first` on.
+// Adds the products of one chunk of R rows and N tokens to `sums`, for the vector of lanes from `first` on.
 template <class T, Format Kind, int R, int N>
 inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const (&scales)[R], const std::uint32_t* const (&words)[N],
                       int first, typename T::F (&sums)[R][N]) {
@@ -100,7 +100,7 @@ inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const 
   }
 }
 
-// Some lines of each of the next rows: all of them, by the end of these.
+// Prefetches the lines of one chunk of each of the next rows, so that all chunks together prefetch whole rows.
 template <Format Kind, int R>
 inline void prefetch_rows(const RowDotsArgs& args, int first_row, int chunk) {
   constexpr std::size_t kBytes = static_cast<std::size_t>(row_lines(Kind)) * row_line_bytes(Kind);
@@ -133,7 +133,7 @@ void dot_tile(const RowDotsArgs& args, int first_row, int first_token) {
       for (int n = 0; n < N; ++n) words[n] += words_per_group(Kind) * kLanes;
     }
   }
-  // Always four sums at once, so that a product is the same in whichever tile it is computed.
+  // Four sums are always reduced together, so that a product does not depend on the tile that computes it.
   float products[R * N + 3];
   const auto sum = [&](int at) { return at < R * N ? sums[at / N][at % N] : T::zero(); };
 #pragma GCC unroll 8
@@ -166,13 +166,13 @@ void dot_rows(const RowDotsArgs& args) {
 constexpr bool has_codes(Format kind) { return kind == Format::kInt8 || kind == Format::kInt4; }
 constexpr int columns_per_line(Format kind) { return kGroup / row_lines(kind); }
 
-// What a quantised row's numbers are to be multiplied with: codes are converted from the upper byte of a word.
+// The factor of a quantised row's unpacked numbers, which are codes times 2^24.
 template <class T>
 inline typename T::F code_scale(const std::byte* scales, int first) {
   return T::mul(T::load_f16(reinterpret_cast<const std::uint16_t*>(scales) + first), T::set(1.0f / 16777216.0f));
 }
 
-// A line as vectors of one column of each group: weights, or, quantised, codes times 2^24.
+// Unpacks a line to vectors of one column of each group: weights, or codes times 2^24 where the row is quantised.
 template <class T, Format Kind>
 inline void unpack_line(const std::byte* line, int first, typename T::F (&columns)[columns_per_line(Kind)]) {
   using I = typename T::I;
@@ -205,9 +205,9 @@ void add_rows(const RowAddArgs& args) {
   using F = typename T::F;
   constexpr int kColumns = columns_per_line(Kind);
   for (int first = 0; first < kLanes; first += T::kWidth) {
-    F factors[kMostRows];
+    F factors[kMaxRows];
 #pragma GCC unroll 4
-    for (int row = 0; row < kMostRows; ++row) {
+    for (int row = 0; row < kMaxRows; ++row) {
       factors[row] = T::set(args.coefficients[row]);
       if constexpr (has_codes(Kind)) factors[row] = T::mul(factors[row], code_scale<T>(args.scales[row], first));
     }
@@ -220,7 +220,7 @@ void add_rows(const RowAddArgs& args) {
 #pragma GCC unroll 8
       for (int k = 0; k < kColumns; ++k) sums[k] = T::load(target + k * kLanes);
 #pragma GCC unroll 4
-      for (int row = 0; row < kMostRows; ++row) {
+      for (int row = 0; row < kMaxRows; ++row) {
         F columns[kColumns];
         unpack_line<T, Kind>(args.lines[row] + j * row_line_bytes(Kind), first, columns);
 #pragma GCC unroll 8
@@ -232,8 +232,8 @@ void add_rows(const RowAddArgs& args) {
   }
 }
 
-// Rows of down that several tokens share: widened into items once (kernels.h has their layout), then added up in tiles of tokens and
-// columns, whose sums stay in registers. Templates over the traits of vector_kernels.h.
+// Rows of down that several tokens share are converted to items once (kernels.h has their layout) and then added in tiles of tokens and
+// columns, whose sums stay in registers.
 
 template <class T, Format Kind>
 constexpr bool in_pairs() {
@@ -321,7 +321,7 @@ void add_items(const ItemsAddArgs& args) {
 template <class T, bool Pairs>
 void add_picked(const ItemsPickArgs& args) {
   using F = typename T::F;
-  constexpr int kWide = 2 * kTileColumns;  // two tiles: enough chains to hide what a product takes
+  constexpr int kWide = 2 * kTileColumns;  // two tiles: enough independent chains to hide the latency of a product
   for (int tile = 0; tile < kTiles; tile += 2) {
     for (int first = 0; first < kLanes; first += T::kWidth) {
       float* target = args.sums + static_cast<std::size_t>(tile) * kTileWords + first;

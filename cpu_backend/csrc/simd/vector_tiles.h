@@ -1,4 +1,5 @@
-// The tiles of a block: 32 rows times the records of some tokens. Templates over the traits of vector_kernels.h, whose rules apply here.
+// The tiles of a block, 32 rows times the records of up to max_tokens tokens, as templates over the traits of vector_kernels.h, whose
+// rules apply here.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,8 @@
 namespace moegraft {
 namespace {
 
-// A burst a group: hardware prefetchers stop at 4 KiB and start late, and a tile of several tokens computes longer than it reads.
+// Prefetches a burst of lines per group: hardware prefetchers stop at 4 KiB and start late, and a tile of several tokens computes longer
+// than it reads.
 inline void prefetch_ahead(const TileArgs& args, int group) {
   const std::byte* line = args.ahead + static_cast<std::size_t>(group) * args.ahead_stride;
   for (int i = 0; i < args.ahead_lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
@@ -23,7 +25,7 @@ inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_
     for (int v = 0; v < V; ++v) T::store(out + n * kBlockRows + (first_vector + v) * T::kWidth, sums[n][v]);
 }
 
-// float32 and float16 weights: one column a step.
+// float32 and float16 weights, one column per step.
 template <class T, Format Kind, int V, int N>
 inline void tile_columns(const TileArgs& args, int first_vector) {
   typename T::F sums[N][V] = {};
@@ -51,7 +53,7 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-// bfloat16 weights: a pair of columns a step, by bfloat16 products where both sides and the CPU have them, else widened.
+// bfloat16 weights, a pair of columns per step: bfloat16 products where the activations are bfloat16 and the CPU supports them, else float.
 template <class T, Format Kind, int V, int N>
 inline void tile_pairs(const TileArgs& args, int first_vector) {
   typename T::F sums[N][V] = {};
@@ -90,7 +92,7 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-// int8 and int4 weights: unsigned codes times signed codes of the activations, a group of 32 columns in integers, then scaled once.
+// int8 and int4 weights: unsigned codes times the activations' signed codes are summed in integers over a group of 32 columns, then scaled.
 template <class T, Format Kind, int V, int N>
 inline void tile_groups(const TileArgs& args, int first_vector) {
   using F = typename T::F;
@@ -149,8 +151,8 @@ inline void tile_groups(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-// The tiles of Q4_K and Q6_K: codes as unsigned bytes times signed codes of the activations, in integers for as many columns as share a
-// scale. Templates over the traits of vector_kernels.h, whose rules apply here; block_layout.h has the order of the weights.
+// The tiles of Q4_K and Q6_K sum unsigned codes times the activations' signed codes in integers over the columns that share a scale.
+// block_layout.h has the order of the weights.
 
 template <class T, int V>
 inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int first_vector) {
@@ -158,8 +160,8 @@ inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int
   for (int v = 0; v < V; ++v) target[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(halves) + (first_vector + v) * T::kWidth);
 }
 
-// Lines of nibbles, each for 8 columns, times `codes`, whose tokens are `stride` words apart; `Upper` says whether bits 4 and 5 of each
-// code come from `upper`.
+// Multiplies lines of nibbles, each for 8 columns, with `codes`, whose tokens are `stride` words apart. With `Upper`, bits 4 and 5 of each
+// weight code come from `upper`.
 template <class T, int V, int N, int Lines, bool Upper>
 inline void dot_nibbles(typename T::I (&dots)[N][V], const std::byte* line, const std::uint32_t* codes, int stride,
                         const typename T::I (&upper)[V]) {
@@ -193,7 +195,7 @@ inline void tile_q4_k(const TileArgs& args, int first_vector) {
   using I = typename T::I;
   constexpr int kWords = words_per_group(Format::kQ4K);
   F sums[N][V] = {};
-  const int start = first_vector * T::kWidth * 4;  // of this tile's rows in a line
+  const int start = first_vector * T::kWidth * 4;  // offset of this tile's rows in a line
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
   for (int first = 0; first < args.groups; first += kSuperGroups, block += kQ4KBytes) {
@@ -203,7 +205,7 @@ inline void tile_q4_k(const TileArgs& args, int first_vector) {
     const std::byte* packed = block + 2 * kScaleBytes + start;
     const std::byte* line = packed + kQ4KScaleWords * kWordsBytes;
     for (int half = 0; half < 2; ++half) {
-      I scales[V], minima[V];  // four groups' in the bytes of a word
+      I scales[V], minima[V];  // of four groups, in the bytes of a word
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         const std::byte* at = packed + v * T::kWidth * 4;
@@ -252,7 +254,7 @@ inline void tile_q6_k(const TileArgs& args, int first_vector) {
     const std::byte* line = packed + kQ6KScaleWords * kWordsBytes;
     for (int group = 0; group < kSuperGroups; ++group, line += kQ6KGroupBytes, words += kWords * N) {
       prefetch_ahead(args, first + group);
-      I scales[V];  // two groups' in the bytes of a word
+      I scales[V];  // of two groups, in the bytes of a word
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         scales[v] = T::load_int(packed + group / 2 * kWordsBytes + v * T::kWidth * 4);

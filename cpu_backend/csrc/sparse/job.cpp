@@ -11,18 +11,17 @@ namespace moegraft {
 
 namespace {
 
-constexpr int kRunNeurons =
-    64;  // rows of down that are widened together: 128 KiB of floats for a chunk, which fits a 1 MiB L2 (EPYC Zen 5)
+// Rows of down that are converted together: 128 KiB of floats for a chunk, which fits a 1 MiB L2 (EPYC Zen 5).
+constexpr int kRunNeurons = 64;
 
-// The first lines of a row. The hardware prefetches the rest, and reads scattered rows at full speed if it has several at once (EPYC Zen
-// 5).
+// Prefetches the first lines of a row. The hardware prefetches the other lines, and reads several scattered rows at full speed (EPYC Zen 5).
 void prefetch_start(const std::byte* row) {
   for (int at = 0; at < 256; at += 64) __builtin_prefetch(row + at, 0, 3);
 }
 
 int first_bit(std::uint32_t mask) { return __builtin_ctz(mask); }
 
-// Consecutive arrays in one allocation, each aligned to a cache line; without memory only their bytes are counted.
+// Allocates consecutive arrays in one block of memory, each aligned to a cache line; without memory it only counts their bytes.
 class Arrays {
  public:
   explicit Arrays(std::byte* memory) : memory_(memory) {}
@@ -40,22 +39,23 @@ class Arrays {
 };
 
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // as for the dense layout
-constexpr int kUnitsPerWorker = 4;  // of the rows phase: enough for balance; rows are read whole where there are as many segments
+constexpr int kUnitsPerWorker = 4;  // of the rows phase, for balance; with as many segments, a unit reads whole rows
 
-// Share of a group's products that are needed, up to which each row is multiplied with the tokens that need it alone (tuned on EPYC Zen 5).
+// Largest share of needed products in a group at which each row is multiplied only with the tokens that need it (tuned on EPYC Zen 5).
 constexpr float kPickedProducts = 0.25f;
 
-constexpr int kMostPicked = 64;  // tokens in one call
+constexpr int kMaxPicked = 64;  // selected tokens in one kernel call
 
 // The neurons of one kernel call.
 struct RowBatch {
-  int neurons[kMostRows];
+  int neurons[kMaxRows];
   int count;
 };
 
-RowBatch take_rows(std::uint32_t& left, int most) {
+// Removes up to `max_rows` neurons from the mask `left` and returns them.
+RowBatch take_rows(std::uint32_t& left, int max_rows) {
   RowBatch batch{};
-  for (; left != 0 && batch.count < most; left &= left - 1) batch.neurons[batch.count++] = first_bit(left);
+  for (; left != 0 && batch.count < max_rows; left &= left - 1) batch.neurons[batch.count++] = first_bit(left);
   return batch;
 }
 
@@ -63,9 +63,9 @@ void prefetch_starts(const std::byte* rows, std::size_t row_bytes, const RowBatc
   for (int i = 0; i < batch.count; ++i) prefetch_start(rows + row_bytes * static_cast<std::size_t>(batch.neurons[i]));
 }
 
-constexpr int kFewPairs =
-    4;  // of a segment: up to this many, each token reads the rows separately, all but the first from cache (tuned on EPYC Zen 5)
-// Share of the items that a token needs, up to which it adds these alone instead of all items with the other tokens (tuned on EPYC Zen 5).
+// Largest number of a segment's pairs at which each token reads the rows separately, all but the first from cache (tuned on EPYC Zen 5).
+constexpr int kFewPairs = 4;
+// Largest share of items that a token needs at which it adds only these instead of all items in a tile (tuned on EPYC Zen 5).
 constexpr float kPickedItems = 0.45f;
 
 }  // namespace
@@ -96,25 +96,25 @@ struct SparseJob::Worker {
 
   std::size_t bytes;
   std::uint32_t* gathered;  // the records of one segment, tile by tile
-  float* hidden;  // one token's, while encoding
+  float* hidden;  // one token's hidden state while encoding
   float* ups;  // (pairs, 32)
-  int* row_tokens;  // (32, pairs): for which of a segment's pairs a neuron is active
-  const std::uint32_t** lanes;  // pointers of one call of a kernel
+  int* row_tokens;  // (32, pairs): the pairs of a segment for which each neuron is active
+  const std::uint32_t** lanes;  // pointers for one kernel call
   float** outs;
-  int* neurons;  // of one segment, those that are active
+  int* neurons;  // the active neurons of one segment
   std::uint32_t* items;
   std::uint32_t* coefficients;  // (pairs, items)
-  int* picked;  // (pairs, items and one)
-  int* picked_counts;  // -1: all items
+  int* picked;  // (pairs, items + 1)
+  int* picked_counts;  // -1 for all items
   int gathered_segment = -1;
-  // 32 neurons whose active rows of up are being fetched while the next gate rows are computed.
+  // 32 neurons whose active rows of up are being prefetched while the next gate rows are computed.
   const Segment* pending = nullptr;
   int pending_group = 0;
   std::uint32_t pending_active = 0;
   std::uint32_t active = 0;  // of the group whose gate was computed last
   std::int64_t active_neurons = 0;
-  alignas(64) float rows[kMostTileTokens * kBlockRows];
-  alignas(64) float acted[kMostTileTokens * kBlockRows];
+  alignas(64) float rows[kMaxTileTokens * kBlockRows];
+  alignas(64) float acted[kMaxTileTokens * kBlockRows];
 };
 
 SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, const SparseArgs& args, int workers,
@@ -143,7 +143,7 @@ int SparseJob::segment_pairs() const {
 }
 
 void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
-  first_token_ += static_cast<std::size_t>(batch_.tokens);  // those of the passes before
+  first_token_ += static_cast<std::size_t>(batch_.tokens);  // the tokens of the previous pass
   batch_ = batch;
   scratch_ = scratch;
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
@@ -167,7 +167,7 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   phases_.sums->reset(batch.tokens * chunks_);
 }
 
-// Places what all workers share in `memory`; without memory only its bytes are counted.
+// Places the arrays that all workers share in `memory` and returns their bytes; without memory it only counts.
 std::size_t SparseJob::place_arrays(std::byte* memory) {
   const std::size_t pairs = batch_.routing->pairs().size();
   Arrays arrays(memory);
@@ -218,8 +218,8 @@ void SparseJob::encode_token(int token, Worker& mine) {
   transpose_to_lanes(record, hidden_groups_, format_, lanes_of(token));
 }
 
-// The neurons phase of a sparse job: gate for all tokens, then up for the active neurons.
-
+// The neurons phase computes the gate for all tokens, then up for the active neurons. Up is computed one unit later, when its rows have
+// been prefetched.
 void SparseJob::compute_neurons(int unit, Worker& mine) {
   const int segment_index = unit / neuron_groups_;
   const int group = unit % neuron_groups_;
@@ -245,6 +245,7 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   mine.pending_active = active;
 }
 
+// Computes act(gate) of 32 neurons for all tokens of a segment, and the mask of neurons that are active for any token.
 void SparseJob::compute_gate(const Segment& segment, int group, Worker& mine) {
   const ExpertsShape& shape = experts_.shape();
   const std::byte* expert = experts_.expert(segment.expert);
@@ -287,6 +288,7 @@ void SparseJob::compute_pending(Worker& mine) {
   mine.pending = nullptr;
 }
 
+// Computes up for the active neurons of a group, and the group's weighted neuron values.
 void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t active, Worker& mine) {
   const ExpertsShape& shape = experts_.shape();
   const std::byte* expert = experts_.expert(segment.expert);
@@ -298,43 +300,44 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
     int wanted = 0;
     for (int i = 0; i < segment.pairs; ++i)
       wanted += __builtin_popcount(active & kernels_.sparse.reached(neurons_of(segment.first_pair + i) + group * kGroup, args_.threshold));
-    const bool most = static_cast<float>(wanted) > kPickedProducts * static_cast<float>(__builtin_popcount(active) * segment.pairs);
+    const bool in_tiles = static_cast<float>(wanted) > kPickedProducts * static_cast<float>(__builtin_popcount(active) * segment.pairs);
     for (int i = 0; i < segment.pairs; ++i) mine.outs[i] = mine.ups + i * kGroup;
     for (int i = 0; i < segment.pairs; ++i) mine.lanes[i] = lanes_of(pairs[i].token);
-    most ? dot_all_tokens(segment, rows, active, mine) : dot_active_tokens(segment, rows, group, active, mine);
+    in_tiles ? dot_all_tokens(segment, rows, active, mine) : dot_active_tokens(segment, rows, group, active, mine);
   }
   for (int i = 0; i < segment.pairs; ++i) {
     float* neurons = neurons_of(segment.first_pair + i) + group * kGroup;
     kernels_.sparse.finish(
         {&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
-    // Padded neurons are computed from padded rows: an infinite activation would leave a NaN in them.
+    // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
     if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
   }
 }
 
-// Products of neurons that are inactive for a token are computed and ignored.
+// Multiplies the active rows with all tokens; products of neurons that are inactive for a token are ignored.
 void SparseJob::dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const {
   const int at_once = kernels_.sparse.dot_rows_at_once;
-  RowBatch next = take_rows(active, at_once);  // these are being prefetched already
+  RowBatch next = take_rows(active, at_once);  // already being prefetched
   while (next.count > 0) {
     const RowBatch batch = next;
     next = take_rows(active, at_once);
-    // A single token's rows are always read together: missing ones repeat the last.
+    // A single token's rows are always read together; missing rows repeat the last one.
     const int count = segment.pairs == 1 ? at_once : batch.count;
     RowDotsArgs args = {{}, {}, count, segment.pairs, mine.lanes, mine.outs, scale_bytes_, chunks_, nullptr};
-    const std::byte* ahead[kMostRows];
+    const std::byte* ahead[kMaxRows];
     for (int i = 0; i < count; ++i) {
       args.places[i] = batch.neurons[std::min(i, batch.count - 1)];
       args.rows[i] = rows + layout_.neuron_bytes * static_cast<std::size_t>(args.places[i]);
       ahead[i] = i < next.count ? rows + layout_.neuron_bytes * static_cast<std::size_t>(next.neurons[i]) : args.rows[i];
     }
-    // Several tokens compute long enough to fetch the next rows whole.
+    // With several tokens, the computation takes long enough to prefetch the next rows completely.
     if (segment.pairs > 1) args.ahead = ahead;
     else prefetch_starts(rows, layout_.neuron_bytes, next);
     kernels_.sparse.dot_rows[static_cast<int>(format_)](args);
   }
 }
 
+// Multiplies each active row only with the tokens that need it.
 void SparseJob::dot_active_tokens(const Segment& segment, const std::byte* rows, int group, std::uint32_t active, Worker& mine) const {
   int counts[kGroup] = {};
   for (int i = 0; i < segment.pairs; ++i) {
@@ -345,15 +348,15 @@ void SparseJob::dot_active_tokens(const Segment& segment, const std::byte* rows,
     }
   }
   std::uint32_t ahead = active;
-  take_rows(ahead, kernels_.sparse.dot_rows_at_once);  // these are being prefetched already
-  const std::uint32_t* lanes[kMostPicked];
-  float* outs[kMostPicked];
+  take_rows(ahead, kernels_.sparse.dot_rows_at_once);  // already being prefetched
+  const std::uint32_t* lanes[kMaxPicked];
+  float* outs[kMaxPicked];
   for (; active != 0; active &= active - 1) {
     const int neuron = first_bit(active);
     const std::byte* next = rows + layout_.neuron_bytes * static_cast<std::size_t>(first_bit(ahead != 0 ? ahead : active));
     ahead &= ahead - (ahead != 0);
-    for (int first = 0; first < counts[neuron]; first += kMostPicked) {
-      const int tokens = std::min(kMostPicked, counts[neuron] - first);
+    for (int first = 0; first < counts[neuron]; first += kMaxPicked) {
+      const int tokens = std::min(kMaxPicked, counts[neuron] - first);
       const int* own = mine.row_tokens + neuron * segment.pairs + first;
       for (int i = 0; i < tokens; ++i) lanes[i] = mine.lanes[own[i]];
       for (int i = 0; i < tokens; ++i) outs[i] = mine.outs[own[i]];
@@ -363,18 +366,18 @@ void SparseJob::dot_active_tokens(const Segment& segment, const std::byte* rows,
   }
 }
 
-// The last phases of a sparse job: rows of down times the neurons' values, for a segment and a range of columns; then each token's sum.
+// The last phases multiply rows of down with the neurons' values, for a segment and a range of columns, and sum up each token.
 
-// What one unit covers.
+// The range of columns of one unit.
 struct SparseJob::Columns {
   int first_chunk;
   int chunks;
   std::size_t scales;  // from a row's start
   std::size_t lines;  // from a row's start
-  std::size_t bytes;  // of lines
+  std::size_t bytes;  // of the lines
 };
 
-// Some neurons' rows of down, which are widened together.
+// The rows of down of some neurons, which are converted together.
 struct SparseJob::Run {
   const std::byte* down;  // the expert's rows
   std::size_t row_bytes;
@@ -383,10 +386,10 @@ struct SparseJob::Run {
   const std::byte* row(int index) const { return down + row_bytes * static_cast<std::size_t>(neurons[index]); }
 };
 
-// Prefetches the rows of a run, some lines at a time: long bursts were no faster (EPYC Zen 5).
-class SparseJob::Ahead {
+// Prefetches the rows of a run, a few lines at a time: long bursts were no faster (EPYC Zen 5).
+class SparseJob::RowPrefetch {
  public:
-  Ahead(const Run& run, std::size_t first, std::size_t end) : run_(run), first_(first), end_(end), at_(first) {}
+  RowPrefetch(const Run& run, std::size_t first, std::size_t end) : run_(run), first_(first), end_(end), at_(first) {}
   int lines() const { return run_.count * static_cast<int>((end_ - first_) / 64); }
   void fetch(int lines) {
     for (; lines > 0 && row_ < run_.count; --lines) {
@@ -416,8 +419,8 @@ SparseJob::Columns SparseJob::columns_of(int part) const {
   return columns;
 }
 
-// Whole rows begin with their scales; of parts of rows only the lines are fetched.
-SparseJob::Ahead SparseJob::ahead_of(const Run& run, const Columns& columns) const {
+// Prefetches whole rows with their scales, or only the lines where a unit covers a part of each row.
+SparseJob::RowPrefetch SparseJob::prefetch_of(const Run& run, const Columns& columns) const {
   return {run, columns.chunks == chunks_ ? 0 : columns.lines, columns.lines + columns.bytes};
 }
 
@@ -441,34 +444,36 @@ void SparseJob::compute_rows(int unit, Worker& mine) {
   if (experts_.shape().bias) add_bias(segment, columns);
 }
 
+// Adds the active rows to each token of a small segment directly.
 void SparseJob::add_few(const Segment& segment, int count, const Columns& columns, Worker& mine) const {
   const Run rows = {experts_.expert(segment.expert) + layout_.down_offset, layout_.neuron_bytes, mine.neurons, count};
-  for (int k = 0; k < count; k += kMostRows) {
-    for (int next = k + kMostRows; next < std::min(count, k + 2 * kMostRows) && scale_bytes_ != 0; ++next)
+  for (int k = 0; k < count; k += kMaxRows) {
+    for (int next = k + kMaxRows; next < std::min(count, k + 2 * kMaxRows) && scale_bytes_ != 0; ++next)
       __builtin_prefetch(rows.row(next) + columns.scales, 0, 3);
     for (int i = 0; i < segment.pairs; ++i) {
       const float* values = neurons_of(segment.first_pair + i);
       RowAddArgs args{};
       args.sums = sums_of(segment.first_pair + i) + columns.first_chunk * kChunk;
       bool any = false;
-      for (int row = 0; row < kMostRows; ++row) {
+      for (int row = 0; row < kMaxRows; ++row) {
         const std::byte* start = rows.row(std::min(k + row, count - 1));  // missing rows repeat the last one with a coefficient of 0
         args.scales[row] = start + columns.scales;
         args.lines[row] = start + columns.lines;
         args.coefficients[row] = k + row < count ? values[rows.neurons[k + row]] : 0.0f;
         any = any || args.coefficients[row] != 0.0f;
-        if (i == 0 && k + row + kMostRows < count) args.ahead[row] = rows.row(k + row + kMostRows) + columns.lines;
+        if (i == 0 && k + row + kMaxRows < count) args.ahead[row] = rows.row(k + row + kMaxRows) + columns.lines;
       }
       for (int chunk = 0; chunk < columns.chunks && any; ++chunk, args.sums += kChunk) {
         kernels_.sparse.add_rows[static_cast<int>(format_)](args);
         for (const std::byte*& ahead : args.ahead) ahead = ahead != nullptr ? ahead + chunk_bytes_ : nullptr;
-        for (int row = 0; row < kMostRows; ++row) args.scales[row] += kLanes * 2;
-        for (int row = 0; row < kMostRows; ++row) args.lines[row] += chunk_bytes_;
+        for (int row = 0; row < kMaxRows; ++row) args.scales[row] += kLanes * 2;
+        for (int row = 0; row < kMaxRows; ++row) args.lines[row] += chunk_bytes_;
       }
     }
   }
 }
 
+// Converts runs of active rows to items, which all tokens of a large segment share.
 void SparseJob::add_many(const Segment& segment, int count, const Columns& columns, Worker& mine) const {
   const auto run_at = [&](int first) {
     return Run{experts_.expert(segment.expert) + layout_.down_offset, layout_.neuron_bytes, mine.neurons + first,
@@ -477,8 +482,8 @@ void SparseJob::add_many(const Segment& segment, int count, const Columns& colum
   for (int first = 0; first < count; first += kRunNeurons) {
     const Run run = run_at(first), next = run_at(first + kRunNeurons);
     take_coefficients(segment, run.neurons, run.count, mine);
-    Ahead ahead = ahead_of(next, columns);
-    // Evenly over the calls of kernels.
+    RowPrefetch ahead = prefetch_of(next, columns);
+    // Prefetches are spread evenly over the kernel calls.
     const int calls = columns.chunks * ((run.count + 1) / 2 + kTiles);
     const int lines = (ahead.lines() + calls - 1) / calls;
     for (int chunk = 0; chunk < columns.chunks; ++chunk) {
@@ -488,11 +493,11 @@ void SparseJob::add_many(const Segment& segment, int count, const Columns& colum
   }
 }
 
-// Converts the tokens' values to coefficients of items, and lists the items of tokens that need few.
+// Converts the tokens' values to coefficients of items, and lists the items of tokens that need only few.
 void SparseJob::take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const {
   const bool pairs = kernels_.sparse.in_pairs[static_cast<int>(format_)];
   const int items = pairs ? (count + 1) / 2 : count;
-  const std::uint32_t bits = pairs ? 0x7fff7fffu : 0x7fffffffu;  // all but signs
+  const std::uint32_t bits = pairs ? 0x7fff7fffu : 0x7fffffffu;  // all bits but the signs
   for (int i = 0; i < segment.pairs; ++i) {
     const float* values = neurons_of(segment.first_pair + i);
     std::uint32_t* coefficients = mine.coefficients + i * kRunNeurons;
@@ -517,12 +522,12 @@ void SparseJob::take_coefficients(const Segment& segment, const int* neurons, in
   }
 }
 
-// One item more than needed: tiles at a distance of whole pages would share their sets in L1.
+// One item more than needed, because tiles at a distance of whole pages would share their sets in L1.
 std::size_t SparseJob::tile_stride() const {
   return static_cast<std::size_t>(kRunNeurons / (kernels_.sparse.in_pairs[static_cast<int>(format_)] ? 2 : 1) + 1) * kTileWords;
 }
 
-void SparseJob::widen_chunk(const Run& run, const Columns& columns, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const {
+void SparseJob::widen_chunk(const Run& run, const Columns& columns, int chunk, RowPrefetch& ahead, int lines_ahead, Worker& mine) const {
   const bool pairs = kernels_.sparse.in_pairs[static_cast<int>(format_)];
   const std::size_t scales = columns.scales + static_cast<std::size_t>(chunk) * kLanes * 2;
   const std::size_t lines = columns.lines + static_cast<std::size_t>(chunk) * chunk_bytes_;
@@ -536,7 +541,8 @@ void SparseJob::widen_chunk(const Run& run, const Columns& columns, int chunk, A
   }
 }
 
-void SparseJob::add_chunk(const Segment& segment, int neurons, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const {
+// Adds a chunk's items to the sums of all tokens: tokens with few items one by one, the others together in tiles.
+void SparseJob::add_chunk(const Segment& segment, int neurons, int chunk, RowPrefetch& ahead, int lines_ahead, Worker& mine) const {
   const int format = static_cast<int>(format_);
   const int items = kernels_.sparse.in_pairs[format] ? (neurons + 1) / 2 : neurons;
   int together = 0;
@@ -573,7 +579,7 @@ void SparseJob::add_bias(const Segment& segment, const Columns& columns) const {
   }
 }
 
-// Adds the results of a token's experts for a chunk in the order of their slots, and transposes lanes to columns.
+// Adds the outputs of a token's experts for a chunk in the order of their slots, and transposes lanes to columns.
 void SparseJob::write_chunk(int unit, Worker&) {
   const int token = unit / chunks_, chunk = unit % chunks_;
   const int hidden = experts_.shape().hidden;

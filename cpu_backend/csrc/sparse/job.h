@@ -1,13 +1,13 @@
-// The routed experts of one layer in the sparse layout: of a neuron whose |act(gate)| is below the threshold for every token, the rows of
-// up and down are never read. A threshold of zero computes every neuron.
+// The routed experts of one layer in the sparse layout. Where a neuron's |act(gate)| is below the threshold for every token, its rows of up
+// and down are not read. A threshold of zero computes every neuron.
 //
 // Ownership and threads are those of experts/job.h; every worker runs four phases:
-//   encode   one token:                  its record, once for the gate's blocks and once in lanes for the rows of up
-//   neurons  32 neurons of a segment:    gate for all tokens, then up for the active ones
+//   encode   one token:                  the record, in order for the gate's blocks and in lanes for the rows of up
+//   neurons  32 neurons of a segment:    gate for all tokens, then up for the active neurons
 //   rows     a segment, or a range of its columns: the active neurons' rows of down, for each token
 //   sums     512 columns of one token:   the sum over its experts
-// A few tokens of an expert are bound by memory: rows are read once and multiplied with the tokens that need them. Of many tokens nearly
-// every neuron is needed by some: there rows are multiplied with all tokens in tiles, unless few of the products are needed.
+// With few tokens per expert, memory is the limit: each row is read once and multiplied with the tokens that need it. With many tokens,
+// nearly every neuron is active for some token: rows are multiplied with all tokens in tiles, unless few of the products are needed.
 // The neurons phase can count active neurons, with one atomic addition per worker, and export act(gate).
 #pragma once
 
@@ -20,8 +20,8 @@ namespace moegraft {
 
 struct SparseArgs {
   float threshold;  // of |act(gate)|
-  std::int64_t* counts;  // (2): neurons that reached the threshold, and all of them, are added to it; or null
-  float* acted;  // (tokens, top_k, intermediate) takes act(gate), padded slots stay as they are; or null
+  std::int64_t* counts;  // (2): incremented by the neurons that reached the threshold, and by all neurons; or null
+  float* acted;  // (tokens, top_k, intermediate) receives act(gate), except for padded slots; or null
   int top_k;
 };
 
@@ -40,7 +40,7 @@ class SparseJob final : public Job {
   struct Worker;
   struct Columns;
   struct Run;
-  class Ahead;
+  class RowPrefetch;
   std::size_t place_arrays(std::byte* memory);
   SparseSizes sizes() const;
   void encode_token(int token, Worker& mine);
@@ -56,15 +56,15 @@ class SparseJob final : public Job {
 
   // rows and sums phases
   Columns columns_of(int part) const;
-  Ahead ahead_of(const Run& run, const Columns& columns) const;
+  RowPrefetch prefetch_of(const Run& run, const Columns& columns) const;
   int active_neurons(int segment_index, int* neurons) const;
   void compute_rows(int unit, Worker& mine);
   void add_few(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
   void add_many(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
   void take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const;
   std::size_t tile_stride() const;
-  void widen_chunk(const Run& run, const Columns& columns, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const;
-  void add_chunk(const Segment& segment, int neurons, int chunk, Ahead& ahead, int lines_ahead, Worker& mine) const;
+  void widen_chunk(const Run& run, const Columns& columns, int chunk, RowPrefetch& ahead, int lines_ahead, Worker& mine) const;
+  void add_chunk(const Segment& segment, int neurons, int chunk, RowPrefetch& ahead, int lines_ahead, Worker& mine) const;
   void add_bias(const Segment& segment, const Columns& columns) const;
   void write_chunk(int unit, Worker& mine);
 
@@ -93,12 +93,12 @@ class SparseJob final : public Job {
   const std::size_t chunk_bytes_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
-  std::size_t first_token_ = 0;  // of this pass, in the caller's batch
+  std::size_t first_token_ = 0;  // the pass's first token in the caller's batch
   int unit_chunks_ = 1;  // chunks in one unit of the rows phase
   int parts_ = 1;  // units of a segment
   float* neurons_ = nullptr;  // (pairs, neurons)
-  float* sums_ = nullptr;  // (pairs, chunks, 32, 16): what an expert adds to a token
-  std::uint32_t* masks_ = nullptr;  // (segments, neuron groups): which of 32 neurons are active for some token
+  float* sums_ = nullptr;  // (pairs, chunks, 32, 16): each expert's output for a token
+  std::uint32_t* masks_ = nullptr;  // (segments, neuron groups): which of 32 neurons are active for any token
   int* pairs_of_slots_ = nullptr;  // (tokens, top_k): -1 where padded
 };
 

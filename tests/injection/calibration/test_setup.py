@@ -136,7 +136,7 @@ def test_other_weights_are_refused_before_any_is_read(load: Load, file: Path, ot
     [
         ({"moe_intermediate_size": 32}, "model.layers.1.mlp.experts has 24 intermediate there and 32 in this model"),
         ({"shared_expert_intermediate_size": 32}, "has 24 shared neurons there and 32 in this model"),
-        ({"num_experts_per_tok": 3}, "has 2 experts a token there and 3 in this model"),
+        ({"num_experts_per_tok": 3}, "has 2 experts per token there and 3 in this model"),
         ({"mlp_only_layers": []}, "it has no layer model.layers.0.mlp.experts"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
@@ -165,7 +165,11 @@ def test_another_model_is_refused_where_the_rule_names_the_file(
             "85",
             "option 'sparsity' of hybrid_experts: target is a share from 0 to below 1, not 85; write 0.85",
         ),
-        ("target: 0.7, scope: total", "0.7", "rule 'rule-1': target 0.7 of all neurons cannot be reached: the shared expert stays whole"),
+        (
+            "target: 0.7, scope: total",
+            "0.7",
+            "target 0.7 of all neurons cannot be reached: shared neurons are always computed",
+        ),
         (
             "target: 0.5, scope: routd",
             "routd",
@@ -189,7 +193,7 @@ def test_mistakes_have_a_place(load: Load, sparsity: str, at: str, message: str,
 
 
 def test_a_target_beyond_the_file_is_refused(load: Load, file: Path) -> None:
-    with pytest.raises(RuleErrors, match=r"its last share is 0.999, and 0.9995 of the routed neurons are to go"):
+    with pytest.raises(RuleErrors, match=r"its last share is 0.999, below the target of 0.9995 of routed neurons"):
         load(f"target: 0.9995, scope: routed, thresholds: '{file}'")
 
 

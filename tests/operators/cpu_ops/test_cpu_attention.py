@@ -1,4 +1,4 @@
-"""`cpu_attention` in a model: the stock model's tokens with every cache, by the kernel where it can answer and by PyTorch elsewhere."""
+"""`cpu_attention` in a model: the stock model's tokens with every cache, by the kernel where it is supported, otherwise by PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def injected(model: PreTrainedModel, tmp_path: Path, more: str = "") -> PreTrain
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The queries of every call that the kernel answers."""
+    """Record the number of queries of every call that the kernel computes."""
     calls: list[int] = []
     compute = CpuAttention.compute
 
@@ -52,7 +52,7 @@ def generated(model: PreTrainedModel, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "gemma4_text"])
-def test_the_kernel_answers_every_call_and_the_tokens_are_stock(
+def test_the_kernel_computes_every_call_and_tokens_equal_stock(
     model_type: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generated(stock(model_type), cache_implementation=cache)
@@ -64,7 +64,7 @@ def test_the_kernel_answers_every_call_and_the_tokens_are_stock(
     assert calls == [9] * layers + [1] * layers * 19
 
 
-def test_a_padded_batch(tmp_path: Path) -> None:
+def test_a_padded_batch_equals_stock(tmp_path: Path) -> None:
     ids = prompt(9, batch=3, seed=5)
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[2, :7] = 0
@@ -72,7 +72,7 @@ def test_a_padded_batch(tmp_path: Path) -> None:
     assert torch.equal(generated(injected(stock("qwen3_moe"), tmp_path), ids=ids, attention_mask=mask), expected)
 
 
-def test_a_sliding_window_and_several_tokens_at_once(tmp_path: Path) -> None:
+def test_sliding_windows_and_steps_of_several_tokens_equal_stock(tmp_path: Path) -> None:
     model, ours = stock("gpt_oss"), injected(stock("gpt_oss"), tmp_path)
     ids = prompt(40, batch=1, seed=1)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_a_sliding_window_and_several_tokens_at_once(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat([start.logits, rest.logits], 1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rules_for_its_parts_apply_as_well(tmp_path: Path) -> None:
+def test_rules_for_parts_of_an_attention_module_apply(tmp_path: Path) -> None:
     model = injected(stock("qwen3_moe"), tmp_path, "- {match: {kind: linear, name: 'q_proj$'}, replace: {class: quantized_linear}}\n")
     kinds = [type(operator) for operator in model.moegraft.operators.values()]
     assert kinds.count(CpuAttention) == kinds.count(QuantizedLinear) == model.config.num_hidden_layers
@@ -103,9 +103,7 @@ def _with_weights(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("call", [_with_gradient, _with_weights])
-def test_what_the_kernel_cannot_compute_is_left_to_pytorch(
-    call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_calls_run_in_pytorch(call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     with counted(monkeypatch) as calls:
         call(model)
@@ -125,7 +123,7 @@ def test_a_graph_of_torch_compile_calls_the_kernel(model_type: str, tmp_path: Pa
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_graph_with_gradients_is_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_with_gradients_uses_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     with counted(monkeypatch) as calls:
         torch.compile(model, backend="aot_eager")(prompt(9, batch=1), use_cache=False).logits.sum().backward()
@@ -143,7 +141,9 @@ def test_an_implementation_that_is_set_later_is_used(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_function_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_custom_attention_function_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe as family
 
     eager = family.eager_attention_forward
@@ -164,7 +164,7 @@ def test_a_function_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest
     assert not calls
 
 
-def test_a_name_equals_that_of_the_implementation_it_replaces() -> None:
+def test_the_name_of_an_implementation_equals_the_replaced_one() -> None:
     name = ImplementationName(IMPLEMENTATION)
     name.replaces = "sdpa"
     assert name in ("eager", "sdpa")

@@ -1,4 +1,4 @@
-"""`cpu_norm` and `cpu_router` in models: the logits of every family stay, the kernel answers what it can, the module the rest."""
+"""`cpu_norm` and `cpu_router` in models: the logits of every family stay, and unsupported calls run in the stock module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ rules:
 - {match: {kind: norm}, replace: {class: cpu_norm}, expect: any}
 - {match: {kind: router}, replace: {class: cpu_router}, expect: any}
 """
-# Families that keep theirs: no root-mean-square norm of one tensor, or a choice by a rule that the kernel does not have.
+# Families whose modules are not replaced: another form of norm, or a rule of choice that the kernel does not support.
 OWN_ROUTERS = {
     "afmoe", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "gemma4_text", "hunyuan_v1_moe", "hy_v3", "inkling_text",
     "kolibri1", "lfm2_moe", "minimax_m2", "phimoe", "zaya",
@@ -48,7 +48,7 @@ def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Calls that the kernel answers."""
+    """Count the calls that the kernel computes."""
     calls = {"norm": 0, "router": 0}
 
     def counting(operator: type[CpuForwardOperator], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def stock_computation(model: PreTrainedModel, module: Any) -> Iterator[None]:
-    """While it lasts, `module` of an injected model computes as the stock model's does."""
+    """Let `module` of an injected model compute like the stock model's in the body."""
     path = next(path for path, other in model.named_modules() if other is module)
     with model.moegraft.operators[path].set_aside(module):
         yield
@@ -97,7 +97,7 @@ def test_greedy_tokens_are_stock(model_type: str, tmp_path: Path, monkeypatch: p
     with counted(monkeypatch) as calls:
         assert torch.equal(ours.generate(ids, **options), expected)
     steps, layers = 23, sum(isinstance(operator, CpuRouter) for operator in ours.moegraft.operators.values())
-    assert calls["router"] == steps * layers  # and PyTorch the prompt's
+    assert calls["router"] == steps * layers  # PyTorch computes the prompt's
 
 
 def test_bfloat16_rounds_where_the_module_does(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def _in_another_dtype(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("call", [_with_gradient, _compiled, _in_another_dtype])
-def test_what_the_kernel_cannot_compute_is_left_to_the_module(
+def test_unsupported_calls_run_in_the_module(
     call: Callable[[PreTrainedModel], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
@@ -144,7 +144,7 @@ def test_what_the_kernel_cannot_compute_is_left_to_the_module(
     assert calls == {"norm": 0, "router": 0}
 
 
-def test_more_tokens_than_the_limit_are_left_to_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tokens_than_the_limit_run_in_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     with counted(monkeypatch) as calls, torch.no_grad():
         model(prompt(MAX_TOKENS + 1, batch=1))
@@ -152,7 +152,7 @@ def test_more_tokens_than_the_limit_are_left_to_pytorch(tmp_path: Path, monkeypa
     assert calls["norm"] > 0
 
 
-def test_the_router_logits_that_a_caller_asks_for(tmp_path: Path) -> None:
+def test_requested_router_logits_are_returned(tmp_path: Path) -> None:
     model = stock("qwen3_moe")
     ids = prompt(5, batch=1)
     with torch.no_grad():
@@ -163,11 +163,11 @@ def test_the_router_logits_that_a_caller_asks_for(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_norm_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_custom_norm_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
     plain = Qwen3MoeRMSNorm.forward
-    monkeypatch.setattr(Qwen3MoeRMSNorm, "forward", lambda self, x: plain(self, x) + 0.5)  # rsqrt is still in the class's text
+    monkeypatch.setattr(Qwen3MoeRMSNorm, "forward", lambda self, x: plain(self, x) + 0.5)  # rsqrt is still in the class's source
     model = stock("qwen3_moe")
     with caplog.at_level("INFO"), counted(monkeypatch) as calls, torch.no_grad():
         injected(model, tmp_path)(prompt(4, batch=1))
@@ -175,7 +175,7 @@ def test_a_norm_of_its_own_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Qwen3MoeRMSNorm) keeps its own norm: it is no root-mean-square norm of a form" in caplog.text
 
 
-def test_a_weight_that_is_changed_later_is_read(tmp_path: Path) -> None:
+def test_a_changed_weight_is_used(tmp_path: Path) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     module, x = model.model.norm, torch.randn(3, model.model.norm.weight.numel())
     with torch.no_grad():
@@ -192,8 +192,8 @@ def router_of(model: PreTrainedModel) -> Any:
 @pytest.mark.parametrize(
     ("experts", "groups", "kept", "top_k"), [(160, 8, 3, 6), (16, 4, 3, 3), (8, 2, 1, 2), (20, 8, 3, 6), (16, 8, 1, 4)]
 )
-def test_groups_are_not_taken_for_others(method: str, experts: int, groups: int, kept: int, top_k: int) -> None:
-    """On a few tokens the best expert of a group and the best two often choose the same."""
+def test_rules_of_groups_are_distinguished(method: str, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """On a few tokens, ranking groups by their best expert and by their best two often chooses the same."""
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
     if method != "greedy" and (experts % groups or top_k > experts // groups * kept):
@@ -215,7 +215,7 @@ def test_groups_are_not_taken_for_others(method: str, experts: int, groups: int,
         assert found == ((None, None, None) if same else (groups, kept, "largest"))
 
 
-def test_a_module_that_has_changed_since_it_was_loaded_computes_itself(tmp_path: Path) -> None:
+def test_a_module_that_changed_after_loading_runs_itself(tmp_path: Path) -> None:
     def agree(module: Any, x: torch.Tensor) -> None:
         with torch.no_grad():
             ours = module(x)
@@ -246,7 +246,7 @@ def test_a_module_that_has_changed_since_it_was_loaded_computes_itself(tmp_path:
     agree(norm_module, rows)
 
 
-def test_batches_are_shaped_as_by_the_module(tmp_path: Path) -> None:
+def test_outputs_have_the_modules_shapes(tmp_path: Path) -> None:
     for model_type in ("qwen3_moe", "gpt_oss"):
         model = stock(model_type)
         gate = next(m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router")))

@@ -1,4 +1,4 @@
-"""What a layer's experts are predicted to take on a CPU and a GPU together."""
+"""The predicted time of a layer's experts on a CPU and a GPU together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def modelled() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", modelled(), ids=lambda row: f"{row['model']}-{row['phase']}-{row['cache_ratio']}")
-def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dict[str, str]) -> None:
-    """Slots are taken to hit by chance and nothing is loaded ahead: decode is predicted slower than the engine is, by half at
-    most; prompts, whose transfers do not fill the link at all times, faster by less than a third."""
+def test_the_prediction_is_near_the_engine_on_a_virtual_clock(row: dict[str, str]) -> None:
+    """The prediction assumes hits by chance and no prefetch, so its decode is slower than the engine's, at most by half. Its prompts are
+    faster by less than a third, since the engine's transfers do not always fill the link."""
     model, machine = MODELS[row["model"]], PROFILES[row["device"].removeprefix("modelled ")]
     tokens = int(row["tokens"])
     rest_ms = model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)
@@ -36,9 +36,9 @@ def test_the_prediction_is_near_what_the_engine_does_on_a_virtual_clock(row: dic
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
-def test_neurons_that_are_left_out_cost_nothing(resident: float) -> None:
+def test_left_out_neurons_reduce_the_predicted_time(resident: float) -> None:
     model, machine = MODELS["mixtral-8x7b"], PROFILES["a6000_10core"]
     whole = RoutedExperts(model.num_experts, model.top_k, model.expert_bytes(), 4.5, resident)
     times = {share: experts_ms(replace(whole, left_out=share), 1, machine, "fixed") for share in (0.0, 1e-9, 0.9)}
-    assert 0.4 < times[0.9] / times[0.0] < 0.6  # gates and a tenth of the rest are 0.4, and launches stay
+    assert 0.4 < times[0.9] / times[0.0] < 0.6  # gates and a tenth of up and down are 0.4, and launches cost the same
     assert times[1e-9] == pytest.approx(times[0.0], rel=1e-6)

@@ -1,4 +1,4 @@
-"""The operators' forward pass on every form of input that a caller may hand over, and what they do where autograd looks on."""
+"""The operators' forward pass on every form of input, and with autograd."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_no_tokens_and_no_choices(experts: Operator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda hidden, index, weights: (hidden.view(2, 3, HIDDEN), index, weights), "2 dimensions"),
         (lambda hidden, index, weights: (hidden[:, :32], index, weights), "64"),
@@ -84,8 +84,8 @@ def test_no_tokens_and_no_choices(experts: Operator) -> None:
     ],
     ids=["three-dimensional", "narrow", "fewer rows", "beyond the experts", "negative"],
 )
-def test_wrong_inputs_are_named(experts: Operator, change: object, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_wrong_inputs_are_named(experts: Operator, change: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         experts(*change(*inputs()))  # type: ignore[operator]
 
 
@@ -108,7 +108,7 @@ def test_a_gradient_of_a_linear_is_refused(linear: Operator) -> None:
 
 
 def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear: Operator) -> None:
-    """A loaded model's parameters want gradients, and not every caller turns them off before compiling."""
+    """A loaded model's parameters require gradients, and a caller may compile without torch.no_grad."""
     hidden, index, weights = inputs()
     hidden.requires_grad_()
     compiled = torch.compile(lambda *given: linear(experts(*given)), fullgraph=True, backend="aot_eager")
@@ -118,7 +118,7 @@ def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear
         out.sum().backward()
 
 
-def test_the_callers_default_device_is_no_matter(experts: Operator, linear: Operator) -> None:
+def test_the_default_device_has_no_effect(experts: Operator, linear: Operator) -> None:
     hidden, index, weights = inputs()
     expected = linear(experts(hidden, index, weights))
     with torch.device("meta"):

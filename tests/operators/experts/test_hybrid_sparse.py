@@ -1,4 +1,4 @@
-"""`hybrid_experts` with `sparsity`: a threshold of zero is the whole layer, any other the reference's, counted and shown as it is."""
+"""`hybrid_experts` with `sparsity`: a threshold of zero computes the whole layer, and any other threshold the reference's result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def acted(module: nn.Module, hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """(T, K, I); padded slots as if they were expert 0's."""
+    """Return activations (T, K, I); padded slots count as expert 0."""
     gate = torch.einsum("eih,th->tei", module.gate_up_proj[:, :WIDTH], hidden)
     return torch.nn.functional.silu(gate).gather(1, index.clamp_min(0)[..., None].expand(-1, -1, WIDTH))
 
@@ -63,7 +63,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("weights", list(TOLERANCE))
-def test_zero_is_the_whole_layer(module: Qwen3MoeExperts, weights: str) -> None:
+def test_a_threshold_of_zero_computes_the_whole_layer(module: Qwen3MoeExperts, weights: str) -> None:
     inputs = batch()
     expected = module(inputs[0], inputs[1].clamp_min(0), inputs[2].where(inputs[1] >= 0, 0.0)).double()
     operator = built(module, HybridExpertsOptions(weights=weights, sparsity=SPARSE))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_zero_is_the_whole_layer(module: Qwen3MoeExperts, weights: str) -> None:
     assert torch.equal(operator(*inputs), whole)
 
 
-def test_a_threshold_leaves_out_what_the_reference_does(module: Qwen3MoeExperts) -> None:
+def test_a_threshold_leaves_out_the_references_neurons(module: Qwen3MoeExperts) -> None:
     hidden, index, weights = batch()
     operator = built(module, HybridExpertsOptions(sparsity=SPARSE))
     assert operator.sparsity is not None
@@ -105,7 +105,7 @@ def test_an_observer_sees_every_activation(module: Qwen3MoeExperts, dtype: torch
 
 
 @pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-def test_the_footprint_is_what_is_held(module: Qwen3MoeExperts, weights: str) -> None:
+def test_the_footprint_equals_the_held_bytes(module: Qwen3MoeExperts, weights: str) -> None:
     for sparsity in (None, SPARSE):
         options = HybridExpertsOptions(weights=weights, sparsity=sparsity)  # type: ignore[arg-type]
         operator = built(module, options)
@@ -114,7 +114,7 @@ def test_the_footprint_is_what_is_held(module: Qwen3MoeExperts, weights: str) ->
         assert operator._packed.sparse == (sparsity is not None)
 
 
-def test_placement_says_what_is_left_out(module: Qwen3MoeExperts) -> None:
+def test_placement_names_the_sparsity(module: Qwen3MoeExperts) -> None:
     assert built(module, HybridExpertsOptions(sparsity=SPARSE)).placement().endswith("without the 50 % of routed neurons that matter least")
     none = HybridExpertsOptions(sparsity=replace(SPARSE, target=0.0))
     assert built(module, none).placement().endswith("every neuron in a layout that can leave some out")
@@ -122,7 +122,7 @@ def test_placement_says_what_is_left_out(module: Qwen3MoeExperts) -> None:
     assert "neuron" not in plain.placement() and plain.statistics() == {}
 
 
-def test_a_dense_cache_is_not_taken_for_a_sparse_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_and_sparse_layouts_have_separate_cache_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model")
     packs = 0
     pack = PackedExperts.pack

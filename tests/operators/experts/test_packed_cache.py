@@ -34,7 +34,7 @@ def save_model(folder: Path, seed: int = 0) -> None:
 
 
 class Setup:
-    """A checkpoint, a cache folder and rules that name it; counts the matrices that are packed."""
+    """A checkpoint, a cache folder and rules that use it, with a count of the packed matrices."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checkpoint, self.cache, self._rules = folder / "model", folder / "cache", folder / "rules.yaml"
@@ -157,15 +157,15 @@ def test_a_folder_that_cannot_be_written_is_named(setup: Setup) -> None:
         setup.load()
 
 
-def test_a_model_in_memory_says_that_the_cache_is_not_used(setup: Setup) -> None:
+def test_a_model_in_memory_logs_that_the_cache_is_not_used(setup: Setup) -> None:
     setup.load()
     model = AutoModelForCausalLM.from_pretrained(setup.checkpoint)
     with pytest.warns(UserWarning, match="cache_dir is ignored"):
         optimize_and_load(model, setup._rules, progress=False)
 
 
-def test_two_who_build_one_layer_do_not_meet(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two threads, or the first processes of two containers, that start with one empty cache."""
+def test_two_concurrent_builds_of_one_layer_do_not_interfere(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads, or the first processes of two containers, may start with one empty cache."""
     expected, pack, inner = setup.load(cached=False), PackedExperts.pack, []
 
     def interrupted(packed: PackedExperts, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""`sparse_experts` as a rule names it: its options, what it refuses, what it holds."""
+"""`sparse_experts` in rules: its options, refusals and footprint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def qwen() -> nn.Module:
 
 
 def gpt_oss() -> nn.Module:
-    """Transposed, interleaved, with biases and clamps."""
+    """Return experts that are transposed and interleaved, with biases and clamps."""
     config = GptOssConfig(hidden_size=64, intermediate_size=40, num_local_experts=4)
     config._experts_implementation = "eager"
     return GptOssExperts(config)
@@ -62,14 +62,14 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [qwen, gpt_oss])
-def test_without_a_threshold_it_is_the_stock_module(make) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_threshold_it_equals_the_stock_module(make) -> None:  # type: ignore[no-untyped-def]
     module = initialised(make())
     operator = built(module)
     with torch.no_grad():
         torch.testing.assert_close(operator(*inputs()), module(*inputs()), rtol=1e-4, atol=1e-5)
 
 
-def test_padded_slots_and_a_threshold() -> None:
+def test_padded_slots_are_skipped_with_a_threshold() -> None:
     operator = built(initialised(qwen()))
     x, index, weights = inputs()
     operator.sparsity.set_threshold(0.05, 0.5)
@@ -80,7 +80,7 @@ def test_padded_slots_and_a_threshold() -> None:
     assert not torch.allclose(operator(x, index, weights), expected)
 
 
-def test_a_draft_leaves_out_more_while_it_lasts() -> None:
+def test_a_draft_leaves_out_more_neurons() -> None:
     context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
     operator, given = built(initialised(qwen()), context=context), inputs()
     operator.sparsity.set_threshold(0.3, 0.9)
@@ -95,7 +95,7 @@ def test_a_draft_leaves_out_more_while_it_lasts() -> None:
     assert torch.equal(operator(*given), usual)
 
 
-def test_no_tokens_and_any_dtype() -> None:
+def test_empty_batches_and_all_dtypes_are_accepted() -> None:
     operator = built(initialised(qwen()))
     x, index, weights = inputs()
     assert operator(x[:0], index[:0], weights[:0]).shape == (0, 64)
@@ -126,7 +126,7 @@ def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"margin": 0.0}, "margin"),
         ({"margin": 1.5}, "margin"),
@@ -134,14 +134,14 @@ def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         ({"gpu": "cuda:x"}, "cuda:0"),
     ],
 )
-def test_options_that_contradict_each_other(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_options_that_contradict_each_other(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SparseExpertsOptions(**{"sparsity": SPARSITY, **wrong})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gate", ["exact", "sketch"])
 @pytest.mark.parametrize("make", [qwen, gpt_oss])
-def test_the_footprint_is_what_it_holds(make, gate: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_footprint_equals_the_held_bytes(make, gate: str) -> None:  # type: ignore[no-untyped-def]
     module = initialised(make())
     options = SparseExpertsOptions(SPARSITY, gate=gate, gpu="cuda:1")  # type: ignore[arg-type]
     operator = built(module, options)
@@ -150,7 +150,7 @@ def test_the_footprint_is_what_it_holds(make, gate: str) -> None:  # type: ignor
 
 
 class Device:
-    """A layer on a GPU, as far as the state of a layer's sparsity sees it."""
+    """The interface of a layer on a GPU that the state of its sparsity uses."""
 
     def __init__(self) -> None:
         self.thresholds: list[tuple[float, float]] = []
@@ -179,7 +179,7 @@ def test_thresholds_reach_the_device_and_counts_come_back() -> None:
     assert np.array_equal(layer.counts, [5, 20])
 
 
-def test_it_is_registered() -> None:
+def test_sparse_experts_is_registered() -> None:
     registry = load_registry()
     assert registry["sparse_experts"] is SparseExperts
     assert registry.options_of("sparse_experts") == ("sparsity", "gate", "margin", "gpu")
@@ -193,7 +193,7 @@ def test_placement_and_statistics() -> None:
     assert operator.statistics()["paths"] == []
 
 
-def test_a_rule_that_asks_for_it_without_a_gpu_is_refused_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_with_sparse_experts_and_no_gpu_is_refused_with_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.interpreted", lambda: False)
     monkeypatch.setattr("moegraft.operators.experts.sparse_experts.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
     rules = tmp_path / "rules.yaml"

@@ -1,4 +1,4 @@
-"""The benchmarks of a sparse layer and of a model of them: floors are right, and they run as far as a machine without a GPU lets them."""
+"""The benchmarks of sparse layers and models: floors are correct, and the scripts run without a GPU in the interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def module(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made  # dataclasses look their module up
+    sys.modules[name] = made  # dataclasses look up their module
     spec.loader.exec_module(made)
     return made
 
@@ -60,17 +60,17 @@ def run(*arguments: str, script: str = "sparse_layer.py") -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_without_a_gpu_it_says_what_it_would_do() -> None:
-    said = run("--shape", "qwen3.5-35b-a3b")
-    assert said.startswith("Nothing was measured: ")
-    assert "1.5 GiB a layer" in said
-    assert "85% (95.6% of the routed)" in said
+def test_without_a_gpu_the_layer_benchmark_prints_its_settings() -> None:
+    output = run("--shape", "qwen3.5-35b-a3b")
+    assert output.startswith("Nothing was measured: ")
+    assert "1.5 GiB per layer" in output
+    assert "85% (95.6% of the routed)" in output
 
 
-def test_it_runs_in_the_interpreter() -> None:
+def test_the_layer_benchmark_runs_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
-    said = run("--tiny", "--tokens", "1")
-    assert {line.split("path=")[1].split()[0] for line in said.splitlines() if "path=" in line} == {
+    output = run("--tiny", "--tokens", "1")
+    assert {line.split("path=")[1].split()[0] for line in output.splitlines() if "path=" in line} == {
         "pair",
         "ordered",
         "union",
@@ -78,21 +78,21 @@ def test_it_runs_in_the_interpreter() -> None:
         "grouped_mm",
         "sketch",
     }
-    assert "the times say nothing" in said
+    assert "the times have no meaning" in output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_the_whole_model_says_what_it_would_do_without_a_gpu() -> None:
-    said = run("--requests", "1", "64", script="sparse_model.py")
-    assert said.startswith("Nothing was measured: ")
-    assert "1, 64 requests of 128 + 128, 1024 + 128, 128 + 1024, 1024 + 1024 tokens" in said
-    assert "70%, 80%, 85% of all neurons left out" in said
+def test_without_a_gpu_the_model_benchmark_prints_its_settings() -> None:
+    output = run("--requests", "1", "64", script="sparse_model.py")
+    assert output.startswith("Nothing was measured: ")
+    assert "1, 64 requests of 128 + 128, 1024 + 128, 128 + 1024, 1024 + 1024 tokens" in output
+    assert "70%, 80%, 85% of all neurons left out" in output
 
 
-def test_the_whole_model_runs_in_the_interpreter() -> None:
+def test_the_model_benchmark_runs_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
-    said = run("--tiny", script="sparse_model.py")
-    rows = [dict(part.split("=") for part in line.split()) for line in said.splitlines() if line.startswith("shape=")]
+    output = run("--tiny", script="sparse_model.py")
+    rows = [dict(part.split("=") for part in line.split()) for line in output.splitlines() if line.startswith("shape=")]
     assert [float(row["total_sparsity"]) for row in rows] == [0.0, 0.7, 0.8, 0.85]
     left_out = [float(row["routed_left_out"]) for row in rows]
     assert (
@@ -102,7 +102,7 @@ def test_the_whole_model_runs_in_the_interpreter() -> None:
     )
 
 
-def test_plots_take_the_fastest_path_of_each_kind(tmp_path: Path) -> None:
+def test_plots_show_the_fastest_path_of_each_kind(tmp_path: Path) -> None:
     plots = module("plot_sparse")
     rows = [
         {"shape": "s", "tokens": tokens, "total_sparsity": total, "path": path, "p50_ms": ms, "floor_ms": ms / 2}

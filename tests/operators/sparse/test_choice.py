@@ -1,4 +1,4 @@
-"""The path of a batch is the fastest that was timed, once for each machine, sparsity and set of versions."""
+"""The path of a batch is the fastest timed one; timings are made once per machine, sparsity and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASE = TimedCase(2048, 512, 256, 8, "bfloat16", True, "exact", 0.95, "a GPU", 25
 
 
 class Clock:
-    """Times that depend on the bucket, and how often they were asked for."""
+    """Timings that depend on the bucket, with a count of their calls."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -33,12 +33,12 @@ def _versions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"pair": 1.0, "union": 2.0, "dense": 3.0}, "pair"),
         ({"pair": 3.0, "ordered": 2.0, "dense": 2.5}, "ordered"),
-        ({"pair": 0.99, "dense": 1.0}, "dense"),  # no more than the scatter of timings
+        ({"pair": 0.99, "dense": 1.0}, "dense"),  # the gain is within the noise of timings
         ({"pair": 0.97, "dense": 1.0}, "pair"),
         ({"pair": 1.0}, "pair"),
     ],
 )
-def test_the_fastest_path_wins_if_it_gains(times: dict[str, float], expected: str) -> None:
+def test_the_fastest_path_is_chosen_if_it_gains_enough(times: dict[str, float], expected: str) -> None:
     assert fastest(times) == expected
 
 
@@ -49,7 +49,7 @@ def test_a_batch_size_is_timed_once() -> None:
     assert {(bucket, times["pair"]) for _, bucket, times in choices.times()} == {(1, 0.1), (4, 0.4), (32, 3.2)}
 
 
-def test_what_cannot_be_timed_now_gets_a_default_and_is_timed_later() -> None:
+def test_a_bucket_that_cannot_be_timed_gets_a_default_and_is_timed_later() -> None:
     clock, choices = Clock(), PathChoices(None)
     assert choices.path(CASE, 64, None) == default_path(64) == "ordered"
     assert choices.path(CASE, 64, clock) == "union"
@@ -57,7 +57,7 @@ def test_what_cannot_be_timed_now_gets_a_default_and_is_timed_later() -> None:
     assert [default_path(tokens) for tokens in (1, 8, 9, 512, 513)] == ["pair", "pair", "ordered", "union", "dense"]
 
 
-def test_times_are_kept_on_disk_and_merged(tmp_path: Path) -> None:
+def test_times_are_stored_on_disk_and_merged(tmp_path: Path) -> None:
     file = tmp_path / "new" / "paths.json"
     first, second = PathChoices(file), PathChoices(file)
     second.path(CASE, 1, Clock())
@@ -69,7 +69,7 @@ def test_times_are_kept_on_disk_and_merged(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["paths.json"]
 
 
-def test_another_version_sparsity_or_gpu_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_sparsity_or_gpu_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "paths.json"
     PathChoices(file).path(CASE, 1, Clock())
     for other in (TimedCase(**{**_fields(CASE), "sparsity": 0.9}), TimedCase(**{**_fields(CASE), "gpu": "another"})):
@@ -87,7 +87,7 @@ def _fields(case: TimedCase) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": {}}}', json.dumps({"a": {"1": {"pair": "x"}}})])
-def test_a_damaged_file_is_written_anew(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, content: str) -> None:
     file = tmp_path / "paths.json"
     file.write_text(content)
     assert PathChoices(file).path(CASE, 1, Clock()) == "pair"
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, content: str) -> None:
     assert clock.asked == []
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert PathChoices(tmp_path / "file" / "paths.json").path(CASE, 1, Clock()) == "pair"
 

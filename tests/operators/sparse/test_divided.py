@@ -1,4 +1,4 @@
-"""One call computed in part by the CPU and in part by kernels out of slots, each without the neurons below one threshold."""
+"""One call that is divided between the CPU and kernels over slots, both without the neurons below one threshold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERTS, SLOTS = 5, {1: 2, 3: 0, 4: 1}  # experts in slots
 @pytest.mark.parametrize("weight_type", ["bfloat16", "int8"])
 def test_both_parts_leave_out_the_same_neurons(weight_type: str, drafting: bool) -> None:
     layer = make_layer(weight_type, EXPERTS, 64, 40, sparse=True)
-    # With int8 the CPU rounds what it multiplies: the band around the threshold is left empty.
+    # With int8 the CPU rounds activations, so no activation is near the threshold.
     x, index, weights = make_batch(3, 2, layer)
     rows = torch.einsum("eih,th->eti", layer.seen["gate"].double(), x.double())
     magnitudes = (rows * rows.sigmoid()).abs().flatten().sort().values

@@ -1,4 +1,4 @@
-"""`sparse_experts` with its kernels in place: as a module of a model, its threshold on the device, observed by a calibration."""
+"""`sparse_experts` with its kernels: as a module of a model, with its threshold on the device and a calibration's observer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reference(module: nn.Module, given: tuple[torch.Tensor, torch.Tensor, torch.
     return found.float()
 
 
-def test_it_is_the_stock_module_and_follows_its_threshold() -> None:
+def test_it_equals_the_stock_module_and_applies_its_threshold() -> None:
     module = stock()
     operator = built(module)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_draft_has_a_threshold_of_its_own() -> None:
     assert torch.equal(operator(*inputs()), usual)
 
 
-def test_a_sketch_computes_nearly_the_same() -> None:
+def test_a_sketch_stays_close_to_exact_gates() -> None:
     module = stock()
     operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch", margin=0.5))
     operator.sparsity.set_threshold(0.25, 0.5)
@@ -101,7 +101,7 @@ def test_a_sketch_computes_nearly_the_same() -> None:
     torch.testing.assert_close(operator(*inputs()), reference(module, inputs(), 0.25), rtol=0.05, atol=0.05)
 
 
-def test_a_calibration_at_load_finds_the_margin_of_a_sketch() -> None:
+def test_a_calibration_at_load_sets_the_margin_of_a_sketch() -> None:
     module = stock()
     operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch"))
     operator.sparsity.observer = lambda ids, acted: None
@@ -119,7 +119,7 @@ def test_a_calibration_at_load_finds_the_margin_of_a_sketch() -> None:
 
 
 @pytest.mark.parametrize("gate", ["exact", "sketch"])
-def test_a_calibration_sees_every_activation(gate: Literal["exact", "sketch"]) -> None:
+def test_an_observer_receives_every_activation(gate: Literal["exact", "sketch"]) -> None:
     operator = built(stock(), SparseExpertsOptions(SPARSITY, gate=gate))
     histogram = ActivationHistogram(4, 40)
     x, index, weights = inputs(6)
@@ -129,7 +129,7 @@ def test_a_calibration_sees_every_activation(gate: Literal["exact", "sketch"]) -
     assert histogram.count == 11 * 40
 
 
-def test_a_whole_model_by_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_injects_sparse_experts_into_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "version: 1\nrules:\n- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: routed}}}\n"

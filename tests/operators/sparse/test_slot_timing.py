@@ -1,4 +1,4 @@
-"""The path of experts in slots is the one that was timed as fastest, before the slots are used; every timed call computes the same."""
+"""The path of experts in slots is the fastest of timings made before the slots are used; every timed call computes the same result."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.thresholds import SparsityOptions
 
 EXPERTS, RESIDENT, TOP_K = 4, 3, 2
-FASTEST = {1: "pair", 2: "union", 4: "dense"}  # by batch
+FASTEST = {1: "pair", 2: "union", 4: "dense"}  # by number of tokens
 
 
 class Stopwatch:
-    """Returns given times, and runs what it times once."""
+    """A timer that returns given times and runs each timed function once."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -60,7 +60,7 @@ def engine_layers(layer: Layer, target: float) -> tuple[EngineLayers, torch.Tens
     return EngineLayers(torch.device(DEVICE), Runtime(1), [layer.packed], [], [sparsity], slots), held  # type: ignore[arg-type]
 
 
-def test_a_layer_takes_the_path_that_was_timed(tmp_path: Path, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_uses_the_fastest_timed_path(tmp_path: Path, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer("int8", EXPERTS, 32, 32, sparse=True)
     file = tmp_path / "paths.json"
     engine_layers(layer, 0.5)[0].time_paths(RESIDENT, TOP_K, PathChoices(file))
@@ -78,7 +78,7 @@ def test_a_layer_takes_the_path_that_was_timed(tmp_path: Path, stopwatch: Stopwa
             path(call)
 
         monkeypatch.setitem(SLOT_PATHS, name, run)  # type: ignore[arg-type]
-    for tokens, expected in {**FASTEST, 3: "dense", 7: "pair"}.items():  # 3 is in the bucket of 4; 7 in one that was not timed
+    for tokens, expected in {**FASTEST, 3: "dense", 7: "pair"}.items():  # 3 is in the bucket of 4, and the bucket of 7 was not timed
         x, index, weights = make_batch(tokens, TOP_K, layer)
         index = index % RESIDENT
         out = torch.empty_like(x).to(DEVICE)
@@ -97,7 +97,7 @@ def test_another_share_of_neurons_or_of_slots_is_timed_again(stopwatch: Stopwatc
     assert len(stopwatch.batches) == before, "without slots there is nothing to choose"
 
 
-def test_made_up_calls_leave_out_the_share_that_the_layer_does() -> None:
+def test_synthetic_calls_leave_out_the_layers_share_of_neurons() -> None:
     layer = make_layer("bfloat16", EXPERTS, 64, 64, sparse=True)
     experts = SparseSlotExperts(layer.shape, layer.spec, "bfloat16", torch.device(DEVICE))
     experts.set_threshold(0.0, 0.8)
@@ -114,7 +114,7 @@ def test_made_up_calls_leave_out_the_share_that_the_layer_does() -> None:
     assert experts.take_counts() == (0, 0), "the layer's own counts are for its own calls"
 
 
-def test_what_was_not_timed_gets_a_default() -> None:
+def test_buckets_that_were_not_timed_get_a_default() -> None:
     layer = make_layer("int8", EXPERTS, 32, 32, sparse=True)
     paths = TimedSlotPaths(PathChoices(None), EXPERTS, RESIDENT)
     experts = SparseSlotExperts(layer.shape, layer.spec, "int8", torch.device(DEVICE), paths)

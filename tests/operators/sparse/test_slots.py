@@ -1,4 +1,4 @@
-"""Every path through experts in slots in the sparse layout against the eager reference: the same function, whatever is read for it."""
+"""Every path through experts in slots in the sparse layout equals the eager reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_NEURON = 1e9
 
 
 def threshold_for(layer: Layer, x: torch.Tensor, share: float) -> float:
-    """One that about that share of the neurons does not reach, in the widest gap near it."""
+    """Return a threshold that about this share of the neurons does not reach, in the widest gap nearby."""
     ordered = magnitudes(layer, x).flatten().sort().values
     middle = int(share * len(ordered))
     near = ordered[middle - 6 : middle + 6]
@@ -31,7 +31,7 @@ def threshold_for(layer: Layer, x: torch.Tensor, share: float) -> float:
 
 
 def magnitudes(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    """`|act(gate)|` (E, T, I) float64."""
+    """Return `|act(gate)|`, (E, T, I) float64."""
     part = "gate" if "gate" in layer.seen else "up"
     rows = torch.einsum("eih,th->eti", layer.seen[part].double(), x.double())
     if part in layer.biases:
@@ -46,7 +46,7 @@ def active_counts(layer: Layer, x: torch.Tensor, index: torch.Tensor, threshold:
 
 
 def sketched_arena(layer: Layer, weight_type: str) -> torch.Tensor:
-    """(E, expert_bytes), with a sketch of the gates."""
+    """Return packed experts with a sketch of the gates, (E, expert_bytes)."""
     packer = SlotPacker(layer.shape, layer.spec, weight_type, sketched=True)
     slots = []
     for expert in range(layer.shape.num_experts):
@@ -60,11 +60,11 @@ def sketched_arena(layer: Layer, weight_type: str) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """The experts of a layer in slots in reverse order, behind one slot that holds NaN."""
+    """The experts of a layer in slots in reverse order, after one slot of NaN."""
 
     layer: Layer
     weight_type: str
-    margin: float | None = None  # with a sketch
+    margin: float | None = None  # the margin of a sketch; None for exact gates
 
     def __post_init__(self) -> None:
         count, sketched = self.layer.shape.num_experts, self.margin is not None
@@ -87,7 +87,7 @@ class Run:
 def run(
     layer: Layer, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, weight_type: str, path: str = "pair"
 ) -> torch.Tensor:
-    """The output, from gates that are all exact; the counts are checked."""
+    """Return the output with exact gates; checks the counts."""
     prepared = Run(layer, weight_type)
     found = prepared(x, index, weights, threshold, path)
     assert prepared.experts.take_counts() == active_counts(layer, x, index, threshold)
@@ -95,7 +95,7 @@ def run(
 
 
 def limit(path: str, tokens: int, dtype: torch.dtype) -> float:
-    """Few tokens by pairs are computed in float32 throughout."""
+    """Return the tolerance; few tokens on the path by pairs are computed in float32."""
     return TOLERANCE["float32"] if path in PAIR_PATHS and tokens <= 4 else ROUNDED[dtype]
 
 
@@ -121,7 +121,7 @@ def test_every_weight_type(path: str, shape: tuple[int, ...], weight_type: str) 
     x, index, weights = make_batch(tokens, top_k, layer)
     threshold = threshold_for(layer, x, 0.8)
     expected = layer.reference(x, index, weights, threshold=threshold)
-    assert relative_error(expected, layer.reference(x, index, weights)) > 0.01  # the threshold does something
+    assert relative_error(expected, layer.reference(x, index, weights)) > 0.01  # the threshold changes the result
     found = run(layer, x, index, weights, threshold, weight_type, path)
     assert relative_error(found, expected) <= limit(path, tokens, torch.float32)
 
@@ -131,14 +131,14 @@ def test_every_weight_type(path: str, shape: tuple[int, ...], weight_type: str) 
     "shape",
     [
         # tokens, top_k, experts, hidden, intermediate
-        (1, 1, 1, 32, 32),  # the least there is
+        (1, 1, 1, 32, 32),  # the smallest layer
         (1, 4, 4, 288, 16),  # K = E
         (3, 2, 5, 33, 7),  # odd sizes
-        (1, 1, 2, 32, 2080),  # more neurons than a program looks at in one go
+        (1, 1, 2, 32, 2080),  # more neurons than a program reads at once
     ],
     ids=str,
 )
-def test_sizes(shape: tuple[int, ...], path: str) -> None:
+def test_odd_and_small_sizes(shape: tuple[int, ...], path: str) -> None:
     tokens, top_k, num_experts, hidden, intermediate = shape
     layer = make_layer("float32", num_experts, hidden, intermediate, sparse=True)
     x, index, weights = make_batch(tokens, top_k, layer)
@@ -172,7 +172,7 @@ def test_half_activations(tokens: int, dtype: torch.dtype, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SLOT_PATHS)
-def test_absent_experts_and_no_active_neuron(path: str) -> None:
+def test_absent_experts_and_tokens_without_active_neurons_are_skipped(path: str) -> None:
     layer = make_layer("int8", 3, 64, 40, sparse=True)
     x, index, weights = make_batch(3, 2, layer)
     index[0, 1] = index[1] = -1
@@ -192,8 +192,8 @@ def test_no_active_neuron_leaves_the_bias_of_down(path: str) -> None:
 
 @pytest.mark.parametrize("path", SLOT_PATHS)
 @pytest.mark.parametrize("weight_type", ["bfloat16", "int4"])
-def test_more_pairs_than_a_block_holds(weight_type: str, path: str) -> None:
-    """All tokens on one expert; more neurons than a program's rows."""
+def test_one_expert_with_more_pairs_than_a_block(weight_type: str, path: str) -> None:
+    """All tokens choose one expert, which has more neurons than a program's rows."""
     layer = make_layer(weight_type, 3, 40, 72, sparse=True)
     x, index, weights = make_batch(19, 1, layer)
     index = torch.full_like(index, 2)
@@ -210,7 +210,7 @@ def test_all_experts_absent(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", SLOT_PATHS)
-def test_a_nan_is_seen_and_stays_in_its_token(path: str) -> None:
+def test_a_nan_reaches_the_output_of_its_token_alone(path: str) -> None:
     layer = make_layer("float32", 2, 32, 32, sparse=True)
     x, index, weights = make_batch(2, 1, layer)
     index[:] = 1
@@ -256,7 +256,7 @@ def test_a_path_is_chosen_for_each_part_of_a_batch(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("margin", [None, 0.5], ids=["blocks", "rows beside a sketch"])
-def test_activations_are_those_of_the_gates(margin: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_activations_equal_those_of_the_gates(margin: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegraft.operators.sparse.slots.MOST_TOKENS", 4)  # two parts
     layer = make_layer("float32", 2, 64, 40, sparse=True)
     x, index, _ = make_batch(6, 1, layer)
@@ -279,7 +279,7 @@ def test_another_arena_is_refused() -> None:
 @pytest.mark.parametrize("path", SLOT_PATHS)
 @pytest.mark.parametrize("tokens", [3, 9], ids=["by pair", "grouped"])
 @pytest.mark.parametrize("form", ["plain", "clamped", "ungated"])
-def test_a_sketch_that_drops_nothing_is_exact(form: str, tokens: int, path: str) -> None:
+def test_a_sketch_that_misses_nothing_is_exact(form: str, tokens: int, path: str) -> None:
     spec = {"plain": None, "clamped": CLAMPED, "ungated": GateSpec("relu2")}[form]
     layer = make_layer("bfloat16", 3, 72, 40, gated=form != "ungated", bias=form != "plain", spec=spec, sparse=True)
     x, index, weights = make_batch(tokens, 2, layer)
@@ -291,7 +291,7 @@ def test_a_sketch_that_drops_nothing_is_exact(form: str, tokens: int, path: str)
 
 
 @pytest.mark.parametrize("weight_type", ["float32", "float16", "int8"])
-def test_a_sketch_beside_other_weight_types(weight_type: str) -> None:
+def test_a_sketch_works_with_every_weight_type(weight_type: str) -> None:
     layer = make_layer(weight_type, 3, 544, 40, sparse=True)
     x, index, weights = make_batch(3, 2, layer)
     threshold = threshold_for(layer, x, 0.7)
@@ -301,7 +301,7 @@ def test_a_sketch_beside_other_weight_types(weight_type: str) -> None:
         assert relative_error(found, expected) <= limit(path, 3, torch.float32)
 
 
-def test_a_sketch_finds_most_neurons_and_invents_none() -> None:
+def test_a_sketch_finds_most_neurons_and_adds_none() -> None:
     layer = make_layer("float32", 3, 256, 128, sparse=True)
     x, index, weights = make_batch(4, 2, layer)
     threshold = threshold_for(layer, x, 0.9)
@@ -332,7 +332,7 @@ def test_slots_hold_the_bytes_that_the_cpu_packs(gated: bool) -> None:
     assert with_sketch.endswith(layer.packed.buffer.tobytes()[blocks:])
 
 
-def test_a_sketch_takes_nine_percent() -> None:
+def test_a_sketch_takes_nine_percent_more_memory() -> None:
     shape, spec = ExpertsShape(1, 2048, 512), GateSpec()
     exact, sketched = (SparseSlotExperts(shape, spec, "bfloat16", torch.device("cpu"), sketched=kind) for kind in (False, True))
     assert sketched.expert_bytes / exact.expert_bytes == pytest.approx(1 + 4.5 / 48, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Tiny models that draft: one factory, and the stock model beside it."""
+"""Fixtures that create tiny drafting models and their stock twins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ rules:
 - match: {{kind: model}}
   replace: {{class: speculative_draft, kwargs: {{{options}}}}}
 """
-DEMO = "demo"  # the bundled model, whose experts have learnt something
+DEMO = "demo"  # the bundled model, whose experts are trained
 Make = Callable[..., PreTrainedModel]
 
 
@@ -45,7 +45,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="session")
 def stock() -> Make:
-    """`stock("qwen3_moe")`: the same model as transformers has it."""
+    """`stock("qwen3_moe")`: the same model without injection."""
 
     def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         if model_type == DEMO:

@@ -1,4 +1,4 @@
-"""A sparser draft: more neurons are left out while a draft is drawn, never in what verifies it, whatever ends it."""
+"""Sparser drafts leave out more neurons while drafting, but not in the verification, also after an interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moegraft.operators.thresholds import SparsityOptions
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
 STEPS = 40
-ALL = 4  # experts a token of the bundled model
+ALL = 4  # experts per token of the bundled model
 RULES = """
 version: 1
 rules:
@@ -67,7 +67,7 @@ def statistics(model: PreTrainedModel) -> Any:
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),
     ],
 )
-def test_the_text_is_that_without_drafts(experts: str, draft: str, tmp_path: Path) -> None:
+def test_sparser_drafts_do_not_change_the_text(experts: str, draft: str, tmp_path: Path) -> None:
     model = load(tmp_path, experts, draft)
     assert torch.equal(write(model), write(load(tmp_path, experts)))
     found = statistics(model)
@@ -75,7 +75,7 @@ def test_the_text_is_that_without_drafts(experts: str, draft: str, tmp_path: Pat
     assert any(share < 1 for share in found["acceptance_by_position"]), "drafts are not sparser: each one stood"
 
 
-def test_a_draft_leaves_out_its_share_and_a_verification_its_own(tmp_path: Path) -> None:
+def test_drafts_and_verifications_leave_out_their_own_shares(tmp_path: Path) -> None:
     model = load(tmp_path, "sparsity: {target: 0.3, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.8")
     torch.manual_seed(0)
     write(model, max_new_tokens=200, do_sample=True)
@@ -86,7 +86,7 @@ def test_a_draft_leaves_out_its_share_and_a_verification_its_own(tmp_path: Path)
         assert found["draft_threshold"] > found["threshold"] > 0
 
 
-def test_sparser_drafts_stand_less_often(tmp_path: Path) -> None:
+def test_sparser_drafts_are_accepted_less_often(tmp_path: Path) -> None:
     tokens = []
     for share in (0.5, 0.97):
         model = load(tmp_path, WHOLE, f"draft_top_k: {ALL}, draft_sparsity: {share}")
@@ -97,7 +97,7 @@ def test_sparser_drafts_stand_less_often(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("experts", [WHOLE, EMULATED])
-def test_an_interrupted_draft_leaves_whole_experts(experts: str, tmp_path: Path) -> None:
+def test_all_neurons_are_computed_after_an_interrupted_draft(experts: str, tmp_path: Path) -> None:
     model = load(tmp_path, experts, f"draft_top_k: {ALL}, draft_sparsity: 0.9")
     expected, calls = write(model), 0
 
@@ -114,7 +114,7 @@ def test_an_interrupted_draft_leaves_whole_experts(experts: str, tmp_path: Path)
     assert torch.equal(write(model), expected)
 
 
-def test_a_draft_of_one_thread_leaves_another_whole() -> None:
+def test_a_draft_of_one_thread_does_not_affect_another() -> None:
     switch = DraftSwitch()
     layer = SparseLayers().join(SparsityOptions(0.3, "routed"), switch)
     layer.set_threshold(0.1, 0.3)
@@ -131,7 +131,7 @@ def test_a_draft_of_one_thread_leaves_another_whole() -> None:
 
 
 class Device:
-    """What kernels on a GPU are told."""
+    """Kernels on a GPU that record the thresholds they receive."""
 
     def __init__(self) -> None:
         self.told: dict[bool, float] = {}
@@ -143,7 +143,7 @@ class Device:
         return 0, 0
 
 
-def test_a_device_is_told_both_thresholds_whenever_it_comes() -> None:
+def test_a_device_receives_both_thresholds_before_or_after_they_are_set() -> None:
     layer: LayerSparsity = SparseLayers().join(SparsityOptions(0.3, "routed"), DraftSwitch())
     late, early = Device(), Device()
     layer.attach(early)
@@ -153,7 +153,7 @@ def test_a_device_is_told_both_thresholds_whenever_it_comes() -> None:
     assert early.told == late.told == {False: 0.1, True: 0.5}
 
 
-def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_wrong_options_are_refused_before_loading(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="target: 0, scope: routed"):
         load(tmp_path, "", "draft_sparsity: 0.8")
     with pytest.raises(RuleErrors, match=r"draft_sparsity 0\.5 is not above the target of sparsity, 0\.5"):
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> 
         SpeculativeOptions(draft="ngram", draft_sparsity=0.5)
 
 
-def test_thresholds_of_drafts_are_calibrated_where_no_file_has_them(tmp_path: Path) -> None:
+def test_thresholds_of_drafts_are_calibrated_without_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in demo_path().iterdir():
@@ -176,5 +176,5 @@ def test_thresholds_of_drafts_are_calibrated_where_no_file_has_them(tmp_path: Pa
     known = load(tmp_path, WHOLE, f"draft_top_k: {ALL}, draft_sparsity: 0.8")
     for one, other in zip(layers_of(made), layers_of(known), strict=True):
         found, expected = (each.statistics()["sparsity"]["draft_threshold"] for each in (one, other))  # type: ignore[index]
-        assert found == pytest.approx(expected, rel=0.35)  # of another text
+        assert found == pytest.approx(expected, rel=0.35)  # calibrated on another text
         assert one.sparsity is not None and one.sparsity.threshold == 0

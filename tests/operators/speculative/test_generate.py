@@ -18,7 +18,7 @@ IDS = prompt(9)
 
 @pytest.fixture(scope="module")
 def pair(drafting: Any, stock: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A drafting model and its stock twin; no test changes them."""
+    """A drafting model and its stock twin, which tests do not change."""
     return drafting("qwen3_moe", max_draft=4), stock("qwen3_moe")
 
 
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def test_the_end_token_ends_the_text_wherever_it_is_in_a_draft(pair: Any) -> None:
+def test_the_end_token_ends_the_text_at_any_position_of_a_draft(pair: Any) -> None:
     text, before = plain_text(pair), drafted_rounds(pair[0])
     for position, token in enumerate(text[:12]):
         found, expected = both(pair, eos_token_id=token, return_dict_in_generate=True)
@@ -53,14 +53,14 @@ def test_the_end_token_ends_the_text_wherever_it_is_in_a_draft(pair: Any) -> Non
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
-def test_the_text_is_never_longer_than_asked(pair: Any, steps: int) -> None:
+def test_the_text_is_never_longer_than_max_new_tokens(pair: Any, steps: int) -> None:
     found, expected = both(pair, max_new_tokens=steps)
     assert torch.equal(found, expected)
 
 
-def test_a_stop_string_ends_the_text_though_rounds_cut_it(pair: Any) -> None:
+def test_a_stop_string_across_two_rounds_ends_the_text(pair: Any) -> None:
     words, text = tokenizer(), plain_text(pair)
-    for start in range(6):  # so that some of them are cut by the end of a round
+    for start in range(6):  # so that a round ends inside some of them
         stop = words.decode(text[start : start + 3])
         found, expected = both(pair, stop_strings=[stop], tokenizer=words)
         assert torch.equal(found, expected)
@@ -99,7 +99,7 @@ class Collect(BaseStreamer):
         self.ended = True
 
 
-def test_a_streamer_gets_the_prompt_and_then_token_by_token(pair: Any) -> None:
+def test_a_streamer_receives_the_prompt_and_then_single_tokens(pair: Any) -> None:
     found, expected = Collect(), Collect()
     both(pair)
     for model, streamer in zip(pair, (found, expected), strict=True):
@@ -130,14 +130,14 @@ def test_returned_scores_and_logits_are_those_of_plain_decoding(pair: Any) -> No
     ],
     ids=lambda arguments: next(iter(arguments)) + str(arguments.get("cache_implementation", "")),
 )
-def test_arguments_mean_what_they_mean_without_drafts(pair: Any, arguments: dict[str, Any]) -> None:
+def test_arguments_have_the_effect_of_plain_decoding(pair: Any, arguments: dict[str, Any]) -> None:
     before = drafted_rounds(pair[0])
     found, expected = both(pair, **arguments)
     assert torch.equal(found, expected)
     assert drafted_rounds(pair[0]) > before
 
 
-def test_left_padding_of_one_sequence(pair: Any) -> None:
+def test_left_padding_of_one_sequence_is_supported(pair: Any) -> None:
     ids = torch.cat([torch.zeros(1, 4, dtype=torch.int64), IDS], -1)
     mask = torch.cat([torch.zeros(1, 4, dtype=torch.int64), torch.ones_like(IDS)], -1)
     found, expected = both(pair, ids, attention_mask=mask)
@@ -183,7 +183,7 @@ def test_sampling_repeats_with_its_seed_and_its_logits_are_the_full_models(pair:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_draft_is_decoded_without_drafts_and_logged_once(
+def test_unsupported_calls_are_decoded_without_drafts_and_logged_once(
     arguments: dict[str, Any], reason: str, drafting: Any, pair: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = drafting("qwen3_moe")
@@ -197,7 +197,7 @@ def test_what_cannot_draft_is_decoded_without_drafts_and_logged_once(
     assert drafted_rounds(model) == 0
 
 
-def test_an_assistant_model_assists_as_without_drafts(pair: Any, drafting: Any) -> None:
+def test_an_assistant_model_works_as_in_stock(pair: Any, drafting: Any) -> None:
     model = drafting("qwen3_moe")
     found = model.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=pair[1])
     assert torch.equal(found, pair[1].generate(IDS, max_new_tokens=6, do_sample=False))
@@ -205,11 +205,11 @@ def test_an_assistant_model_assists_as_without_drafts(pair: Any, drafting: Any) 
 
 
 class Broken(Exception):
-    """What a test raises."""
+    """The exception that a test raises."""
 
 
 class BreaksAt:
-    """A logits processor, so called in drafts and in verification, that raises at its `call`-th call."""
+    """A logits processor that raises at its `call`-th call; processors run in drafts and in verifications."""
 
     def __init__(self, call: int, error: type[BaseException]) -> None:
         self.left = call
@@ -224,7 +224,7 @@ class BreaksAt:
 
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [2, 4, 6, 7, 9])  # the first is the prompt's; then drafts, then verification
-def test_an_interrupted_round_leaves_cache_and_experts_as_they_were(pair: Any, call: int, error: type[BaseException]) -> None:
+def test_an_interrupted_round_restores_cache_and_experts(pair: Any, call: int, error: type[BaseException]) -> None:
     model, stock = pair
     cache = DynamicCache(config=model.config)
     with pytest.raises(error):
@@ -236,7 +236,7 @@ def test_an_interrupted_round_leaves_cache_and_experts_as_they_were(pair: Any, c
     assert torch.equal(found, text[:, : held + 6])
 
 
-def test_a_forward_pass_that_breaks_halfway_leaves_layers_of_one_length(pair: Any) -> None:
+def test_all_layers_have_one_length_after_an_interrupted_forward_pass(pair: Any) -> None:
     model, _ = pair
     cache = DynamicCache(config=model.config)
     calls = 0

@@ -1,4 +1,4 @@
-"""A drafting model generates what it generates without drafts: token by token when greedy, in distribution when sampled."""
+"""Drafts do not change generated text: greedy text is equal token by token, and sampled text has the same distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MORE_FAMILIES = [
     "glm4_moe_lite",  # latent attention
     "granitemoe",
 ]
-STEPS = 40  # past the tiny models' window of 16
+STEPS = 40  # more than the tiny models' window of 16
 
 
 def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_a_draft_with_all_experts_is_always_accepted(samples: bool, drafting: An
 
 
 class CachedText(GeneratedText):
-    """A text whose forward passes are run once for each context, so that thousands of texts can be drawn."""
+    """A text that caches the forward pass of each context, so that thousands of texts can be drawn."""
 
     seen: dict[tuple[Any, ...], torch.Tensor]
 
@@ -101,7 +101,7 @@ class CachedText(GeneratedText):
 
 
 ALL_EXPERTS = DraftSettings(top_k=1000)
-WORDS = 4  # tokens that top_k leaves at each step
+WORDS = 4  # candidate tokens of each step under top_k
 LENGTH = 3
 DRAWS = 5000
 
@@ -111,7 +111,7 @@ def processors() -> LogitsProcessorList:
 
 
 def exact_distribution(logits_after: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, steps: int) -> dict[tuple[int, ...], float]:
-    """The probability of every text of `steps` tokens after `ids`, by the chain rule."""
+    """Return the probability of every text of `steps` tokens after `ids`, by the chain rule."""
     if steps == 0:
         return {(): 1.0}
     p = processors()(ids, logits_after(ids))[0].softmax(-1)
@@ -141,7 +141,7 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, 
     assert far > 0.25, f"the draft is too close to the target ({far:.2f}) for a wrong rule to show"
     found = Counter(draw_texts(model, ids, monkeypatch))
     distance = total_variation(exact, {text: count / DRAWS for text, count in found.items()})
-    # The mean distance of that many honest draws, and a margin that one honest run in a million exceeds (McDiarmid).
+    # The mean distance of as many exact samples, and a margin that exact samples exceed once in a million runs (McDiarmid).
     expected = sum(math.sqrt(2 / math.pi * share * (1 - share) / DRAWS) for share in exact.values()) / 2
     assert distance < expected + math.sqrt(math.log(1e6) / (2 * DRAWS))
 

@@ -1,4 +1,4 @@
-"""What the options mean, what they reject, and what lossy ones cost and report."""
+"""Options of drafts: their effect, rejected values, and the reported cost of lossy ones."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ IDS = prompt(10)
         ({"confidence": 1.0}, "confidence is a probability"),
         ({"tolerance": -0.1}, "tolerance is a share"),
         ({"mode": "adaptive", "unverified": 1.0}, "unverified is a probability"),
-        ({"tolerance": 0.3}, "tolerance changes the text that is generated; it needs 'mode: adaptive'"),
-        ({"unverified": 0.9}, "unverified changes the text that is generated"),
+        ({"tolerance": 0.3}, "tolerance changes the generated text; it needs 'mode: adaptive'"),
+        ({"unverified": 0.9}, "unverified changes the generated text"),
         ({"mode": "adaptive"}, "needs a tolerance above 0"),
         ({"draft": "ngram", "confidence": 0.5}, "draft ngram has no probabilities"),
     ],
 )
-def test_options_that_cannot_be_are_rejected(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeOptions(**options)
 
 
-def test_a_wrong_option_is_reported_by_its_place(drafting: Any) -> None:
+def test_a_wrong_option_is_reported_with_its_position(drafting: Any) -> None:
     with pytest.raises(RuleFileError, match=r"rules\.yaml:6:.*tolerance changes"):
         drafting("qwen3_moe", tolerance=0.3)
 
 
-def test_the_largest_weights_draft_wherever_they_are() -> None:
+def test_the_experts_of_the_largest_weights_draft_in_any_order() -> None:
     index = torch.tensor([[7, 3, 5, 1], [0, 2, 4, 6]])
     weights = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.1, 0.4]])
     kept, shares = keep_largest(index, weights, DraftSettings(top_k=2))
@@ -56,7 +56,7 @@ def test_the_largest_weights_draft_wherever_they_are() -> None:
     assert keep_largest(index[:0], weights[:0], DraftSettings(top_k=2))[0].shape == (0, 4)
 
 
-def test_a_switch_is_off_again_whatever_happens() -> None:
+def test_the_switch_is_off_after_an_error() -> None:
     switch, index, weights = DraftSwitch(), torch.tensor([[1, 0]]), torch.tensor([[0.3, 0.7]])
     with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(top_k=1)):
         assert switch.narrow(index, weights)[0].tolist() == [[-1, 0]]
@@ -66,7 +66,7 @@ def test_a_switch_is_off_again_whatever_happens() -> None:
     assert switch.settings is None and switch.narrow(index, weights)[0] is index
 
 
-def test_a_draft_of_one_thread_is_none_of_another() -> None:
+def test_a_draft_of_one_thread_does_not_change_another() -> None:
     switch, seen = DraftSwitch(), []
     with switch.drafting(DraftSettings(top_k=1)):
         other = threading.Thread(target=lambda: seen.append(switch.settings))
@@ -76,8 +76,8 @@ def test_a_draft_of_one_thread_is_none_of_another() -> None:
     assert seen == [None]
 
 
-def test_a_draft_runs_as_many_experts_as_its_options_give(drafting: Any, stock: Any) -> None:
-    """Against the stock model with fewer experts a token in its config: renormalised there, so here as well."""
+def test_a_draft_runs_the_number_of_experts_in_its_options(drafting: Any, stock: Any) -> None:
+    """Compared with the stock model with fewer experts per token in its config, which renormalises the weights."""
     model, fewer = drafting("mixtral", renormalise="true"), stock("mixtral")
     for layer in fewer.model.layers:
         layer.mlp.gate.top_k = 1
@@ -98,7 +98,7 @@ def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
     assert torch.equal(optimize_and_load(model, rules, progress=False).generate(IDS, max_new_tokens=20, do_sample=False), expected)
 
 
-def test_resident_experts_are_any_where_none_has_a_slot(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_slots_resident_drafts_use_any_expert(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         drafting("qwen3_moe", experts="resident")
     assert "experts: resident has no effect" in caplog.text
@@ -113,8 +113,8 @@ def test_the_shipped_file_drafts(stock: Any) -> None:
 
 def test_ngrams_are_looked_up_in_the_text() -> None:
     text = torch.tensor([5, 6, 7, 8, 9, 6, 7, 4, 6, 7])
-    assert continuation(text, ngram=2, length=3) == [4, 6, 7]  # the latest place
-    assert continuation(text, ngram=3, length=3) == [4, 6, 7]  # no longer run: a shorter one
+    assert continuation(text, ngram=2, length=3) == [4, 6, 7]  # the latest occurrence
+    assert continuation(text, ngram=3, length=3) == [4, 6, 7]  # no occurrence of three tokens, so of two
     assert continuation(text, ngram=2, length=0) == []
     assert continuation(torch.tensor([1, 2, 3]), ngram=3, length=2) == []
     assert continuation(torch.tensor([1]), ngram=3, length=2) == []
@@ -131,7 +131,7 @@ def test_ngram_drafts_are_accepted_without_a_distribution() -> None:
     assert abs(replacements.count(1) / 4000 - 2 / 3) < 0.03
 
 
-def test_adaptive_accepts_by_the_methods_rule() -> None:
+def test_adaptive_mode_accepts_by_the_rule_of_the_paper() -> None:
     rule = Adaptive(Greedy(), confidence=0.5, tolerance=0.3, unverified=None)
     scores = torch.tensor([0.5, 0.45, 0.05]).log()
     sure = DraftToken(1, torch.tensor([0.3, 0.6, 0.1]))
@@ -148,7 +148,7 @@ def test_adaptive_accepts_by_the_methods_rule() -> None:
 
 
 @pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"unverified": 0.05}], ids=str)
-def test_lossy_modes_report_what_they_cost(options: dict[str, Any], drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_lossy_modes_report_agreement_and_perplexity(options: dict[str, Any], drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         model = drafting("qwen3_moe", mode="adaptive", **options)
         text = model.generate(IDS, max_new_tokens=40, do_sample=False)
@@ -173,8 +173,8 @@ def test_statistics_count_rounds_and_positions(drafting: Any) -> None:
 
 
 def test_bfloat16_differs_only_at_near_ties(drafting: Any, stock: Any) -> None:
-    """A batched verification rounds otherwise than one token at a time. Where greedy text first differs, the two tokens' logits
-    are within a few units in the last place; how many texts differ is counted here so that it shows when it grows."""
+    """A verification of several tokens rounds differently than single steps. At the first difference of greedy texts, the two tokens'
+    logits are within a few units in the last place; the number of differing texts is bounded to notice an increase."""
     model, plain = drafting("qwen3_moe", dtype=torch.bfloat16), stock("qwen3_moe", dtype=torch.bfloat16)
     plain = optimize_and_load(plain, "cpu-exact", progress=False)
     differing = 0

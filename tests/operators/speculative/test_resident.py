@@ -1,4 +1,4 @@
-"""Drafts over experts in slots of an emulated device: the same text, no demand from a draft, one load an expert in a verification."""
+"""Drafts over experts in slots of an emulated device: equal text, no transfers on demand by drafts, one transfer per verified expert."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def greedy(model: PreTrainedModel, steps: int = STEPS) -> torch.Tensor:
 
 
 class Requests:
-    """What every call of a layer asked of the queue: (step, urgencies of what was not there)."""
+    """Record (step, urgencies of requested missing experts) for every call of a layer."""
 
     def __init__(self, engine: Engine) -> None:
         self.calls: list[tuple[LayerStep, list[tuple[int, Urgency]]]] = []
@@ -86,16 +86,16 @@ def test_greedy_text_is_that_of_plain_decoding(model_type: str, load: Any, stock
 
 
 @pytest.mark.parametrize("schedule", ["on_demand", "two_threshold", "greedy"])
-def test_a_draft_demands_nothing(schedule: str, load: Any) -> None:
+def test_a_draft_transfers_nothing_on_demand(schedule: str, load: Any) -> None:
     model = load(more=f"schedule: {schedule}")
     seen = Requests(engine_of(model))
     greedy(model)
     of_drafts = [urgency for step, asked in seen.calls if step.draft is not None for _, urgency in asked]
-    assert of_drafts and Urgency.DEMAND not in of_drafts  # it asked for its verification, and for nothing at once
+    assert of_drafts and Urgency.DEMAND not in of_drafts  # it prefetched for its verification, but transferred nothing on demand
     assert {step.loads.max(initial=1) for step, _ in seen.calls if step.draft is not None} == {1}
 
 
-def test_a_verification_loads_each_expert_once(load: Any) -> None:
+def test_a_verification_transfers_each_expert_once(load: Any) -> None:
     model = load(more="schedule: on_demand, prefetch: {policy: none, promote: false}")
     engine = engine_of(model)
     seen = Requests(engine)
@@ -106,7 +106,7 @@ def test_a_verification_loads_each_expert_once(load: Any) -> None:
     assert not any(asked for step, asked in seen.calls if step.draft is not None)
 
 
-def test_what_verifying_together_spares_is_counted(load: Any) -> None:
+def test_transfers_saved_by_joint_verification_are_counted(load: Any) -> None:
     model = load(more="schedule: on_demand")
     engine = engine_of(model)
     ahead, shared, counts = engine.verification_prefetcher, 0, engine.statistics
@@ -116,14 +116,14 @@ def test_what_verifying_together_spares_is_counted(load: Any) -> None:
         shared += 0 if engine.loading.slots.holds(1, expert) else tokens - 1
     ahead.verified(LayerStep.of(1, chosen))
     assert counts.shared_in_verification == shared
-    ahead.verified(LayerStep.of(1, chosen))  # a prompt: nothing was drafted
+    ahead.verified(LayerStep.of(1, chosen))  # a prompt, without a draft
     assert counts.shared_in_verification == shared
     greedy(model)
     assert counts.shared_in_verification > shared
     assert engine.report()["loads shared by tokens verified together"] == counts.shared_in_verification
 
 
-def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
+def test_experts_chosen_by_a_draft_are_resident_at_its_verification(load: Any) -> None:
     def demands(draft: str) -> int:
         model = load(draft=f"{RESIDENT}, {draft}", slots=3)
         seen = Requests(engine_of(model))
@@ -136,7 +136,7 @@ def test_what_a_draft_names_is_there_when_it_is_verified(load: Any) -> None:
     assert demands("verify_prefetch: true") < demands("verify_prefetch: false")
 
 
-def test_a_draft_of_any_expert_brings_the_next_layers_first(load: Any) -> None:
+def test_a_draft_of_any_expert_prefetches_the_next_layer_first(load: Any) -> None:
     model = load(draft="max_draft: 3, draft_top_k: 1", more="schedule: two_threshold")
     seen = Requests(engine_of(model))
     greedy(model)
@@ -149,7 +149,7 @@ def test_a_draft_of_any_expert_brings_the_next_layers_first(load: Any) -> None:
         assert {expert for expert, urgency in asked if urgency is Urgency.NEXT} <= likeliest
 
 
-def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load: Any, stock: Any) -> None:
+def test_the_model_works_after_an_interrupted_draft(load: Any, stock: Any) -> None:
     model = load()
     expected, engine = greedy(stock()), engine_of(model)
     run, calls = engine.run, iter(range(10_000))
@@ -166,7 +166,7 @@ def test_an_interruption_in_the_middle_of_a_draft_leaves_everything_usable(load:
     assert torch.equal(greedy(model), expected)
 
 
-def test_whole_experts_run_after_a_draft_that_took_few(load: Any, stock: Any) -> None:
+def test_all_experts_run_after_a_draft(load: Any, stock: Any) -> None:
     model = load()
     switch = model.moegraft.context.draft_switch
     with torch.no_grad(), switch.drafting(DraftSettings(1, resident=True)):

@@ -1,4 +1,4 @@
-"""Drafts by the likeliest of all experts that have a slot: what a family's router would choose if there were no others."""
+"""Drafts by the likeliest resident experts: the choice of a family's router if there were no other experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Seen:
 
 @cache
 def seen(model_type: str) -> list[Seen]:
-    """Every call of experts of a tiny model, with all that its router said."""
+    """Every call of a tiny model's experts with its router's output."""
     model = build_model(next(case for case in served_cases() if case.model_type == model_type))
     last: dict[int, Any] = {}
     for router in routers_of(model).values():
@@ -53,13 +53,13 @@ def drafted(one: Seen, resident: NDArray[np.bool_], top_k: int, *, renormalise: 
 
 
 def by_expert(index: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """(T, E): the weight that each expert gets."""
+    """Return the weight of each expert, (T, E)."""
     places = index.where(index >= 0, num_experts)
     return torch.zeros(len(index), num_experts + 1).scatter_add_(-1, places, weights.float())[:, :-1]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_with_all_experts_there_it_is_the_routers_choice(model_type: str) -> None:
+def test_with_all_experts_resident_it_is_the_routers_choice(model_type: str) -> None:
     for one in seen(model_type):
         num_experts, top_k = one.call.router.num_experts, one.call.top_k_index.shape[-1]
         index, weights = drafted(one, np.ones(num_experts, bool), top_k)
@@ -68,7 +68,7 @@ def test_with_all_experts_there_it_is_the_routers_choice(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_drafts_is_there_and_is_not_less_than_the_tokens_own(model_type: str) -> None:
+def test_drafting_experts_are_resident_and_outrank_the_others(model_type: str) -> None:
     for one in seen(model_type):
         num_experts, top_k = one.call.router.num_experts, one.call.top_k_index.shape[-1]
         resident = np.arange(num_experts) % 2 == 0  # three of six
@@ -88,8 +88,8 @@ def test_what_drafts_is_there_and_is_not_less_than_the_tokens_own(model_type: st
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_softmax_over_those_that_are_there(model_type: str) -> None:
-    """Both the choice and the weights are those of a router that has no other experts."""
+def test_softmax_is_over_resident_experts(model_type: str) -> None:
+    """The choice and the weights are those of a router without other experts."""
     one = seen(model_type)[0]
     num_experts, top_k = one.call.router.num_experts, one.call.top_k_index.shape[-1]
     resident = np.array([False, True, True, False, True, True])[:num_experts]
@@ -101,7 +101,7 @@ def test_softmax_over_those_that_are_there(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", CORRECTED)
-def test_a_correction_that_a_router_chooses_by_is_found(model_type: str) -> None:
+def test_a_routers_correction_is_recognised(model_type: str) -> None:
     calls = seen(model_type)
     plain = [_agreement(one, one.scoring.rankings[0]) for one in calls]
     best = [max(_agreement(one, ranking) for ranking in one.scoring.rankings) for one in calls]
@@ -109,7 +109,7 @@ def test_a_correction_that_a_router_chooses_by_is_found(model_type: str) -> None
     assert best == [1.0] * len(calls) or (model_type in GROUPED and min(best) > min(plain))
 
 
-def test_others_come_in_the_order_of_the_corrected_scores() -> None:
+def test_further_experts_follow_in_order_of_corrected_scores() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]])
     ranking = scores + torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
     chosen, weights = torch.tensor([[4, 0]]), torch.tensor([[0.04, 0.5]])
@@ -124,13 +124,13 @@ def test_others_come_in_the_order_of_the_corrected_scores() -> None:
     assert likeliest_resident(chosen, weights, scores, later, there, TWO)[0].tolist() == [[4, 3]]
 
 
-def test_with_none_there_shared_experts_draft_alone() -> None:
+def test_without_resident_experts_shared_experts_draft_alone() -> None:
     scores = torch.tensor([[0.7, 0.3], [0.6, 0.4]])
     index, weights = likeliest_resident(torch.tensor([[0], [0]]), torch.tensor([[0.7], [0.6]]), scores, scores, np.zeros(2, bool), TWO)
     assert index.tolist() == [[-1], [-1]] and weights.tolist() == [[0.0], [0.0]]
 
 
-def test_padded_slots_are_nobodys() -> None:
+def test_padded_slots_stay_padded() -> None:
     scores = torch.tensor([[0.6, 0.3, 0.1]])
     for padding in (-1, 3):
         index, weights = likeliest_resident(
@@ -140,9 +140,9 @@ def test_padded_slots_are_nobodys() -> None:
         torch.testing.assert_close(weights, torch.tensor([[0.3, 0.1]]))
 
 
-def test_weights_that_do_not_follow_the_scores_keep_to_the_tokens_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_chosen_experts_draft_if_weights_are_not_proportional_to_scores(caplog: pytest.LogCaptureFixture) -> None:
     one = seen("mixtral")[0]
-    scale = torch.linspace(0.2, 2.0, one.call.router.num_experts)[one.call.top_k_index]  # as Gemma 4 has one for each expert
+    scale = torch.linspace(0.2, 2.0, one.call.router.num_experts)[one.call.top_k_index]  # Gemma 4 has one factor per expert
     resident = np.arange(one.call.router.num_experts) < 3
     said: list[str] = []
     settings = DraftSettings(2, resident=True)
@@ -154,7 +154,7 @@ def test_weights_that_do_not_follow_the_scores_keep_to_the_tokens_own(caplog: py
     assert len(said) == 1 and "do not follow" in said[0] and one.call.router.path in said[0]
 
 
-def test_a_router_that_was_not_seen_keeps_to_the_tokens_own() -> None:
+def test_only_chosen_experts_draft_without_a_routers_output() -> None:
     one = seen("mixtral")[0]
     resident, said = np.arange(one.call.router.num_experts) < 3, []
     settings = DraftSettings(2, resident=True)
@@ -163,7 +163,7 @@ def test_a_router_that_was_not_seen_keeps_to_the_tokens_own() -> None:
     assert "not seen" in said[0]
 
 
-def test_what_the_router_chose_can_be_asked_for_alone() -> None:
+def test_the_choice_can_be_restricted_to_the_routers() -> None:
     one = seen("qwen3_moe")[0]
     resident = np.arange(one.call.router.num_experts) < 2
     settings = DraftSettings(2, resident=True, chosen_only=True)

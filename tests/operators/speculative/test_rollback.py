@@ -1,4 +1,4 @@
-"""A rolled-back cache is the cache of a model that never saw the tokens, for every kind of layer; other kinds are rejected."""
+"""A rewound cache equals that of a model that never saw the tokens, for every supported kind of layer; other kinds are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason, unsupported_model_reason
 
-OLDEST = transformers.__version__.startswith("5.17")  # names some kinds of layers otherwise
+OLDEST = transformers.__version__.startswith("5.17")  # has other names for some kinds of layers
 WINDOW = 16  # of the tiny models with sliding layers
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
@@ -29,17 +29,17 @@ CACHES = {
     [
         (5, 4, 2),  # inside the window
         (5, 4, 0),
-        (5, 4, 4),  # nothing to take out
+        (5, 4, 4),  # nothing to remove
         (13, 5, 1),  # feeding crosses the window, keeping does not
         (13, 5, 4),  # both do
-        (15, 1, 0),  # the window fills with the token that is taken out
-        (16, 3, 1),  # the window is just full
-        (30, 6, 3),  # long past it
+        (15, 1, 0),  # the removed token fills the window
+        (16, 3, 1),  # the window is exactly full
+        (30, 6, 3),  # far beyond the window
         (30, 6, 0),
     ],
 )
 @torch.no_grad()
-def test_rewound_is_as_if_never_fed(kind: str, model_type: str, before: int, fed: int, kept: int, stock: Any) -> None:
+def test_a_rewound_cache_equals_one_that_was_never_fed(kind: str, model_type: str, before: int, fed: int, kept: int, stock: Any) -> None:
     model, ids, other = stock(model_type), prompt(60), prompt(60, seed=1)
 
     def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_rewound_is_as_if_never_fed(kind: str, model_type: str, before: int, fed
         torch.testing.assert_close(feed(found, one), feed(expected, one), rtol=1e-4, atol=1e-4)
 
 
-def test_windows_bound_how_far_a_cache_can_be_rewound(stock: Any) -> None:
+def test_windows_limit_the_longest_rewind(stock: Any) -> None:
     config = stock("gpt_oss").config
     assert longest_rewind(DynamicCache(config=config)) == WINDOW - 1
     assert longest_rewind(StaticCache(config=config, max_cache_len=64)) == WINDOW
@@ -81,9 +81,9 @@ def test_windows_bound_how_far_a_cache_can_be_rewound(stock: Any) -> None:
         ("lfm2_moe", "layers 0, 2 are of kind conv: each keeps the state of a convolution"),
         (
             "deepseek_v32",
-            "sparse_attention: each picks other tokens to attend to"
+            "sparse_attention: each selects other tokens to attend to"
             if OLDEST
-            else "layers 0, 1, 2 are of kind indexed_attention: each picks",
+            else "layers 0, 1, 2 are of kind indexed_attention: each selects",
         ),
         ("deepseek_v4", "compressed_sparse_attention"),
     ],
@@ -95,7 +95,7 @@ def test_models_that_cannot_be_rolled_back_are_reported_by_the_kind_of_layer(mod
     assert reason in (unsupported_model_reason(build_config(case)) or "it can")
 
 
-def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Any) -> None:
+def test_models_are_refused_before_any_weight_is_read(tmp_path: Any) -> None:
     case = next(case for case in served_cases() if case.model_type == "qwen3_next")
     build_config(case).save_pretrained(tmp_path)
     with pytest.raises(RuleFileError, match="linear_attention"):
@@ -106,13 +106,13 @@ def test_unknown_caches_are_decoded_without_drafts(drafting: Any, stock: Any, ca
     assert "cannot be rolled back" in (unsupported_cache_reason(object()) or "")
     model = drafting("qwen3_moe")
     cache = DynamicCache(config=model.config, offloading=False)
-    cache.offloading = True  # as an offloaded cache has it; nothing is moved here
+    cache.offloading = True  # the flag of an offloaded cache; nothing is moved here
     assert "offloaded" in (unsupported_cache_reason(cache) or "")
     model.generate(prompt(5), max_new_tokens=4, do_sample=False, cache_implementation="offloaded" if torch.cuda.is_available() else None)
 
 
 def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
-    """A draft of 30 where 14 tokens can be taken out again."""
+    """`max_draft` is 30, but only 14 tokens can be removed."""
     model = drafting("gpt_oss", draft_top_k=2, max_draft=30)
     found = model.generate(prompt(20), max_new_tokens=40, do_sample=False)
     assert torch.equal(found, stock("gpt_oss").generate(prompt(20), max_new_tokens=40, do_sample=False))
@@ -120,8 +120,8 @@ def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
-def test_static_caches_with_windows(model_type: str, drafting: Any) -> None:
-    """Against stock with the same cache; `build_model` builds the same model again."""
+def test_static_caches_with_windows_generate_stock_text(model_type: str, drafting: Any) -> None:
+    """Compared with stock and the same cache; `build_model` builds equal models."""
     model = drafting(model_type, max_draft=4)
     stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
     arguments = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}

@@ -1,4 +1,4 @@
-"""The marginal schedule on simulated machines: it finds what pays, and loses next to nothing where nothing does."""
+"""The marginal schedule on simulated machines: it drafts where drafting pays, and loses little where it does not."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKENS = 2000
 
 @dataclass
 class FakeMachine:
-    """Times and chances of a machine and a model, all of them known.
+    """A machine and a model with known times and acceptance rates.
 
     `sure` is the chance that the draft is sure of a token. The chances of acceptance are `accepted_sure` and `accepted_unsure`.
     """
 
     draft_ms: float
-    token_ms: float  # that each drafted token adds to verification
+    token_ms: float  # added to the verification by each drafted token
     accepted_sure: float
     accepted_unsure: float
     sure: float = 0.5
@@ -30,7 +30,7 @@ class FakeMachine:
     seed: int = 0
 
     def run(self, schedule: DraftSchedule, tokens: int = TOKENS) -> float:
-        """Generate a text; return ms per token without the noise, which only the schedule sees."""
+        """Generate a text; return ms per token without the noise that the schedule observes."""
         chance = random.Random(self.seed)
         written, spent_ms = 0, 0.0
         while written < tokens:
@@ -54,19 +54,19 @@ class FakeMachine:
         return spent_ms / written
 
     def _jitter(self, chance: random.Random) -> float:
-        slow = 3.0 if chance.random() < 0.02 else 1.0  # something else ran
+        slow = 3.0 if chance.random() < 0.02 else 1.0  # another process ran
         return 1.0 if not self.noise else slow * max(0.5, chance.gauss(1.0, self.noise))
 
 
 HOPELESS = [
     FakeMachine(draft_ms=5.0, token_ms=8.0, accepted_sure=0.7, accepted_unsure=0.3),  # all experts in memory, a small model
-    FakeMachine(draft_ms=9.0, token_ms=1.0, accepted_sure=0.9, accepted_unsure=0.1),  # a draft step that costs as much as a plain one
+    FakeMachine(draft_ms=9.0, token_ms=1.0, accepted_sure=0.9, accepted_unsure=0.1),  # a draft step costs almost a plain one
     FakeMachine(draft_ms=1.0, token_ms=1.0, accepted_sure=0.0, accepted_unsure=0.0),  # cheap drafts that are never accepted
-    FakeMachine(draft_ms=5.0, token_ms=5.0, accepted_sure=1.0, accepted_unsure=1.0),  # all are accepted, and it is just as fast
+    FakeMachine(draft_ms=5.0, token_ms=5.0, accepted_sure=1.0, accepted_unsure=1.0),  # all are accepted, at break-even
 ]
 PAYING = [
     FakeMachine(draft_ms=1.0, token_ms=1.0, accepted_sure=0.95, accepted_unsure=0.8),  # long drafts
-    FakeMachine(draft_ms=2.0, token_ms=2.0, accepted_sure=0.95, accepted_unsure=0.5),  # short ones
+    FakeMachine(draft_ms=2.0, token_ms=2.0, accepted_sure=0.95, accepted_unsure=0.5),  # short drafts
     FakeMachine(draft_ms=0.0, token_ms=2.0, accepted_sure=0.8, accepted_unsure=0.8),  # n-grams
 ]
 
@@ -74,7 +74,7 @@ PAYING = [
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("machine", HOPELESS, ids=lambda machine: f"draft {machine.draft_ms} token {machine.token_ms}")
 @pytest.mark.parametrize("tokens", [400, 2000])
-def test_where_drafting_does_not_pay_it_costs_under_three_percent(machine: FakeMachine, noise: float, tokens: int) -> None:
+def test_drafting_that_does_not_pay_costs_under_three_percent(machine: FakeMachine, noise: float, tokens: int) -> None:
     for seed in range(5):
         noisy = FakeMachine(**{**vars(machine), "noise": noise, "seed": seed})
         assert noisy.run(MarginalSchedule(max_draft=5), tokens) <= 1.03 * PLAIN_MS
@@ -82,17 +82,17 @@ def test_where_drafting_does_not_pay_it_costs_under_three_percent(machine: FakeM
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("machine", PAYING, ids=lambda machine: f"draft {machine.draft_ms} token {machine.token_ms}")
-def test_where_drafting_pays_it_is_about_as_fast_as_the_best_length(machine: FakeMachine, noise: float) -> None:
+def test_drafting_that_pays_is_nearly_as_fast_as_the_best_length(machine: FakeMachine, noise: float) -> None:
     best = min(machine.run(FixedSchedule(length)) for length in range(6))
     assert best < 0.85 * PLAIN_MS
     for seed in range(3):
         noisy = FakeMachine(**{**vars(machine), "noise": noise, "seed": seed})
-        # From plain decoding to the best fixed length, most of the way; less sure tokens may even end drafts better. Where noise
-        # hides whether a draft pays, it takes more plain steps to know.
+        # At least most of the gain of the best fixed length, which ending drafts by confidence may exceed. With noise, more plain
+        # steps are needed to know whether drafts pay.
         assert noisy.run(MarginalSchedule(max_draft=5)) <= best + (0.33 if noise else 0.15) * (PLAIN_MS - best)
 
 
-def test_it_notices_when_drafting_comes_to_pay() -> None:
+def test_it_drafts_when_drafting_begins_to_pay() -> None:
     schedule = MarginalSchedule(max_draft=5)
     HOPELESS[2].run(schedule)
     assert "off" in schedule.state()
@@ -112,7 +112,7 @@ def test_it_logs_when_it_stops_drafting(caplog: pytest.LogCaptureFixture) -> Non
     assert "off, as no draft pays (a plain step takes 10.00 ms)" in caplog.text
 
 
-def test_a_draft_continues_only_after_tokens_it_is_sure_of() -> None:
+def test_a_draft_continues_only_after_confident_tokens() -> None:
     schedule, machine = MarginalSchedule(max_draft=5), FakeMachine(1.5, 1.5, accepted_sure=0.98, accepted_unsure=0.2, sure=0.7)
     machine.run(schedule)
     while schedule.plan(5) < 2 or schedule._probing:
@@ -129,7 +129,7 @@ def test_nothing_is_drafted_at_the_maximum_length() -> None:
     assert FixedSchedule(4).plan(2) == 2
 
 
-def test_costs_that_were_not_measured_are_interpolated() -> None:
+def test_unmeasured_costs_are_interpolated() -> None:
     costs = RoundCosts()
     costs.add(0, 0.0, 10.0)
     assert costs.verify_ms(2) > 10.0  # a first guess

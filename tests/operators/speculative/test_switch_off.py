@@ -1,4 +1,4 @@
-"""Long texts on machines and models that make it hard to tell whether drafting pays: where it does not, it costs under three percent."""
+"""Long texts on machines and models where measurements hardly show whether drafting pays: if it does not, it costs under three percent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scattered(chance: random.Random) -> float:
 
 
 def disturbed(chance: random.Random) -> float:
-    """Now and then something else runs."""
+    """Noise of other processes that run occasionally."""
     return 4.0 if chance.random() < 0.05 else 1.0
 
 
@@ -36,7 +36,7 @@ def two_modes(slow_share: float, fast: float, slow: float) -> Noise:
 
 
 def changing(every: int, slow: float) -> Callable[[int], float]:
-    """Everything takes `slow` times as long in about every other stretch of tokens."""
+    """Noise that slows about every other stretch of tokens by the factor `slow`."""
     return lambda token: slow if random.Random(token // every).random() < 0.5 else 1.0
 
 
@@ -65,7 +65,7 @@ class Case:
         return replace(self, plain_noise=noise, draft_noise=noise, verify_noise=noise)
 
     def over_plain(self, schedule: MarginalSchedule, seed: int, tokens: int = TOKENS) -> float:
-        """Time of a text over that of plain decoding; noise counts by its mean, so that luck is no gain and no loss."""
+        """Return the time of a text over that of plain decoding; noise counts by its mean, which excludes chance."""
         chance, usual = random.Random(seed), {noise: _mean(noise) for noise in (self.plain_noise, self.draft_noise, self.verify_noise)}
         written, spent, plain = 0, 0.0, 0.0
         texts = -1
@@ -146,7 +146,7 @@ CANNOT_PAY = {
 
 
 @pytest.mark.parametrize("name", CANNOT_PAY)
-def test_it_is_never_three_percent_slower_than_plain_decoding(name: str) -> None:
+def test_texts_are_at_most_three_percent_slower_than_plain_decoding(name: str) -> None:
     for seed in SEEDS:
         assert CANNOT_PAY[name].over_plain(MarginalSchedule(max_draft=5), seed) <= 1.03
 
@@ -157,17 +157,17 @@ def test_it_is_never_three_percent_slower_than_plain_decoding(name: str) -> None
         (Case(1, 1, always(0.85)), 0.55),
         (Case(1.5, 1.5, always(0.85)).noisy(scattered), 0.72),
         (replace(Case(1.5, 1.5, always(0.85)), pace=changing(100, 2.0)), 0.85),
-        (replace(Case(1.5, 1.5, always(0.8)), text=100), 0.75),  # texts are short, and each is compared again
+        (replace(Case(1.5, 1.5, always(0.8)), text=100), 0.75),  # short texts, each of which is compared again
         (Case(2, 3, lambda token: 0.9 if token // 200 % 2 == 0 else 0.1), 0.95),
     ],
     ids=["steady", "scattered", "a changing machine", "short texts", "long passages"],
 )
-def test_what_pays_is_drafted_all_the_same(case: Case, most: float) -> None:
+def test_drafts_that_pay_are_used(case: Case, most: float) -> None:
     for seed in SEEDS:
         assert case.over_plain(MarginalSchedule(max_draft=5), seed) <= most
 
 
-def test_it_switches_on_again_when_drafting_comes_to_pay(caplog: pytest.LogCaptureFixture) -> None:
+def test_drafting_is_switched_on_when_it_begins_to_pay(caplog: pytest.LogCaptureFixture) -> None:
     turning = Case(2, 2, lambda token: 0.1 if token < 1000 else 0.9)
     for seed in SEEDS:
         schedule = MarginalSchedule(max_draft=5)
@@ -181,7 +181,7 @@ def test_it_switches_on_again_when_drafting_comes_to_pay(caplog: pytest.LogCaptu
         assert "tokens per draft" in schedule.state() and "tokens per draft" in caplog.text.removeprefix(before)
 
 
-def test_a_new_text_is_compared_with_plain_steps_of_its_own() -> None:
+def test_a_new_text_is_compared_with_its_own_plain_steps() -> None:
     schedule = MarginalSchedule(max_draft=5)
     Case(1, 1, always(0.9)).over_plain(schedule, 0, tokens=300)
     assert any(schedule.plan(5) for _ in range(2))
@@ -193,15 +193,15 @@ def test_a_new_text_is_compared_with_plain_steps_of_its_own() -> None:
     assert schedule._costs.plain.mean_ms == 2 * PLAIN_MS, "what another text's steps took is forgotten"
 
 
-def test_plain_steps_of_one_text_are_known_to_their_error() -> None:
+def test_the_mean_of_plain_steps_has_a_standard_error() -> None:
     steps = PlainSteps()
     for ms in (90.0, 10.0, 12.0, 10.0, 12.0, 10.0, 12.0, 10.0, 12.0):
         steps.add(ms)
-    assert steps.mean_ms == pytest.approx((4 * 10 + 4 * 12 + 30) / 9)  # the disturbed one counts as two and a half of the usual
+    assert steps.mean_ms == pytest.approx((4 * 10 + 4 * 12 + 30) / 9)  # the disturbed step counts as 2.5 medians
     assert steps.least_ms == pytest.approx(steps.mean_ms - 6.4 / 3, abs=0.05)
 
 
-def test_plain_steps_of_another_time_are_forgotten() -> None:
+def test_plain_steps_of_an_earlier_speed_are_dropped() -> None:
     steps = PlainSteps()
     for ms in (10.0, 12.0, 10.0, 12.0, 30.0, 30.0):
         steps.add(ms)

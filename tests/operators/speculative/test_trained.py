@@ -1,4 +1,4 @@
-"""On the bundled model, whose experts have learnt something: drafts of few experts mostly stand, and change nothing."""
+"""On the bundled model, whose experts are trained, most drafts of few experts are accepted, and the text does not change."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def plain() -> PreTrainedModel:
     [{"draft_top_k": 1}, {"draft_top_k": 3, "max_draft": 7}, {"draft": "ngram"}, {"schedule": "marginal", "draft_top_k": 2}],
     ids=str,
 )
-def test_the_trained_model_says_what_it_says_without_drafts(options: dict[str, Any], plain: PreTrainedModel, tmp_path: Path) -> None:
+def test_drafts_do_not_change_the_trained_models_text(options: dict[str, Any], plain: PreTrainedModel, tmp_path: Path) -> None:
     model = demo(tmp_path, **options)
     assert torch.equal(write(model), write(plain))
     assert torch.equal(write(model, repetition_penalty=1.3), write(plain, repetition_penalty=1.3))
 
 
-def test_more_experts_draft_what_stands_more_often(tmp_path: Path) -> None:
+def test_drafts_of_more_experts_are_accepted_more_often(tmp_path: Path) -> None:
     shares = []
     for top_k in (1, 2, 3, 4):
         model = demo(tmp_path, draft_top_k=top_k)
@@ -59,7 +59,7 @@ def test_more_experts_draft_what_stands_more_often(tmp_path: Path) -> None:
     assert shares[0] < shares[2] <= shares[3], f"tokens a round by experts that draft: {shares}"
 
 
-def test_the_adaptive_mode_accepts_more(plain: PreTrainedModel, tmp_path: Path) -> None:
+def test_the_adaptive_mode_accepts_more_tokens(plain: PreTrainedModel, tmp_path: Path) -> None:
     lossless, adaptive = demo(tmp_path), demo(tmp_path, mode="adaptive", tolerance=0.8, confidence=0.05)
     write(lossless), write(adaptive)
     found, before = (model.moegraft.model_operator.statistics() for model in (adaptive, lossless))
