@@ -250,7 +250,11 @@ class CacheTensor:
             if size == _ONE or stride == _ZERO:
                 strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
                 continue
-            known = [own[dim] for dim, one in enumerate(packed) if one == stride and self.shape[dim] != _ONE]
+            known = [
+                own[dim]
+                for dim, one in enumerate(packed)
+                if one == stride and self.shape[dim] != _ONE and (size.slope, size.base) <= (self.shape[dim].slope, self.shape[dim].base)
+            ]
             if not known:
                 raise NotRecordableError("a view of the cache joins its dimensions")
             strides.append(known[0])
