@@ -60,6 +60,8 @@ _PLAIN_ARGUMENTS = {
 }
 # Of a configuration, read in each forward pass.
 _SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
+# Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are.
+_CAPTURING = "transformers.utils.output_capturing"
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -599,7 +601,8 @@ class _ModelState:
                     self._attributes.append((vars(module), name, value))
 
     def _hooked(self) -> bool:
-        return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
+        hooks = (hook for table in self._hooks if table for hook in table.values())
+        return any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks) or bool(nn.modules.module._has_any_global_hook())
 
     def changed(self) -> bool:
         """Whether a module or a parameter was replaced, or a hook added or removed."""
