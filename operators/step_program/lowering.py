@@ -725,6 +725,7 @@ class NativeStep:
         self.native = Program(runtime)
         self.parts: list[tuple[int, int] | PythonCall] = []
         self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
+        self.origins: Mapping[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
         self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
         self._first = 0
         for node in lowering.nodes:
@@ -782,6 +783,7 @@ class NativeStep:
     def view(self, place: Place, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> torch.Tensor:
         """Return a tensor over the memory of a place; `tensors` has the bytes of each buffer."""
         buffer, start = self.where(place)
+        start += self.origins.get(buffer, 0)
         values = tensors[buffer].view(place.dtype)
         sizes = [size.at(position, room) for size in place.sizes]
         strides = [stride.at(position, room) for stride in place.strides]

@@ -443,6 +443,7 @@ class _StepProgram:
             else:
                 tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena
+        native.origins = origins
         for buffer, tensor in tensors.items():
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
         last = min(position + buffers.steps_left(tokens), self._last_position)

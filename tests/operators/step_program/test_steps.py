@@ -13,6 +13,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,20 @@ def test_the_cache_grows_over_the_borders_of_blocks(models: Callable[[str], PreT
     model = models(family)
     assert_equal_steps(model, prompt(540), [247, *[1] * 16, 242, *[1] * 14], least=20)
     assert_equal_steps(model, prompt(300, seed=1), [3, *[1] * 260], least=250)
+
+
+EXPERTS_ALONE = """version: 1
+rules:
+- {id: experts, match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: stored}}}
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_calls_of_pytorch_over_the_cache(tmp_path: Path, family: str) -> None:
+    """Attention as PyTorch computes it, with windows that are full: the start of the cache in its buffer moves."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(EXPERTS_ALONE)
+    assert_equal_steps(new_model(family, str(rules)), prompt(60), [7, *[1] * 50], least=40)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 8])
