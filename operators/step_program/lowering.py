@@ -54,6 +54,10 @@ class Node:
         return [place.storage for place in (*self.writes, *self.reads) if isinstance(place, Place)]
 
 
+class ForeignCacheError(Exception):
+    """A cache's tensors have other forms than those of the cache that was recorded; the program is not for this cache."""
+
+
 class _Unsupported(Exception):
     """A call has no native form."""
 
@@ -189,6 +193,19 @@ class CacheTensor:
     start_slope: int
     dtype: torch.dtype
 
+    def require_form(self, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            ForeignCacheError: `tensor`, that of a cache at this place, has another type or number of rows than the recorded one.
+        """
+        sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
+        if (
+            tensor.dtype != self.dtype
+            or tensor.dim() != len(self.shape)
+            or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
+        ):
+            raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
+
     def strides(self) -> tuple[Affine, ...]:
         """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
         strides, stride = [], _ONE
@@ -233,7 +250,11 @@ class CacheTensor:
             if size == _ONE or stride == _ZERO:
                 strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
                 continue
-            known = [own[dim] for dim, one in enumerate(packed) if one == stride and self.shape[dim] != _ONE]
+            known = [
+                own[dim]
+                for dim, one in enumerate(packed)
+                if one == stride and self.shape[dim] != _ONE and (size.slope, size.base) <= (self.shape[dim].slope, self.shape[dim].base)
+            ]
             if not known:
                 raise NotRecordableError("a view of the cache joins its dimensions")
             strides.append(known[0])
@@ -704,6 +725,7 @@ class NativeStep:
         self.native = Program(runtime)
         self.parts: list[tuple[int, int] | PythonCall] = []
         self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
+        self.origins: Mapping[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
         self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
         self._first = 0
         for node in lowering.nodes:
@@ -761,6 +783,7 @@ class NativeStep:
     def view(self, place: Place, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> torch.Tensor:
         """Return a tensor over the memory of a place; `tensors` has the bytes of each buffer."""
         buffer, start = self.where(place)
+        start += self.origins.get(buffer, 0)
         values = tensors[buffer].view(place.dtype)
         sizes = [size.at(position, room) for size in place.sizes]
         strides = [stride.at(position, room) for stride in place.strides]

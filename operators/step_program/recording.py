@@ -8,6 +8,7 @@ offset, sizes and strides.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._runtime = runtime
+        self._thread = threading.get_ident()
         self._numbers: dict[int, int] = {}  # of storages, by the address of PyTorch's own object
         self._starts: list[int] = []  # addresses of storages, sorted
         self._by_start: dict[int, int] = {}
@@ -153,7 +155,10 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
         # Attention is only random with dropout, which no model has while it generates.
         random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-        if name in _HOST_READS or random or torch.Tag.data_dependent_output in func.tags:
+        by_value = torch.Tag.dynamic_output_shape in func.tags and (
+            name != "index" or any(isinstance(leaf, Memory) and leaf.dtype in (torch.bool, torch.uint8) for leaf in known[1:])
+        )
+        if name in _HOST_READS or random or by_value or torch.Tag.data_dependent_output in func.tags:
             self.recording.obstacle = self.recording.obstacle or f"it calls {name}, whose result Python reads or which is random"
         read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}
         outputs = [self.memory(tensor, produced=True) for tensor in tensors]
@@ -164,6 +169,8 @@ class Recorder(TorchDispatchMode):
 
     def _kernel(self, name: str, compute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         compute(*args, **kwargs)
+        if threading.get_ident() != self._thread:
+            return  # another thread computes with the same model, which this mode does not see
         leaves, form = tree_flatten((args, kwargs))
         self.recording.calls.append(Call(name, [self._kernel_leaf(leaf) for leaf in leaves], form, ()))
 

@@ -14,11 +14,12 @@ import bisect
 import itertools
 import logging
 import math
+import operator
 import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ from moegraft.operators.step_program.fitting import (
     fit,
     storage_bytes,
 )
-from moegraft.operators.step_program.lowering import ARENA, CacheTensor, Lowering, NativeStep, PythonCall
+from moegraft.operators.step_program.lowering import ARENA, CacheTensor, ForeignCacheError, Lowering, NativeStep, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ _PLAIN_ARGUMENTS = {
     "output_hidden_states": (False, None),
 }
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|local|factor")  # in names of a config
+# Of a configuration, read in each forward pass.
+_SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
+# Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are.
+_CAPTURING = "transformers.utils.output_capturing"
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -156,16 +161,18 @@ class StepPrograms:
                 inputs[name] = value
             else:
                 return None
-        config = model.config
-        full = tuple(
-            layer.cumulative_length >= layer.sliding_window - 1 for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)
-        )
+        windows = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        full = tuple(layer.cumulative_length >= layer.sliding_window - 1 for layer in windows)
+        if any(0 < layer.sliding_window - 1 - layer.cumulative_length < ids.shape[1] for layer in windows):
+            return None  # the step fills a window and drops the tokens that are too many
+        configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
         shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
-        modes = torch.is_inference_mode_enabled(), config.output_attentions, config.output_hidden_states
+        modes = torch.is_inference_mode_enabled(), model.training
+        read = tuple(getattr(each, name, None) for each in configs for name in _SETTINGS)
         if self._thresholds is None:
-            self._thresholds = thresholds(config)
+            self._thresholds = thresholds(model.config)
         passed = bisect.bisect(self._thresholds, position + ids.shape[1])
-        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, getattr(config, "output_router_logits", None)
+        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read
         return _Step(kind, cache, position, inputs, settings)
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
@@ -189,6 +196,9 @@ class StepPrograms:
             if step.position > kind.verified_until or kind.verified < VERIFIED_STEPS:
                 return self._verify(kind, kind.program, buffers, step, usual)
             outputs = kind.program.run(buffers, step, advance=True)
+        except ForeignCacheError as error:
+            self._log(str(error))
+            return usual()
         except NotRecordableError as error:
             kind.give_up()
             self._log(str(error))
@@ -217,8 +227,9 @@ class StepPrograms:
                 kind.recordings -= first is not None
                 return outputs
             started = time.perf_counter()
-            program = _StepProgram(fit(first, found), self._runtime, type(outputs), step.position)
-        except NotRecordableError as error:
+            fitted = fit(first, found)
+            program = _StepProgram(fitted, self._runtime, type(outputs), step.position)
+        except (NotRecordableError, ValueError) as error:  # the latter: an operation that a program refuses
             if kind.recordings >= RECORDINGS:
                 kind.give_up()
                 self._log(str(error))
@@ -226,6 +237,8 @@ class StepPrograms:
                 kind.recorded = found  # a window may have become full between the two
             return outputs
         kind.program = program
+        assert self._state is not None, "made before any step is recorded"
+        self._state.rely_on(fitted.constants.values())
         logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
         return outputs
 
@@ -344,6 +357,7 @@ class _StepProgram:
         )
         self._logits = self._fitted.outputs["logits"]
         self._bound: tuple[int, int] | None = None  # serial and version of the cache's buffers
+        self._bound_states: list[torch.Tensor] = []
         self._tensors: dict[int, torch.Tensor] = {}
         self._checked = (0, -1)
         self._last_position = -1
@@ -357,8 +371,14 @@ class _StepProgram:
 
     def states(self, cache: Any) -> list[torch.Tensor]:
         """Return the tensors of a cache that a step changes in place."""
-        tensors = dict(cache_tensors(cache))
-        return [tensors[name] for name in self._states]
+        found = []
+        for number, attribute, *key in self._states:
+            value = vars(cache.layers[number])[attribute]
+            found.append(value[key[0]] if key else value)
+        return found
+
+    def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
+        return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
 
     def run(self, buffers: _CacheBuffers, step: _Step, *, advance: bool) -> Any:
         """Run the step; `advance`: the cache then holds the new tokens."""
@@ -367,7 +387,8 @@ class _StepProgram:
             self._build(2 * position)
         tokens = step.inputs["input_ids"].shape[1]
         held = buffers.hold(cache, self._grown, tokens)
-        if not held or self._bound != (buffers.serial, buffers.version) or not self._checked[0] <= position <= self._checked[1]:
+        bound = held and self._bound == (buffers.serial, buffers.version) and self._has_bound(self.states(cache))
+        if not bound or not self._checked[0] <= position <= self._checked[1]:
             self._bind(cache, buffers, position, tokens)
         for name, value in step.inputs.items():
             self._inputs[name][: value.numel()].copy_(value.reshape(-1))
@@ -401,6 +422,7 @@ class _StepProgram:
         """Let go of the buffers of a cache that is gone."""
         if self._bound is not None and self._bound[0] == serial:
             self._bound = None
+            self._bound_states = []
             self._tensors = {}
 
     def _bind(self, cache: Any, buffers: _CacheBuffers, position: int, tokens: int) -> None:
@@ -420,19 +442,22 @@ class _StepProgram:
                 tensors[buffer] = storage_bytes(rows.buffer)
             elif storage in states:
                 tensor, recorded = states[storage]
-                if tensor.stride() != tuple(stride.base for stride in recorded.strides):
-                    raise NotRecordableError("a tensor of the cache is laid out in another way")
+                sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
+                if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
+                    raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
                 origins[buffer] = (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size()
                 tensors[buffer] = storage_bytes(tensor)
             else:
                 tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena
+        native.origins = origins
         for buffer, tensor in tensors.items():
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
         last = min(position + buffers.steps_left(tokens), self._last_position)
         native.native.check(position, max(last, position), buffers.room)
         self._tensors = tensors
         self._checked = position, last
+        self._bound_states = self.states(cache)
         self._bound = buffers.serial, buffers.version
 
 
@@ -478,6 +503,9 @@ class _CacheBuffers:
         else:
             return True
         held = {each.name: vars(layers[each.name[0]])[each.name[1]] for each in grown}
+        for each in grown:
+            each.require_form(held[each.name])
+        self.version += 1  # first: programs bind again even if this is interrupted
         needed = max(held[each.name].shape[each.dim] for each in grown) + tokens
         if needed + 1 > self.room:
             self.room = -(-max(needed + needed // 4, needed + ROOM) // ROOM) * ROOM
@@ -491,7 +519,6 @@ class _CacheBuffers:
             view.copy_(content)
             self.tensors[each.name] = _Rows(buffer, each.dim, 0, length, each.start_slope, view)
             setattr(layers[each.name[0]], str(each.name[1]), view)
-        self.version += 1
         return False
 
     def steps_left(self, tokens: int) -> int:
@@ -579,9 +606,27 @@ class _ModelState:
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.obstacle = "its modules have hooks" if self._hooked() else None
+        # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
+        self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
+        for module in modules:
+            for name, value in vars(module).items():
+                if value is None and not name.startswith("_"):
+                    self._attributes.append((vars(module), name, None))
+        self._modules = modules
+
+    def rely_on(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notice as well when an attribute of a module that is one of `tensors`, or shares its memory, is replaced."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {
+            tensor.untyped_storage().data_ptr() for tensor in self._tensors
+        }
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in addresses:
+                    self._attributes.append((vars(module), name, value))
 
     def _hooked(self) -> bool:
-        return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
+        hooks = (hook for table in self._hooks if table for hook in table.values())
+        return any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks) or bool(nn.modules.module._has_any_global_hook())
 
     def changed(self) -> bool:
         """Whether a module or a parameter was replaced, or a hook added or removed."""
@@ -590,7 +635,10 @@ class _ModelState:
         except RuntimeError:  # two tensors were compared, of which one replaced the other
             same = False
         return (
-            not same or [tensor.data_ptr() for tensor in self._tensors] != self._addresses or self._hooked() != (self.obstacle is not None)
+            not same
+            or any(table.get(name) is not value for table, name, value in self._attributes)
+            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
+            or self._hooked() != (self.obstacle is not None)
         )
 
 

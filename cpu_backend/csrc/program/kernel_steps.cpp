@@ -272,6 +272,11 @@ class MatmulOperation final : public KernelOperation {
     if (a.sizes[0] != batch_ || b.sizes[0] != batch_ || a.sizes[1] != rows_ || b.sizes[1] != inner_ || b.sizes[2] != cols_)
       refuse("the factors of a product do not fit together");
     if ((cols_ > 1 && out.strides[2] != 1) || (inner_ > 1 && a.strides[2] != 1)) refuse("a factor of a product is not contiguous");
+    if (views_.size() == 4) {
+      const View& bias = views_[3];
+      const bool fits = bias.data != nullptr && (bias.dims == 0 || (bias.dims == 1 && (bias.sizes[0] == 1 || bias.sizes[0] == cols_)));
+      if (!fits || activation_of(bias.type) != type_) refuse("the bias of a product has another form or type");
+    }
     dots_ = inner_ <= 1 || b.strides[1] == 1;
     if (!dots_ && cols_ > 1 && b.strides[2] != 1) refuse("a factor of a product is contiguous in no dimension");
   }

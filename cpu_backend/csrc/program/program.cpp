@@ -54,12 +54,14 @@ void Program::add(std::unique_ptr<SmallOperation> operation) {
   if (!open_) stages_.push_back(std::make_unique<Stage>());
   open_ = true;
   stages_.back()->small.push_back(std::move(operation));
+  checked_last_ = checked_first_ - 1;
 }
 
 void Program::add(std::unique_ptr<KernelOperation> operation) {
   if (!open_) stages_.push_back(std::make_unique<Stage>());
   open_ = false;
   stages_.back()->kernel = std::move(operation);
+  checked_last_ = checked_first_ - 1;
 }
 
 int Program::end_stage() {
@@ -80,7 +82,8 @@ void Program::for_operations(const Function& function) {
 void Program::bind(int buffer, std::byte* origin, std::int64_t first, std::int64_t end) {
   if (buffer < 0 || buffer > 1 << 20) throw std::invalid_argument("buffer " + std::to_string(buffer) + " is out of range");
   if (static_cast<std::size_t>(buffer) >= buffers_.size()) buffers_.resize(static_cast<std::size_t>(buffer) + 1);
-  buffers_[static_cast<std::size_t>(buffer)] = {origin, first, end};
+  static std::byte nothing;  // an empty tensor has no address
+  buffers_[static_cast<std::size_t>(buffer)] = {origin == nullptr && first == end ? &nothing : origin, first, end};
   checked_last_ = checked_first_ - 1;
 }
 

@@ -404,7 +404,7 @@ class ReduceOperation final : public RowOperation {  // out (..., 1), x
     if (is_integer(views_[1].type) && kind_ == Reduction::kMean) refuse("a mean of integers");
   }
   void compute(const Kernels& kernels, const std::vector<std::byte*>& rows) override {
-    if (is_integer(views_[1].type)) {
+    if (is_integer(views_[0].type) && is_integer(views_[1].type)) {
       std::int64_t total = kind_ == Reduction::kMax ? std::numeric_limits<std::int64_t>::min() : 0, value;
       for (std::int64_t i = 0; i < size(1); ++i) {
         load_integers(views_[1].type, rows[1] + i * stride(1) * static_cast<std::int64_t>(bytes_of(views_[1].type)), 1, 1, &value);
@@ -417,7 +417,7 @@ class ReduceOperation final : public RowOperation {  // out (..., 1), x
     float largest = -std::numeric_limits<float>::infinity();
     for (const float value : values_) {
       sum += value;
-      if (!(value <= largest)) largest = value;  // a NaN is kept until a number is larger, and none is
+      if (value > largest || value != value) largest = value;  // nothing is larger than a NaN
     }
     const float found = kind_ == Reduction::kMax
                             ? largest
@@ -524,7 +524,8 @@ class CumsumOperation final : public RowOperation {  // out, x
 
  private:
   void check() const override {
-    if (views_.size() != 2 || size(0) != size(1)) refuse("cumsum has another form");
+    if (views_.size() != 2 || size(0) != size(1) || (is_integer(views_[0].type) && !is_integer(views_[1].type)))
+      refuse("cumsum has another form");
   }
   void compute(const Kernels& kernels, const std::vector<std::byte*>& rows) override {
     if (is_integer(views_[0].type)) {
@@ -568,9 +569,9 @@ class EmbeddingOperation final : public SmallOperation {  // out (..., C), weigh
   using SmallOperation::SmallOperation;
   void resolved() override {
     const View &out = views_[0], &weight = views_.at(1), &index = views_.at(2);
-    if (views_.size() != 3 || weight.dims != 2 || !out.contiguous() || !index.contiguous() || out.type != weight.type ||
-        (index.type != ElementType::kInt64 && index.type != ElementType::kInt32) || (weight.sizes[1] > 1 && weight.strides[1] != 1) ||
-        out.elements() != index.elements() * weight.sizes[1])
+    if (views_.size() != 3 || out.data == nullptr || weight.dims != 2 || !out.contiguous() || !index.contiguous() ||
+        out.type != weight.type || (index.type != ElementType::kInt64 && index.type != ElementType::kInt32) ||
+        (weight.sizes[1] > 1 && weight.strides[1] != 1) || out.elements() != index.elements() * weight.sizes[1])
       refuse("embedding has another form");
   }
   void run(const Kernels&) override {

@@ -1,0 +1,786 @@
+"""Programs: every native operation beside PyTorch, and refusals that are exceptions before any memory is touched."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.kernel_cases import make_batch, make_layer
+from torch.nn import functional
+
+from moegraft.cpu_backend import NormSpec, PackedLinear, Program, RouterSpec, Runtime
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *INTEGERS, torch.bool)}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# Of a small operation: the sizes with which strips, joined dimensions and rows begin and end in odd places.
+SHAPES = [(), (1,), (0,), (7,), (1025,), (3, 0, 2), (2, 1, 5), (3, 4, 5, 2), (2, 1030)]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return NAMES[dtype]
+
+
+def fixed(number: int) -> tuple[int, int, int]:
+    return number, 0, 0
+
+
+class Rig:
+    """A program whose operands are tensors."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.program = Program(runtime)
+        self._buffers: list[torch.Tensor] = []
+
+    def buffer(self, tensor: torch.Tensor) -> int:
+        """The number of the buffer that is the storage of `tensor`."""
+        data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        for number, known in enumerate(self._buffers):
+            if known.data_ptr() == data.data_ptr() and data.numel():
+                return number
+        self._buffers.append(data)
+        self.program.bind(len(self._buffers) - 1, data)
+        return len(self._buffers) - 1
+
+    def operand(self, value: torch.Tensor | float) -> tuple[Any, ...]:
+        if not isinstance(value, torch.Tensor):
+            return float(value), 0.0
+        sizes, strides = tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride()))
+        return self.buffer(value), NAMES[value.dtype], fixed(value.storage_offset()), sizes, strides
+
+    def small(self, name: str, *operands: torch.Tensor | float, numbers: Sequence[float] = ()) -> None:
+        self.program.add_small(name, [self.operand(value) for value in operands], list(numbers))
+
+    def run(self, position: int = 0, last: int | None = None, room: int = 0) -> None:
+        end = self.program.end_stage()
+        self.program.check(position, position if last is None else last, room)
+        self.program.run(position, 0, end)
+
+
+@pytest.fixture(params=[1, 2])
+def rig(request: pytest.FixtureRequest, threaded: dict[int, Runtime]) -> Rig:
+    return Rig(threaded[request.param])
+
+
+@pytest.fixture(scope="module")
+def threaded() -> dict[int, Runtime]:
+    return {threads: Runtime(threads=threads) for threads in (1, 2)}
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + math.prod(shape))
+    if dtype.is_floating_point:
+        return (2 * torch.randn(shape, generator=generator)).to(dtype)
+    return torch.randint(-5, 6, shape, generator=generator).to(dtype)
+
+
+def strided(shape: Sequence[int], dtype: torch.dtype, form: str, seed: int = 0) -> torch.Tensor:
+    """A tensor of `shape` in another form than contiguous."""
+    if form == "transposed" and len(shape) > 1:
+        return random(tuple(reversed(shape)), dtype, seed).permute(*reversed(range(len(shape))))
+    if form == "sliced" and shape:
+        return random((*shape[:-1], 2 * shape[-1] + 3), dtype, seed)[..., 2 : 2 + 2 * shape[-1] : 2]
+    if form == "broadcast" and shape:
+        return random((*shape[:-1], 1), dtype, seed).expand(shape)
+    return random(shape, dtype, seed)
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    tolerance = TOLERANCE.get(found.dtype, 0.0) if tolerance is None else tolerance
+    torch.testing.assert_close(found, expected, rtol=4 * tolerance, atol=tolerance, equal_nan=True)
+
+
+UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "copy": torch.clone,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "floor": torch.floor,
+    "sign": torch.sign,
+}
+BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+}
+LOGICAL = {"and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor}
+FORMS = ("contiguous", "transposed", "sliced", "broadcast")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("name", UNARY)
+def test_a_function_of_one_number(rig: Rig, name: str, dtype: torch.dtype) -> None:
+    pairs = []
+    for shape, form in itertools.product(SHAPES, FORMS):
+        x = strided(shape, dtype, form)
+        out = strided(shape, dtype, "transposed" if form == "sliced" else "contiguous", seed=1)
+        rig.small(name, out, x)
+        pairs.append((out, UNARY[name](x)))
+    rig.run()
+    for found, expected in pairs:
+        equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("name", [name for name in UNARY if name not in ("sin", "cos", "gelu")])
+def test_a_function_of_what_is_not_finite(rig: Rig, name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0], dtype=dtype)
+    out = torch.empty_like(x)
+    rig.small(name, out, x)
+    rig.run()
+    equal(out, UNARY[name](x))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=name_of)
+@pytest.mark.parametrize("name", BINARY)
+def test_a_function_of_two_numbers(rig: Rig, name: str, dtype: torch.dtype) -> None:
+    pairs = []
+    for shape, (one, other) in itertools.product(SHAPES, itertools.product(FORMS, FORMS)):
+        a, b = strided(shape, dtype, one), strided(shape, dtype, other, seed=2)
+        expected = BINARY[name](a, b)
+        out = torch.empty(shape, dtype=expected.dtype)
+        rig.small(name, out, a, b)
+        pairs.append((out, expected))
+    rig.run()
+    for found, expected in pairs:
+        equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_comparison_of_what_is_not_finite(rig: Rig, name: str) -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
+    a, b = values[:, None].expand(6, 6), values[None].expand(6, 6)
+    expected = BINARY[name](a, b)
+    out = torch.empty_like(expected)
+    rig.small(name, out, a, b)
+    rig.run()
+    equal(out, expected)
+
+
+def test_functions_of_truth_values_and_integers(rig: Rig) -> None:
+    a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    long = torch.tensor([-7, 7, -8, 2**40])
+    pairs = []
+    for name, compute in LOGICAL.items():
+        pairs.append((torch.empty(4, dtype=torch.bool), compute(a, b)))
+        rig.small(name, pairs[-1][0], a, b)
+    pairs.append((torch.empty(4, dtype=torch.bool), ~a))
+    rig.small("not", pairs[-1][0], a)
+    pairs.append((torch.empty_like(long), long // 4))
+    rig.small("floor_div", pairs[-1][0], long, 4)
+    pairs.append((torch.empty(4), torch.tensor([-7.5, 7.5, -8.0, 2.0]) // 2))
+    rig.small("floor_div", pairs[-1][0], torch.tensor([-7.5, 7.5, -8.0, 2.0]), 2)
+    pairs.append((torch.empty_like(long), torch.where(a, long, 2**40 + 1)))
+    rig.small("where", pairs[-1][0], a, long, 2**40 + 1)
+    pairs.append((torch.empty(4), torch.where(b, 1.5, torch.tensor([math.nan, 2.0, math.inf, 4.0]))))
+    rig.small("where", pairs[-1][0], b, 1.5, torch.tensor([math.nan, 2.0, math.inf, 4.0]))
+    x = torch.tensor([-1.0, 0.5, 19.0, 25.0])
+    pairs.append((torch.empty(4), functional.softplus(x, beta=2.0, threshold=20.0)))
+    rig.small("softplus", pairs[-1][0], x, 2.0, 20.0)
+    pairs.append((torch.empty(4), x.abs().pow(1.5)))
+    rig.small("pow", pairs[-1][0], x.abs(), 1.5)
+    rig.run()
+    for found, expected in pairs:
+        equal(found, expected)
+
+
+@pytest.mark.parametrize("source", NAMES, ids=name_of)
+def test_a_copy_to_another_type(rig: Rig, source: torch.dtype) -> None:
+    x = random((5, 33), source)
+    pairs = []
+    for target in NAMES:
+        out = torch.empty(33, 5, dtype=target).T
+        rig.small("copy", out, x)
+        pairs.append((out, x.to(target)))
+    rig.run()
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
+
+
+def test_a_result_may_be_an_operand(rig: Rig) -> None:
+    x, other = random((3, 1100), torch.float32), random((3, 1100), torch.float32, seed=1)
+    expected = (x + other).exp()
+    rig.small("add", x, x, other)
+    rig.small("exp", x, x)
+    rig.run()
+    equal(x, expected)
+
+
+def along_rows(name: str, x: torch.Tensor) -> torch.Tensor:
+    if name == "softmax":
+        return x.softmax(-1)
+    if name == "cumsum":
+        return x.float().cumsum(-1).to(x.dtype)
+    found: torch.Tensor = getattr(x, name)(-1, keepdim=True)
+    return found
+
+
+ROWS = [(1,), (7,), (3, 1), (2, 3, 9), (4, 130), (1, 2, 300)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("name", ["softmax", "sum", "mean", "amax", "cumsum"])
+def test_an_operation_along_rows(rig: Rig, name: str, dtype: torch.dtype) -> None:
+    pairs = []
+    for shape, form in itertools.product([*ROWS, (0, 4)], FORMS):
+        x = strided(shape, dtype, form)
+        expected = along_rows(name, x)
+        out = torch.empty(expected.shape, dtype=dtype)
+        rig.small(name, out, x)
+        pairs.append((out, expected))
+    rig.run()
+    for found, expected in pairs:
+        equal(found, expected, 1e-5 if dtype is torch.float32 else None)
+
+
+def test_rows_of_integers(rig: Rig) -> None:
+    x = torch.randint(-(2**40), 2**40, (3, 5))
+    total, most, running = torch.empty(3, 1, dtype=torch.int64), torch.empty(3, 1, dtype=torch.int64), torch.empty_like(x)
+    count, wide = torch.empty(3, 1, dtype=torch.int64), torch.empty(3, 1)
+    rig.small("sum", total, x)
+    rig.small("amax", most, x)
+    rig.small("cumsum", running, x)
+    rig.small("sum", count, x > 0)
+    rig.small("sum", wide, x)
+    rig.run()
+    assert torch.equal(total, x.sum(-1, keepdim=True))
+    assert torch.equal(most, x.amax(-1, keepdim=True))
+    assert torch.equal(running, x.cumsum(-1))
+    assert torch.equal(count, (x > 0).sum(-1, keepdim=True))
+    equal(wide, x.sum(-1, keepdim=True, dtype=torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sum", "mean", "amax", "cumsum"])
+def test_rows_of_what_is_not_finite(rig: Rig, name: str) -> None:
+    nan, inf = math.nan, math.inf
+    x = torch.tensor([[nan, 1.0, 2.0], [1.0, nan, 2.0], [1.0, 2.0, nan], [-inf, 1.0, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0]])
+    expected = along_rows(name, x)
+    out = torch.empty_like(expected)
+    rig.small(name, out, x)
+    rig.run()
+    equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("rows", "columns", "chosen"), [(3, 6, 2), (2, 200, 3), (2, 200, 4), (1, 1, 1), (2, 8, 8), (5, 64, 6), (1, 9, 0)])
+@pytest.mark.parametrize("values", ["random", "ties", "equal", "nan"])
+def test_topk_chooses_as_pytorch_does(rig: Rig, values: str, rows: int, columns: int, chosen: int, dtype: torch.dtype) -> None:
+    x = random((rows, columns), dtype)
+    if values == "ties":
+        x = x.round()
+    elif values == "equal":
+        x = torch.ones_like(x)
+    elif values == "nan":
+        x[:, ::3] = math.nan
+    results = []
+    for largest, ordered in itertools.product((True, False), repeat=2):
+        found, ids = torch.empty(rows, chosen, dtype=dtype), torch.empty(rows, chosen, dtype=torch.int64)
+        rig.small("topk", found, ids, x, numbers=[largest, ordered])
+        results.append((found, ids, x.topk(chosen, largest=largest, sorted=ordered)))
+    rig.run()
+    for found, ids, expected in results:
+        equal(found, expected.values, 0.0)
+        assert torch.equal(ids, expected.indices)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=name_of)
+def test_gather_and_scatter(rig: Rig, dtype: torch.dtype) -> None:
+    x = strided((3, 4, 7), dtype, "transposed")
+    index = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
+    found = torch.empty(3, 4, 5, dtype=dtype)
+    rig.small("gather", found, x, index)
+    ordered = torch.rand(3, 4, 7, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5].contiguous()
+    values = random((3, 4, 6), dtype, seed=3)
+    target = random((3, 4, 7), dtype, seed=4)
+    expected = target.scatter(-1, ordered, values)
+    rig.small("scatter", target, ordered, values)
+    filled = random((3, 4, 7), dtype, seed=5)
+    constant = filled.scatter(-1, index, 1)
+    rig.small("scatter", filled, index, numbers=[1.0])
+    rig.run()
+    assert torch.equal(found, x.gather(-1, index))
+    assert torch.equal(target, expected)
+    assert torch.equal(filled, constant)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=name_of)
+def test_embedding(rig: Rig, dtype: torch.dtype) -> None:
+    weight = random((11, 14), dtype)[:, 3:10]
+    pairs = []
+    for index in (torch.tensor([[0, 10, 4]]), torch.tensor([3], dtype=torch.int32), torch.empty(0, dtype=torch.int64), torch.tensor(5)):
+        out = torch.empty(*index.shape, 7, dtype=dtype)
+        rig.small("embedding", out, weight, index)
+        pairs.append((out, functional.embedding(index.long(), weight)))
+    rig.run()
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=name_of)
+def test_arange(rig: Rig, dtype: torch.dtype) -> None:
+    out, steps, none = torch.empty(9, dtype=dtype), torch.empty(10, dtype=dtype)[::2], torch.empty(0, dtype=dtype)
+    rig.small("arange", out, 3, 1)
+    rig.small("arange", steps, -4, 3)
+    rig.small("arange", none, 0, 1)
+    rig.run()
+    assert torch.equal(out, torch.arange(3, 12, dtype=dtype))
+    assert torch.equal(steps, torch.arange(-4, 11, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (2, 257)])
+def test_a_norm(rig: Rig, rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight = random((rows, columns), dtype), random((columns,), dtype, seed=1)
+    out, plain = torch.empty_like(x), torch.empty_like(x)
+    rig.program.add_norm(NormSpec(NAMES[dtype], columns, 1e-5, 1.0), [rig.operand(each) for each in (out, x, weight)])
+    rig.program.add_norm(NormSpec(NAMES[dtype], columns, 1e-5), [rig.operand(each) for each in (plain, x)])
+    rig.run()
+    scaled = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    equal(out, (scaled * (1 + weight.float())).to(dtype), 4 * TOLERANCE[dtype])
+    equal(plain, scaled.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "broadcast", "rows"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "rows", "inner", "columns"), [(1, 1, 1, 1), (2, 3, 7, 5), (1, 9, 33, 70), (3, 1, 130, 257), (1, 2, 0, 4)]
+)
+def test_a_product(rig: Rig, batch: int, rows: int, inner: int, columns: int, biased: bool, layout: str, dtype: torch.dtype) -> None:
+    a = random((batch, rows, inner), dtype)
+    b = random((batch, inner, columns), dtype, seed=1)
+    if layout == "transposed":
+        b = random((batch, columns, inner), dtype, seed=1).mT
+    elif layout == "broadcast":
+        b = random((1, inner, columns), dtype, seed=1).expand(batch, inner, columns)
+    elif layout == "rows":
+        a, b = (
+            random((batch, rows, inner + 3), dtype)[..., 2 : 2 + inner],
+            random((batch, inner, columns + 5), dtype, seed=1)[..., :columns],
+        )
+    bias = random((columns,), dtype, seed=2) if biased else None
+    out = torch.full((batch, rows, columns), math.nan, dtype=dtype)
+    rig.program.add_matmul([rig.operand(each) for each in (out, a, b, *([] if bias is None else [bias]))])
+    rig.run()
+    wide = a.double() @ b.double() + (0 if bias is None else bias.double())
+    bound = a.double().abs() @ b.double().abs() + 1
+    assert bool(((out.double() - wide).abs() <= 2 * TOLERANCE[dtype] * bound).all())
+
+
+def test_a_product_with_a_bias_for_all_columns(rig: Rig) -> None:
+    a, b, bias, out = random((1, 2, 3), torch.float32), random((1, 3, 40), torch.float32), torch.tensor([2.0]), torch.empty(1, 2, 40)
+    rig.program.add_matmul([rig.operand(each) for each in (out, a, b, bias)])
+    rig.run()
+    equal(out, a @ b + 2.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "int8", "int4"])
+def test_linear_layers_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, weight_type: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linears = []
+    for rows in (33, 5, 64):
+        linear = PackedLinear(rows, 70, weight_type)
+        linear.pack(torch.randn(rows, 70, generator=generator).numpy())
+        if rows == 5:
+            linear.pack_bias(torch.randn(rows, generator=generator).numpy())
+        linears.append((linear, rows))
+    x = random((3, 70), dtype)
+    outs = [torch.full((3, rows), math.nan, dtype=dtype) for _, rows in linears]
+    expected = [torch.empty_like(out) for out in outs]
+    rig.program.add_linears([linear for linear, _ in linears], [rig.operand(each) for each in (x, *outs)])
+    rig.run()
+    for (linear, _), out, wanted in zip(linears, outs, expected, strict=True):
+        threaded[1].linear(linear, x, wanted)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("weight_type", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_experts_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, tokens: int, weight_type: str) -> None:
+    layer = make_layer(num_experts=6, hidden=64, intermediate=40, weight_type=weight_type)
+    x, index, weights = make_batch(tokens, 2, layer)
+    out = torch.full_like(x, math.nan)
+    rig.program.add_experts(layer.packed, [rig.operand(each) for each in (out, x, index, weights)])
+    rig.run()
+    assert torch.equal(out, layer.forward(threaded[1], x, index, weights))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "chosen_softmax"])
+def test_a_router_equals_that_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, score: str, dtype: torch.dtype) -> None:
+    spec = RouterSpec(40, 9, 3, element_type=NAMES[dtype], logits_type="float32", weights_type=NAMES[dtype], score=score)
+    x, weight = random((4, 40), dtype), random((9, 40), dtype, seed=1)
+    found = [torch.empty(4, 9), torch.empty(4, 3, dtype=dtype), torch.full((4, 3), -7)]
+    expected = [each.clone() for each in found]
+    rig.program.add_router(spec, [rig.operand(each) for each in (*found, x, weight)])
+    rig.run()
+    threaded[1].route(spec, x, weight, *expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def mask_of(kind: str, heads: int, queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
+    shown = torch.ones(queries, keys).tril(keys - queries).bool() & (torch.arange(keys) % 5 != 1)
+    if kind == "shown":
+        return shown.expand(1, 1, queries, keys).contiguous()
+    if kind == "added":
+        return random((2, heads, queries, keys), dtype).masked_fill(~shown, -math.inf)
+    return None
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("kind", ["none", "causal", "shown", "added"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 37), (3, 40), (60, 61)])
+def test_attention(rig: Rig, queries: int, keys: int, kind: str, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, value_dim = 4, 2, 24, 16
+    query = random((2, queries, heads, dim), dtype).transpose(1, 2)
+    key, value = random((2, kv_heads, keys + 5, dim), dtype, 1)[:, :, :keys], random((2, kv_heads, keys, value_dim), dtype, 2)
+    mask = mask_of(kind, heads, queries, keys, dtype)
+    sinks = random((heads,), torch.float32, 3)
+    found = []
+    for sunk in (None, sinks):
+        out = torch.full((2, queries, heads, value_dim), math.nan, dtype=dtype)
+        reads = [each for each in (out, query, key, value, mask, sunk) if each is not None]
+        options = {"mask": mask is not None, "sinks": sunk is not None}
+        rig.program.add_attention([rig.operand(each) for each in reads], scale=0.2, softcap=30.0, causal=kind == "causal", **options)
+        found.append(out)
+    rig.run()
+    scores = 0.2 * query.double() @ key.double().repeat_interleave(2, 1).mT
+    scores = 30.0 * (scores / 30.0).tanh()
+    if kind == "causal":
+        scores = scores.masked_fill(~torch.ones(queries, keys).tril(keys - queries).bool(), -math.inf)
+    elif mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
+    for out, sunk in zip(found, (None, sinks), strict=True):
+        logits = scores if sunk is None else torch.cat([scores, sunk.double()[None, :, None, None].expand(2, heads, queries, 1)], -1)
+        weights = logits.softmax(-1)[..., :keys]
+        expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
+        assert float((out.double() - expected).norm()) <= 8 * TOLERANCE[dtype] * float(expected.norm())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sizes_and_numbers_follow_the_position(threaded: dict[int, Runtime], threads: int) -> None:
+    """Rows appended to a cache with room, and all of them read again."""
+    program, room = Program(threaded[threads]), 32
+    cache, new, total, out = torch.zeros(2, room, 3), torch.zeros(2, 1, 3), torch.zeros(2, 1), torch.zeros(1)
+    for number, tensor in enumerate((cache, new, total, out)):
+        program.bind(number, tensor.view(-1).view(torch.uint8))
+    strides = ((0, 0, 3), fixed(3), fixed(1))
+    program.add_small(
+        "copy",
+        [
+            (0, "float32", (0, 3, 0), (fixed(2), fixed(1), fixed(3)), strides),
+            (1, "float32", fixed(0), (fixed(2), fixed(1), fixed(3)), (fixed(3), fixed(3), fixed(1))),
+        ],
+    )
+    rows = (0, "float32", fixed(1), (fixed(2), (1, 1, 0)), ((0, 0, 3), fixed(3)))
+    program.add_small("sum", [(2, "float32", fixed(0), (fixed(2), fixed(1)), (fixed(1), fixed(1))), rows])
+    program.add_small("copy", [(3, "float32", fixed(0), (fixed(1),), (fixed(1),)), (10.0, 2.0)])
+    end = program.end_stage()
+    program.check(0, room - 1, room)
+    expected = torch.zeros(2)
+    for position in range(room):
+        new.copy_(torch.randn(2, 1, 3))
+        expected += new[:, 0, 1]
+        program.run(position, 0, end)
+        torch.testing.assert_close(total[:, 0], expected)
+        assert out.item() == 10.0 + 2.0 * position
+    with pytest.raises(ValueError, match="was not checked"):
+        program.run(room, 0, end)
+    with pytest.raises(ValueError, match="leaves buffer 0"):
+        program.check(0, room, room)
+
+
+def test_programs_share_a_runtime_between_threads(threaded: dict[int, Runtime]) -> None:
+    """Each on its own memory; the kernels called by themselves as well."""
+    runtime = threaded[2]
+    linear = PackedLinear(40, 40, "float32")
+    linear.pack(torch.eye(40).mul(1.5).numpy())
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        rig, x = Rig(runtime), random((3, 40), torch.float32, seed)
+        out, last = torch.empty_like(x), torch.empty_like(x)
+        rig.program.add_linears([linear], [rig.operand(x), rig.operand(out)])
+        rig.small("add", last, out, 1)
+        rig.run()
+        for turn in range(200):
+            last.zero_()
+            rig.program.run(0, 0, rig.program.end_stage())
+            if not torch.allclose(last, 1.5 * x + 1):
+                failures.append((seed, turn))
+            runtime.linear(linear, x, out)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+def place(tensor_form: tuple[int, str, int, tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
+    buffer, dtype, offset, sizes, strides = tensor_form
+    return buffer, dtype, fixed(offset), tuple(map(fixed, sizes)), tuple(map(fixed, strides))
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        (0, "float32", 0, (17,), (1,)),
+        (0, "float32", 1, (16,), (1,)),
+        (0, "float32", -1, (1,), (1,)),
+        (0, "float32", 0, (4, 2), (4, 4)),
+        (0, "float32", 15, (2, 3), (-7, 1)),
+        (0, "int64", 8, (1,), (1,)),
+        (0, "float32", 0, (3, -1), (1, 1)),
+    ],
+    ids=str,
+)
+def test_an_operand_outside_its_buffer(rig: Rig, operand: Any) -> None:
+    assert rig.buffer(torch.zeros(16)) == 0
+    form = operand if operand != (0, "float32", 0, (4, 2), (4, 4)) else (0, "float32", 0, (4, 2), (5, 2))
+    rig.program.add_small("copy", [place(form), place(form)])
+    rig.program.end_stage()
+    with pytest.raises(ValueError, match=r"leaves buffer 0|negative size"):
+        rig.program.check(0, 0, 0)
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.run(0, 0, 1)
+
+
+def test_buffers_that_are_not_bound(rig: Rig) -> None:
+    rig.program.add_small("copy", [place((3, "float32", 0, (1,), (1,))), (1.0, 0.0)])
+    end = rig.program.end_stage()
+    with pytest.raises(ValueError, match="buffer 3 is not bound"):
+        rig.program.check(0, 0, 0)
+    rig.program.bind(3, torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.run(0, 0, end)
+    rig.program.check(0, 5, 0)
+    for position, first, last in ((6, 0, end), (-1, 0, end)):
+        with pytest.raises(ValueError, match="was not checked"):
+            rig.program.run(position, first, last)
+    for first, last in ((0, end + 1), (-1, end), (end, 0)):
+        with pytest.raises(ValueError, match="no such stages"):
+            rig.program.run(0, first, last)
+    rig.program.bind(3, torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.run(0, 0, end)
+    for number in (-1, 2**30):
+        with pytest.raises(ValueError, match="out of range"):
+            rig.program.bind(number, torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="contiguous"):
+        rig.program.bind(3, torch.zeros(1, dtype=torch.uint8).expand(1000))
+    for first, last in ((-1, 0), (4, 3)):
+        with pytest.raises(ValueError, match="no position"):
+            rig.program.check(first, last, 0)
+
+
+def test_a_bound_buffer_has_bytes(rig: Rig) -> None:
+    """Its elements are counted as bytes, never more."""
+    rig.program.add_small("copy", [place((0, "float32", 0, (16,), (1,))), (1.0, 0.0)])
+    rig.program.end_stage()
+    rig.program.bind(0, torch.zeros(4, 16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="leaves buffer"):
+        rig.program.check(0, 0, 0)
+    for scalar in (torch.tensor(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"bytes|leaves buffer|not bound"):
+            rig.program.bind(0, scalar)
+            rig.program.check(0, 0, 0)
+
+
+def test_operations_added_after_the_check_are_checked(rig: Rig) -> None:
+    x = torch.zeros(4)
+    rig.small("copy", x, 1.0)
+    rig.run()
+    rig.small("copy", x, 2.0)
+    end = rig.program.end_stage()
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.run(0, 0, end)
+    rig.program.check(0, 0, 0)
+    rig.program.run(0, 0, end)
+    assert x.tolist() == [2.0] * 4
+
+
+X, IDS = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "numbers"),
+    [
+        ("no_such_function", (X, X), ()),
+        ("copy", (X,), ()),
+        ("copy", (X, X, X), ()),
+        ("copy", (1.0, X), ()),
+        ("copy", (X, X[0]), ()),
+        ("copy", (X, X[:, :3]), ()),
+        ("add", (X, X), ()),
+        ("where", (X, X, X), ()),
+        ("softmax", (X, X[:, :3]), ()),
+        ("softmax", (X, 1.0), ()),
+        ("softmax", (X[0, 0], X[0, 0]), ()),
+        ("sum", (X, X), ()),
+        ("amax", (X[:, :1], torch.zeros(2, 0)), ()),
+        ("mean", (X[:, :1], IDS), ()),
+        ("topk", (X, IDS, X), ()),
+        ("topk", (X, IDS, X[:, :3]), (1, 1)),
+        ("topk", (X, X, X), (1, 1)),
+        ("gather", (X, X, X), ()),
+        ("gather", (X, IDS, IDS), ()),
+        ("gather", (X, X[:1], IDS), ()),
+        ("scatter", (X, X), (1,)),
+        ("scatter", (X, IDS, X[:, :2]), ()),
+        ("scatter", (X, IDS), ()),
+        ("cumsum", (X, X[:, :2]), ()),
+        ("arange", (X, 0.0, 1.0), ()),
+        ("arange", (X[0], X[0], 1.0), ()),
+        ("arange", (X[0], 1.0), ()),
+        ("arange", (1.0, 1.0, 1.0), ()),
+        ("embedding", (X, X), ()),
+        ("embedding", (X, X, X), ()),
+        ("embedding", (X, X, IDS), ()),
+        ("embedding", (X, 1.0, IDS), ()),
+        ("embedding", (X[:, :1], X, 1.0), ()),
+        ("embedding", (1.0, X[:, :1], IDS[:1, :1]), ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_form(rig: Rig, name: str, operands: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        rig.small(name, *operands, numbers=numbers)
+        rig.run()
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        (X[None], X[None, :, :3], X[None]),
+        (X[None], X[None], X[None]),
+        (X[None, :, :2], X[None], X.mT[None], IDS[0, :2]),
+        (X[None, :, :2], X[None], X.mT[None], X[0, :3]),
+        (X[None, :, :2], X[None], X.mT[None], X[:, :2]),
+        (X[None, :, :2], X[None], X.mT[None], 1.0),
+        (X[None, :, :2], X[None], X.mT[None], torch.zeros(2, dtype=torch.float16)),
+        (IDS[None, :, :2], IDS[None], IDS.mT[None]),
+        (X[None, :, :2], X[None], torch.zeros(1, 8, 4)[:, ::2, ::2]),
+        (X[:, :2], X, X.mT),
+        (1.0, X[None], X.mT[None]),
+    ],
+)
+def test_a_wrong_product(rig: Rig, operands: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"product|kernel"):
+        rig.program.add_matmul([rig.operand(each) for each in operands])
+        rig.run()
+
+
+def test_wrong_kernels(rig: Rig, threaded: dict[int, Runtime]) -> None:
+    linear = PackedLinear(8, 4, "float32")
+    x, out = torch.zeros(2, 4), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="before its weights were packed"):
+        rig.program.add_linears([linear], [rig.operand(x), rig.operand(out)])
+    linear.pack(torch.zeros(8, 4).numpy())
+    other = PackedLinear(8, 5, "float32")
+    other.pack(torch.zeros(8, 5).numpy())
+    with pytest.raises(ValueError, match="differ in form"):
+        rig.program.add_linears([linear, other], [rig.operand(each) for each in (x, out, out)])
+    for operands in ((x,), (), (x, out, out)):
+        with pytest.raises((ValueError, IndexError)):
+            rig.program.add_linears([linear], [rig.operand(each) for each in operands])
+    with pytest.raises((ValueError, IndexError)):
+        rig.program.add_linears([], [])
+    for found in (torch.zeros(2, 7), torch.zeros(3, 8), torch.zeros(8, 2).T, torch.zeros(2, 8, dtype=torch.float16)):
+        other_rig = Rig(threaded[1])
+        other_rig.program.add_linears([linear], [other_rig.operand(x), other_rig.operand(found)])
+        with pytest.raises(ValueError, match=r"linear layer|kernel"):
+            other_rig.run()
+    sparse = make_layer(num_experts=4, hidden=32, intermediate=32, weight_type="int8", sparse=True)
+    batch = make_batch(2, 2, sparse)
+    with pytest.raises(ValueError, match="sparse layout"):
+        rig.program.add_experts(sparse.packed, [rig.operand(each) for each in (batch[0], *batch)])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["embedding", "gather", "scatter"])
+def test_an_error_within_a_run_leaves_the_program_usable(threaded: dict[int, Runtime], name: str, threads: int) -> None:
+    """An index out of range, in the second of three stages."""
+    rig = Rig(threaded[threads])
+    x, first, last, out = random((2, 32), torch.float32), torch.zeros(2, 32), torch.zeros(2, 32), torch.zeros(2, 32)
+    linear = PackedLinear(32, 32, "float32")
+    linear.pack(torch.eye(32).numpy())
+    rig.program.add_linears([linear], [rig.operand(x), rig.operand(first)])
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    chosen = ids
+    if name == "embedding":
+        chosen = torch.zeros(2, dtype=torch.int64)
+        rig.small("embedding", out, first, chosen)
+    else:
+        rig.small(name, *((out, first, ids) if name == "gather" else (out, ids, first)))
+    rig.program.add_linears([linear], [rig.operand(out), rig.operand(last)])
+    rig.run()
+    expected = last.clone()
+    kept = chosen.clone()
+    for wrong in (-1, 64, 2**62, -(2**63)):
+        chosen.view(-1)[-1] = wrong
+        last.fill_(7.0)
+        with pytest.raises(ValueError, match="out of range"):
+            rig.program.run(0, 0, 3)
+        assert bool((last == 7.0).all())
+        chosen.copy_(kept)
+        for _ in range(20):
+            rig.program.run(0, 0, 3)
+            assert torch.equal(last, expected)
+
+
+def test_experts_that_there_are_not(rig: Rig) -> None:
+    """-1 and the number of experts are padding, as in the runtime; other ids are refused."""
+    layer = make_layer(num_experts=4, hidden=32, intermediate=32)
+    x, index, weights = make_batch(3, 2, layer)
+    out = torch.full_like(x, math.nan)
+    rig.program.add_experts(layer.packed, [rig.operand(each) for each in (out, x, index, weights)])
+    index[0, 0], index[1] = -1, 4
+    rig.run()
+    assert torch.equal(out[1], torch.zeros(32))
+    assert torch.isfinite(out).all()
+    for wrong in (-2, 5, 2**62):
+        index[2, 1] = wrong
+        with pytest.raises(ValueError, match="expert ids are"):
+            rig.program.run(0, 0, 1)
+    index[2, 1] = -1
+    rig.program.run(0, 0, 1)
+    assert torch.isfinite(out).all()
+
+
+def test_an_integer_division_by_zero(rig: Rig) -> None:
+    x = torch.tensor([4, 5])
+    rig.small("floor_div", x, x, 0)
+    with pytest.raises(ValueError, match="division by zero"):
+        rig.run()
