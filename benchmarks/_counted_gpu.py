@@ -1,7 +1,7 @@
 """A GPU that counts what it is given: kernels, copies, host nodes and waits, on a machine without one.
 
-Tensors of this GPU are CPU tensors that report the device `meta`, so the code for a real GPU runs: its transfers, its Triton launches, which
-are counted and compute nothing, and its waits. What a real GPU refuses is refused here as well, such as an operation on tensors of both
+Tensors of this GPU are CPU tensors that report the device `meta`, so the code for a real GPU runs: its transfers, its waits, and its Triton
+launches, which are counted and compute nothing. What a real GPU refuses is refused here as well, such as an operation on tensors of both
 devices. Each of PyTorch's operations counts as one kernel; some of them launch several.
 """
 
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moegraft.operators.offload.devices.base import Buffer, Bytes, Stream, Work
@@ -156,6 +157,7 @@ def counting() -> Iterator[Counts]:
 
     with (
         mock.patch.object(JITFunction, "run", launched),
+        mock.patch.object(InterpretedFunction, "run", launched),
         mock.patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize)),
         mock.patch.object(VirtualEvent, "wait", waited),
         _Counter(counts),

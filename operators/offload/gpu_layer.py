@@ -80,7 +80,7 @@ class GpuLayer:
         if settings is not None:
             top_k_index, top_k_weights = self._narrow(top_k_index, top_k_weights, settings)
         tokens = rounded(hidden_states.detach()).contiguous()
-        on_device = Tokens(tokens, top_k_index.detach().long(), top_k_weights.detach().float())
+        on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
         self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype)
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
         call = self._router_calls.take()

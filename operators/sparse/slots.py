@@ -395,7 +395,8 @@ def replay_ms(calls: Sequence[Callable[[], None]], device: torch.device, replays
         for call in calls:  # compiles
             call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # Only this thread is captured: others may be waiting for the GPU or copying to it.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for call in calls:
                 call()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
