@@ -45,8 +45,11 @@ class StepBuffers:
         returned: (T, H) on the device, where `out` is copied.
         chosen, slots: (L, T, K) int64 and int32, each layer's routing and slots, in host memory, -1 for padded slots.
         scores: (L, T, E) float32, of the layers that are `scored`, (L,): those whose routers were seen.
+
+    Steps may be captured in inference mode and replayed outside of it, where what inference mode makes cannot be written.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, device: Device, layers: int, num_experts: int, hidden: int, call: CallShape) -> None:
         on_device, pinned = device.torch_device, device.torch_device.type == "cuda"
         rows, choices = (call.tokens, hidden), (call.tokens, call.top_k)

@@ -266,7 +266,8 @@ class _CapturedStep:
     def __init__(self, graph: StepGraph, forward: Forward, arguments: Mapping[str, Any]) -> None:
         self._graph = graph
         leaves, form = _flatten(arguments)
-        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
+            self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._outputs: Any = None
 
         def step() -> None:

@@ -186,7 +186,8 @@ class EngineLayers:
         key = f"{name} {dtype}"
         held = self._pinned.get(key)
         if held is None or held.numel() < shape.numel():
-            held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
+            with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
+                held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
         return held[: shape.numel()].view(shape)
 
 
