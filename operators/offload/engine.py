@@ -101,44 +101,45 @@ class Engine:
                 requested.append((wanted.popleft(), transfer))
 
         try:
-            start_ms = self.device.now_ms()
-            problem = self._problem(step, pin, 0.0 if overlap is None else self.timings.overlap_ms(len(step.chosen)))
-            plan = self.scheduler.plan(step.layer, problem)
-            self.timings.planned(step.layer, start_ms, plan)
-            in_flight = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
-            wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
-            wanted.extend(plan.transfers.tolist())
-            request()
-            cpu = self._submit_cpu(step, plan.on_cpu, executor)
-
-            slots = np.asarray(pin.slots, np.int32)
-            resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
-            if len(resident):
-                launches.append(self._launch(step, resident, slots[resident], executor, waited=False))
-            # Experts above the layer's capacity may be evicted for those that arrive.
-            self._slots.release(pin, launches[-1] if launches else None)
-            if overlap is not None:
-                self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
-            request()
-            while requested:
-                position, transfer = requested[0]
-                self._compute.wait(transfer.ready())
-                launches.append(self._launch(step, np.array([position]), np.array([transfer.slot], np.int32), executor, waited=True))
-                requested.popleft()
-                self._queue.release(transfer, launches[-1])
+            with self.device.errors():
+                start_ms = self.device.now_ms()
+                problem = self._problem(step, pin, 0.0 if overlap is None else self.timings.overlap_ms(len(step.chosen)))
+                plan = self.scheduler.plan(step.layer, problem)
+                self.timings.planned(step.layer, start_ms, plan)
+                in_flight = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
+                wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
+                wanted.extend(plan.transfers.tolist())
                 request()
+                cpu = self._submit_cpu(step, plan.on_cpu, executor)
 
-            self._prefetch(step, plan.on_cpu)  # while both devices are busy
-            executor.join(cpu, launches)
-            if cpu is not None:
-                self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
-            self.timings.collect()
-            self.statistics.count_planned(step.layer, problem, plan)
-            if wanted:  # no slot could be had for these, all are held: the CPU computes them
-                self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
-                rest = np.zeros(len(step.experts), bool)
-                rest[list(wanted)] = True
-                executor.join(self._submit_cpu(step, rest, executor), ())
+                slots = np.asarray(pin.slots, np.int32)
+                resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
+                if len(resident):
+                    launches.append(self._launch(step, resident, slots[resident], executor, waited=False))
+                # Experts above the layer's capacity may be evicted for those that arrive.
+                self._slots.release(pin, launches[-1] if launches else None)
+                if overlap is not None:
+                    self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
+                request()
+                while requested:
+                    position, transfer = requested[0]
+                    self._compute.wait(transfer.ready())
+                    launches.append(self._launch(step, np.array([position]), np.array([transfer.slot], np.int32), executor, waited=True))
+                    requested.popleft()
+                    self._queue.release(transfer, launches[-1])
+                    request()
+
+                self._prefetch(step, plan.on_cpu)  # while both devices are busy
+                executor.join(cpu, launches)
+                if cpu is not None:
+                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
+                self.timings.collect()
+                self.statistics.count_planned(step.layer, problem, plan)
+                if wanted:  # no slot could be had for these, all are held: the CPU computes them
+                    self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
+                    rest = np.zeros(len(step.experts), bool)
+                    rest[list(wanted)] = True
+                    executor.join(self._submit_cpu(step, rest, executor), ())
         except DeviceError:
             self.settle()
             if cpu is not None:

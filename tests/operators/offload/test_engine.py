@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.engine_rig import EXPERTS, LAYERS, EngineRig, Setting, engine_rig
-from support.kernel_cases import relative_error
+from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
+from support.kernel_cases import make_batch, relative_error
 
+from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import SCHEDULES
 from moegraft.operators.offload.slots import SlotState
+from moegraft.operators.offload.step import LayerStep
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 CAPACITIES = [
@@ -154,3 +157,19 @@ def test_statistics_add_up() -> None:
         assert 0 < statistics.found <= statistics.used and statistics.on_cpu + statistics.transferred <= statistics.used
         report = rig.engine.report()
         assert report["experts found on the GPU"] == f"{statistics.hit_rate:.1%}"
+
+
+def test_errors_of_pytorch_and_triton_take_the_way_of_a_failing_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises them: here other work of the GPU that runs beside the experts."""
+
+    def failing() -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    with engine_rig(Setting("fixed", prefetch=NO_PREFETCH)) as rig:
+        monkeypatch.setattr(rig.engine.device, "errors", partial(CudaDevice.errors, rig.engine.device))  # type: ignore[arg-type]
+        x, index, weights = make_batch(4, TOP_K, rig.layers[0], torch.float32, seed=0)
+        executor = rig.executor(0, x, index, weights)
+        rig.engine.run(LayerStep.of(0, index.numpy()), executor, failing)
+        assert relative_error(executor.result, rig.layers[0].reference(x, index, weights)) < 2e-6
+        assert rig.engine.statistics.recoveries == 1
+        assert_nothing_held(rig)
