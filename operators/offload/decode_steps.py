@@ -1,9 +1,9 @@
 """Captured decode steps of a whole model, and the key-value caches that they need.
 
-The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed and its logits
-compared before any other is used: it was captured a token later, so that a model which counts in Python gives wrong logits there. A step
-is captured again, and compared, when a sliding window becomes full. Whatever cannot be captured runs layer by layer, and the reason is
-logged once:
+The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed before any other
+is used, and its logits are compared with those of the same experts on the same devices, layer by layer: it was captured a token later, so
+that a model which counts in Python gives wrong logits there. A step is captured again, and compared, when a sliding window becomes full.
+Whatever cannot be captured runs layer by layer, and the reason is logged once:
 
 - drafts and their verification, whose steps differ in the number of tokens and in the experts that may run;
 - texts that the server decodes as a batch, whose cache grows and shrinks with each that joins or leaves;
@@ -42,7 +42,7 @@ Forward = Callable[..., Any]
 DecodeMode = Literal["eager", "graph"]
 CACHE = "past_key_values"
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
-TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order
+TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
 
@@ -162,11 +162,18 @@ class DecodeSteps:
                 layer.captured = None
 
     def _compare(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
-        """Replay the captured step on the token that was just computed layer by layer, and give it up if the logits differ."""
+        """Replay the captured step on the token that was just computed, and give it up if the logits differ.
+
+        What they are compared with is computed layer by layer too, but with the same experts on each device: the CPU quantises activations
+        and a GPU does not, so two splits of the work may differ by more than a mistake.
+        """
         assert self._step is not None, "compared after capture"
-        snapshot.restore()
         try:
-            found, right = (_logits(outputs).float() for outputs in (self._step(arguments), expected))
+            with self._engines.layers[0].engine.by_residency():
+                snapshot.restore()
+                right = _logits(plain(**arguments)).float()
+                snapshot.restore()
+                found = _logits(self._step(arguments)).float()
             error = float((found - right).norm() / right.norm())
             if error <= TOLERANCE:
                 return expected

@@ -65,6 +65,8 @@ class Engine:
         self._queue = loading.queue
         self._compute = device.stream("compute")
         self._expert_bytes = loading.queue.store.expert_bytes
+        self._fixed = Scheduler("fixed")
+        self._by_residency = False
         self._lock = Lock()
 
     def run(self, step: LayerStep, executor: LayerExecutor, overlap: Callable[[], None] | None = None) -> None:
@@ -104,7 +106,7 @@ class Engine:
             with self.device.errors():
                 start_ms = self.device.now_ms()
                 problem = self._problem(step, pin, 0.0 if overlap is None else self.timings.overlap_ms(len(step.chosen)))
-                plan = self.scheduler.plan(step.layer, problem)
+                plan = (self._fixed if self._by_residency else self.scheduler).plan(step.layer, problem)
                 self.timings.planned(step.layer, start_ms, plan)
                 in_flight = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
                 wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
@@ -129,7 +131,8 @@ class Engine:
                     self._queue.release(transfer, launches[-1])
                     request()
 
-                self._prefetch(step, plan.on_cpu)  # while both devices are busy
+                if not self._by_residency:
+                    self._prefetch(step, plan.on_cpu)  # while both devices are busy
                 executor.join(cpu, launches)
                 if cpu is not None:
                     self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
@@ -228,6 +231,18 @@ class Engine:
         """Hold off all layers, and Ctrl-C, while the body runs."""
         with self._lock, Uninterrupted():
             yield
+
+    @contextmanager
+    def by_residency(self) -> Iterator[None]:
+        """Compute as captured steps do while the body runs: what is resident on the GPU, the rest on the CPU. Nothing is loaded."""
+        with self.exclusive():
+            self._queue.replan(started=True)
+            self.device.synchronize()  # what was sent lands
+            self._by_residency = True
+        try:
+            yield
+        finally:
+            self._by_residency = False
 
     def settle(self) -> None:
         """Wait until all handed-over work ended, even by failing: nothing of it may touch the results of what comes next."""

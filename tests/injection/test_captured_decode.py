@@ -20,6 +20,8 @@ from moegraft.operators.offload.captured import CapturedLayer
 from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.executors import EngineLayers
+from moegraft.operators.offload.scheduler import Scheduler
 
 RULES = """
 version: 1
@@ -291,3 +293,26 @@ def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ig
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3
+
+
+def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU quantises activations and a GPU does not: a step is compared with one that has the same experts on each device."""
+    compute, plan = EngineLayers._compute_emulated, Scheduler.plan
+    everything_on_the_cpu = Scheduler("all_cpu")
+
+    def scaled(self: EngineLayers, *given: Any) -> None:
+        compute(self, *given)
+        given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
+
+    def planned(self: Scheduler, *given: Any) -> Any:
+        return plan(self if self.name == "fixed" else everything_on_the_cpu, *given)
+
+    monkeypatch.setattr(EngineLayers, "_compute_emulated", scaled)
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    model = load("qwen3_moe")
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        answer(model)
+    assert not caplog.records, caplog.text
+    assert engine_of(model).statistics.replayed > 0
