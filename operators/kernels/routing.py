@@ -15,12 +15,26 @@ COLUMNS = 512  # of a program that sums rows
 
 
 @triton.jit
+def _ids_at(ids_ptr, slots_ptr, at, pair_count, BY_ID: tl.constexpr, IDS: tl.constexpr):
+    """The ids of some pairs, -1 where a pair is skipped."""
+    ids = tl.load(ids_ptr + at, mask=at < pair_count, other=-1).to(tl.int32)
+    kept = (ids >= 0) & (ids < IDS)
+    if slots_ptr is not None:
+        places = ids if BY_ID else at
+        kept = kept & (tl.load(slots_ptr + places, mask=kept, other=-1) >= 0)
+    return tl.where(kept, ids, -1)
+
+
+@triton.jit
 def _group_pairs_kernel(
-    ids_ptr,  # (P,) int32, -1: skipped
+    ids_ptr,  # (P,) integers; those that are not from 0 to IDS - 1 are skipped
+    slots_ptr,  # int32, -1: skipped; BY_ID (IDS,), of each id, otherwise (P,), of each pair; None: ids are slots
+    listed_ptr,  # (P,) int32: gets the slots of the pairs that are listed; or None
     pairs_ptr,  # (max blocks * BM,) int32
     block_ids_ptr,  # (max blocks,) int32
     count_ptr,  # (1,) int32
     pair_count,
+    BY_ID: tl.constexpr,
     IDS: tl.constexpr,
     IDS_PADDED: tl.constexpr,
     BM: tl.constexpr,
@@ -33,7 +47,7 @@ def _group_pairs_kernel(
     totals = tl.zeros((IDS_PADDED,), tl.int32)
     first = 0
     while first < pair_count:
-        chunk = tl.load(ids_ptr + first + lanes, mask=first + lanes < pair_count, other=-1)
+        chunk = _ids_at(ids_ptr, slots_ptr, first + lanes, pair_count, BY_ID, IDS)
         totals += tl.histogram(tl.where(chunk < 0, 0, chunk), IDS_PADDED, mask=chunk >= 0)
         first += CHUNK
     blocks = (totals + BM - 1) // BM
@@ -43,30 +57,38 @@ def _group_pairs_kernel(
         tl.store(count_ptr, start + own_blocks)
     if own_blocks == 0:
         return
-    block = 0
-    while block < own_blocks:
-        tl.store(block_ids_ptr + start + block, own)
-        block += 1
+    slot = own
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + own) if BY_ID else -1
     pairs_ptr += start * BM
     seen = 0
     first = 0
     while first < pair_count:
-        chunk = tl.load(ids_ptr + first + lanes, mask=first + lanes < pair_count, other=-1)
-        mine = (chunk == own).to(tl.int32)
-        tl.store(pairs_ptr + seen + tl.cumsum(mine, 0) - mine, first + lanes, mask=mine != 0)
-        seen += tl.sum(mine)
+        at = first + lanes
+        mine = _ids_at(ids_ptr, slots_ptr, at, pair_count, BY_ID, IDS) == own
+        if slots_ptr is not None and not BY_ID:
+            slot = tl.maximum(slot, tl.max(tl.load(slots_ptr + at, mask=mine, other=-1), 0))
+        one = mine.to(tl.int32)
+        tl.store(pairs_ptr + seen + tl.cumsum(one, 0) - one, at, mask=mine)
+        if listed_ptr is not None:
+            tl.store(listed_ptr + at, tl.zeros((CHUNK,), tl.int32) + slot, mask=mine)
+        seen += tl.sum(one)
         first += CHUNK
     rest = seen + tl.arange(0, BM)
     tl.store(pairs_ptr + rest, tl.zeros((BM,), tl.int32) + pair_count, mask=rest < own_blocks * BM)
+    block = 0
+    while block < own_blocks:
+        tl.store(block_ids_ptr + start + block, slot)
+        block += 1
 
 
 @dataclass(frozen=True, slots=True)
 class PairGroups:
-    """Blocks of up to `block_pairs` pairs of one expert or slot, on the device.
+    """Blocks of up to `block_pairs` pairs of one expert, on the device.
 
     Attributes:
         pairs: (max_blocks * block_pairs,) int32: numbers of pairs in ascending order, `pair_count` where a block is not full.
-        block_ids: (max_blocks,) int32: each block's expert or slot.
+        block_ids: (max_blocks,) int32: the slot of each block's expert.
         count: (1,) int32: blocks in use; what lies behind them was never written.
     """
 
@@ -78,20 +100,40 @@ class PairGroups:
     pair_count: int
 
     @classmethod
-    def allocate(cls, pair_count: int, num_ids: int, block_pairs: int, device: torch.device) -> PairGroups:
+    def allocate(cls, pair_count: int, num_ids: int, block_pairs: int, device: torch.device, most_listed: int | None = None) -> PairGroups:
+        """Allocate for `pair_count` pairs, of which at most `most_listed` are listed, with at most `num_ids` different ids."""
+        listed = pair_count if most_listed is None else most_listed
         # each id that occurs leaves at most one block unfilled
-        max_blocks = min(pair_count, num_ids) + pair_count // block_pairs
+        max_blocks = min(listed, num_ids) + listed // block_pairs
         pairs = torch.empty(max_blocks * block_pairs, dtype=torch.int32, device=device)
         block_ids = torch.empty(max_blocks, dtype=torch.int32, device=device)
         return cls(pairs, block_ids, torch.empty(1, dtype=torch.int32, device=device), block_pairs, max_blocks, pair_count)
 
 
-def group_pairs(ids: torch.Tensor, num_ids: int, groups: PairGroups) -> None:
-    """Fill `groups` from `ids` (P,) int32, of which -1 is skipped; one launch, no synchronisation."""
+def group_pairs(
+    ids: torch.Tensor,
+    num_ids: int,
+    groups: PairGroups,
+    slots: torch.Tensor | None = None,
+    *,
+    slot_of: torch.Tensor | None = None,
+    listed: torch.Tensor | None = None,
+) -> None:
+    """Fill `groups` from `ids` (P,) integers; one launch, no synchronisation. Ids that are not from 0 to `num_ids - 1` are skipped.
+
+    A block's id is its slot. The number of ids is a constant of the kernel, and one program runs for each: give experts of one layer and
+    their slots, not the slots of all layers.
+
+    Args:
+        slots: (P,) int32, the slot of each pair, equal where ids are equal; -1: skipped.
+        slot_of: in its place (num_ids,) int32, the slot of each id.
+        listed: (P,) int32, gets the slots of the pairs that are listed; others are left as they are.
+    """
     padded = max(16, triton.next_power_of_2(num_ids))
+    by_id = slot_of is not None
     _group_pairs_kernel[num_ids,](
-        ids, groups.pairs, groups.block_ids, groups.count, groups.pair_count,
-        IDS=num_ids, IDS_PADDED=padded, BM=groups.block_pairs, CHUNK=CHUNK, num_warps=4, **LAUNCH,
+        ids, slot_of if by_id else slots, listed, groups.pairs, groups.block_ids, groups.count, groups.pair_count,
+        BY_ID=by_id, IDS=num_ids, IDS_PADDED=padded, BM=groups.block_pairs, CHUNK=CHUNK, num_warps=4, **LAUNCH,
     )  # fmt: skip
 
 

@@ -28,8 +28,11 @@ from moegraft.operators.sparsity import LayerSparsity
 if TYPE_CHECKING:
     from moegraft.operators.sparse.slots import TimedSlotPaths
 
-SlotKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped."""
+SlotKernel = Callable[..., None]
+"""`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
+
+`experts=(T, K)` integers, the layer's expert of each pair, spares kernels from looking at all slots.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,10 @@ class EngineLayers:
         """Return what computes a layer's experts from slots, for a call of the calling thread, which may be drafting."""
         return self.bound_kernel(self._kernels[layer], self.sparsity[layer])
 
+    def layer_kernel(self, layer: int) -> Any:
+        """Return a layer's `device_kernel`."""
+        return self._kernels[layer]
+
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
         """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
         if self._slot_experts is not None:
@@ -121,10 +128,23 @@ class EngineLayers:
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
         return partial(self._compute_on_device, kernel, drafting)
 
+    def begin_grouped(self, kernel: Any, tokens: Tokens) -> Any:
+        """Return the call of a layer's `device_kernel` that computes experts as they arrive; None where there is none."""
+        if self.emulated or not hasattr(kernel, "begin"):
+            return None
+        return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
+
     def _compute_on_device(
-        self, kernel: Any, arguments: dict[str, Any], x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        self,
+        kernel: Any,
+        arguments: dict[str, Any],
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> None:
-        kernel.forward(x, self._slot_memory, slots, weights, out, **arguments)
+        kernel.forward(x, self._slot_memory, slots, weights, out, experts=experts, **arguments)
 
     def _compute_emulated(
         self,
@@ -134,6 +154,7 @@ class EngineLayers:
         slots: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> None:
         part = torch.empty_like(x)
         self.runtime.forward(in_slots, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
@@ -197,6 +218,7 @@ class CallExecutor:
     Args:
         host, on_device: the call's tokens in host memory, and where the slots are; on emulated devices the same.
         slot_kernel: of the layer, bound to the calling thread.
+        device_kernel: the layer's kernel itself, where launches may share the work of one call.
 
     Attributes:
         result: (T, H) float32, the sum once `join` has returned; on a CUDA device it is then queued on the current stream.
@@ -210,13 +232,18 @@ class CallExecutor:
         slot_kernel: SlotKernel,
         host: Tokens,
         on_device: Tokens,
+        device_kernel: Any = None,
     ) -> None:
         hidden_states, index = host.hidden_states, host.top_k_index.numpy()
-        self.result = torch.zeros(hidden_states.shape, dtype=torch.float32, device=on_device.hidden_states.device)
+        self.result = torch.empty(hidden_states.shape, dtype=torch.float32, device=on_device.hidden_states.device)
+        self._written = False  # whether `result` holds a sum yet, once the launches have run
         self._layers = layers
         self._packed = packed
         self._sparse_arguments = sparse_arguments(sparsity)
         self._slot_kernel = slot_kernel
+        self._device_kernel = device_kernel
+        self._grouped: Any = None  # the call that launches add to, where they do
+        self._launches = 0
         self._host = host
         self._on_device = on_device
         self._cpu_out = layers.host_buffer("out", hidden_states.shape, hidden_states.dtype)
@@ -234,24 +261,50 @@ class CallExecutor:
         return partial(runtime.wait, runtime.submit(self._packed, *arrays, **self._sparse_arguments))
 
     def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None]:
+        """Prepare a launch, copies included, so that what is left is work of the device."""
         slot_of = np.full(self._layers.num_experts + 1, -1, np.int32)
         slot_of[experts] = slots
-        return partial(self._launch, torch.from_numpy(slot_of[self._index]))
+        first, self._written = not self._written, True
+        self._launches += 1
+        if first:
+            self._grouped = self._layers.begin_grouped(self._device_kernel, self._on_device)
+        if self._grouped is not None:
+            pairs = int((slot_of[self._index] >= 0).sum())
+            return partial(self._grouped.add, self._on_the_device(slot_of[:-1]), len(experts), pairs)
+        return partial(self._launch, self._on_the_device(slot_of[self._index]), first)
 
-    def _launch(self, slots: torch.Tensor) -> None:
-        part, tokens = torch.empty_like(self.result), self._on_device
-        self._slot_kernel(tokens.hidden_states, slots.to(part.device, non_blocking=True), tokens.top_k_weights, part)
-        self.result += part
+    def _on_the_device(self, slots: NDArray[np.int32]) -> torch.Tensor:
+        # Each launch of a call has memory of its own: the copy may be later than the next launch.
+        held = self._layers.host_buffer(f"slots {self._launches}", torch.Size(slots.shape), torch.int32)
+        held.numpy()[:] = slots
+        return held.to(self.result.device, non_blocking=True)
+
+    def _launch(self, slots: torch.Tensor, first: bool) -> None:
+        tokens = self._on_device
+        part = self.result if first else torch.empty_like(self.result)
+        self._slot_kernel(tokens.hidden_states, slots, tokens.top_k_weights, part, experts=tokens.top_k_index)
+        if not first:
+            self.result += part
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         for event in gpu if self._layers.emulated else ():
             event.wait()
+        if self._grouped is not None:
+            self._grouped.finish(self.result)
+            self._grouped = None
         if cpu is not None:
             cpu.wait()
-            self.result += self._cpu_out.to(self.result.device, non_blocking=True)
+            if self._written:
+                self.result += self._cpu_out.to(self.result.device, non_blocking=True)
+            else:
+                self.result.copy_(self._cpu_out, non_blocking=True)
+        elif not self._written:
+            self.result.zero_()
+        self._written = True
 
     def restart(self) -> None:
-        self.result.zero_()
+        self._grouped = None
+        self._written = False
 
 
 def sparse_arguments(sparsity: LayerSparsity | None) -> dict[str, Any]:

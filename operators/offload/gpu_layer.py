@@ -97,6 +97,7 @@ class GpuLayer:
             self.layers.slot_kernel(self._index),
             Tokens(host["tokens"], host["index"], host["weights"]),
             on_device,
+            self.layers.layer_kernel(self._index),
         )
         self.engine.run(self._step(host, settings), executor, overlap)
         if overlap is not None:
