@@ -8,10 +8,12 @@ scores. The same code drives CUDA and the emulated devices.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from threading import Lock
 
 import numpy as np
@@ -29,6 +31,7 @@ from moegraft.operators.offload.step import LayerExecutor, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 logger = logging.getLogger(__name__)
+GROUP_LAUNCHES = 4  # that the link outlasts: the host also plans, waits and releases. An estimate, no GPU has measured it.
 
 
 class Engine:
@@ -124,11 +127,15 @@ class Engine:
                     self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
                 request()
                 while requested:
-                    position, transfer = requested[0]
-                    self._compute.wait(transfer.ready())
-                    launches.append(self._launch(step, np.array([position]), np.array([transfer.slot], np.int32), executor, waited=True))
-                    requested.popleft()
-                    self._queue.release(transfer, launches[-1])
+                    group = list(islice(requested, self._group_size(len(requested))))
+                    for _, transfer in group:
+                        self._compute.wait(transfer.ready())
+                    positions, arrived = zip(*group, strict=True)
+                    at, filled = np.array(positions), np.array([transfer.slot for transfer in arrived], np.int32)
+                    launches.append(self._launch(step, at, filled, executor, waited=True))
+                    for transfer in arrived:
+                        requested.popleft()
+                        self._queue.release(transfer, launches[-1])
                     request()
 
                 if not self._by_residency:
@@ -155,6 +162,16 @@ class Engine:
             if not pin.released:
                 self._slots.release(pin, None)
 
+    def _group_size(self, requested: int) -> int:
+        """How many of the experts in flight are launched together.
+
+        As many as arrive while a few launches are made, so that the host keeps up with the link; and at most half of them, so that the
+        others are in flight while the slots of these are in use.
+        """
+        transfer_ms = self.costs.transfer_ms(self._expert_bytes)
+        hidden = min(requested, math.ceil(GROUP_LAUNCHES * self.costs.first_gpu_ms / transfer_ms)) if transfer_ms > 0 else requested
+        return max(1, min(hidden, requested // 2))
+
     def _problem(self, step: LayerStep, pin: Pin, gpu_free_ms: float) -> LayerProblem:
         slots, queue = self._slots, self._queue
         busy_ms = link_free_ms = queue.busy_ms()
@@ -167,6 +184,8 @@ class Engine:
             left_ms = max(0.0, alone_ms - busy_ms)
             link_free_ms += left_ms
             arrival_ms[at] = max(alone_ms if left_ms == 0 else link_free_ms, 1e-3)  # 0 would mean that it is resident
+        # The GPU cannot begin before its first launch has reached it.
+        gpu_free_ms += self.costs.first_gpu_ms
         # One slot is enough to transfer any number of experts, one after another: free now, or once a resident expert was read.
         most = min(slots.capacity_of(step.layer), slots.num_experts - 1)
         only_resident = step.draft is not None and step.draft.resident
@@ -194,6 +213,7 @@ class Engine:
             arrival_ms=np.where(resident[order], 0.0, np.inf),
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
+            gpu_free_ms=self.costs.first_gpu_ms,
         )
         gains = np.empty(len(order))
         gains[order] = self.scheduler.gains(prediction.layer, problem)

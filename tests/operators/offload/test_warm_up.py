@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +14,8 @@ from support.model_shapes import MODELS
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
-from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons
+from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Neurons, Stream, Work
+from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import EngineLayers
@@ -96,6 +97,49 @@ def test_preparing_a_call_is_not_measured() -> None:
     assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
     np.testing.assert_allclose(found.cpu_ms, expected.cpu_ms)
     np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
+
+
+class HostBound(VirtualDevice):
+    """A device whose launches take the host time, while its events are recorded at once, as on an idle GPU. Replays are one call."""
+
+    launch_ms = 0.5
+    replaying = False
+
+    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+        if not self.replaying:
+            self.advance(self.launch_ms)
+        super().launch(stream, function, work)
+
+    def capture(self, step: Callable[[], None]) -> EmulatedGraph:
+        graph = super().capture(step)
+        replay = graph.replay
+
+        def replayed() -> None:
+            self.replaying = True
+            replay()
+            self.replaying = False
+
+        graph.replay = replayed  # type: ignore[method-assign]
+        return graph
+
+
+def test_what_the_host_takes_to_launch_is_no_time_of_an_expert() -> None:
+    profile, expert_bytes = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
+    device = HostBound(profile)
+    costs = CostModel(warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic))
+    loads = np.array([1, 3, 17, 64])
+    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
+    assert costs.first_gpu_ms == pytest.approx(HostBound.launch_ms)
+
+
+def test_a_device_that_cannot_capture_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: VirtualDevice, step: Callable[[], None]) -> EmulatedGraph:
+        raise DeviceError("no graphs here")
+
+    monkeypatch.setattr(VirtualDevice, "capture", refused)
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    tables = warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic)
+    assert len(tables.gpu_ms) > 1 and tables.gpu_ms[0][1] > 0
 
 
 def test_long_jobs_end_the_warm_up() -> None:
