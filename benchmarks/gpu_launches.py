@@ -44,7 +44,11 @@ PROMPT = 512
 COUNTED = 8  # layers of an eager step, each with later ones to look ahead to
 STEPS = 12
 TABLES = CostTables(
-    cpu_ms=((1, 0.06), (64, 0.6)), gpu_ms=((1, 0.01), (64, 0.03)), transfer_ms=((1, 1e-7), (2_500_000, 0.1)), first_cpu_ms=0.05
+    cpu_ms=((1, 0.06), (64, 0.6)),
+    gpu_ms=((1, 0.01), (64, 0.03)),
+    transfer_ms=((1, 1e-7), (2_500_000, 0.1)),
+    first_cpu_ms=0.05,
+    first_gpu_ms=0.05,
 )
 FIGURES = ("kernels", "copies", "host_nodes", "syncs", "python_us")
 
@@ -163,13 +167,13 @@ def captured() -> list[dict[str, object]]:
 
 def route(graph: StepGraph, rng: np.random.Generator) -> None:
     """Write into a step's buffers what its kernels would write there: a routing, and which of the experts have slots."""
-    buffers = graph._buffers
+    rows = graph._buffers.rows
     for layer in range(LAYERS):
         scores = rng.dirichlet(np.full(EXPERTS, 0.1)).astype(np.float32)
         chosen = np.argsort(-scores)[:TOP_K]
-        buffers.scores[layer, 0] = torch.from_numpy(scores)
-        buffers.chosen[layer, 0] = torch.from_numpy(chosen.copy())
-        buffers.slots[layer, 0] = torch.from_numpy(graph._slots.slot_of(layer)[chosen].astype(np.int32))
+        rows["scores"][layer, 0] = torch.from_numpy(scores)
+        rows["chosen"][layer, 0] = torch.from_numpy(chosen.copy())
+        rows["slots"][layer, 0] = torch.from_numpy(graph._slots.slot_of(layer)[chosen].astype(np.int32))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from moegraft.operators.kernels.launch import LAUNCH
 
 CHUNK = 1024  # pairs that a program looks at in one go
 COLUMNS = 512  # of a program that sums rows
+ROUTED = 1024  # values of a token that a program copies
 
 
 @triton.jit
@@ -176,3 +178,65 @@ def combine(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: t
     _combine_kernel[tokens, triton.cdiv(hidden, COLUMNS)](
         rows, ids, weights, out, H=hidden, TOP_K=ids.shape[1], COLUMNS=COLUMNS, num_warps=4, **LAUNCH
     )
+
+
+@triton.jit
+def _route_kernel(
+    x_ptr,  # (T, H) floating
+    scores_ptr,  # (T, E) floating, or None
+    index_ptr,  # (T, K) integers
+    weights_ptr,  # (T, K) floating
+    slot_of_ptr,  # (E,) int32
+    tokens_ptr,  # (T, H) of the dtype of x
+    kept_scores_ptr,  # (T, E) float32
+    kept_weights_ptr,  # (T, K) float32
+    chosen_ptr,  # (T, K) int64
+    ids_ptr,  # (T, K) int64
+    slots_ptr,  # (T, K) int32
+    H: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T, max(H, E) / BLOCK)."""
+    token = tl.program_id(0)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(tokens_ptr + token * H + lanes, tl.load(x_ptr + token * H + lanes, mask=lanes < H, other=0.0), mask=lanes < H)
+    if scores_ptr is not None:
+        scores = tl.load(scores_ptr + token * E + lanes, mask=lanes < E, other=0.0)
+        tl.store(kept_scores_ptr + token * E + lanes, scores.to(tl.float32), mask=lanes < E)
+    if tl.program_id(1) == 0:
+        k = tl.arange(0, TOP_K_PADDED)
+        pairs = token * TOP_K + k
+        index = tl.load(index_ptr + pairs, mask=k < TOP_K, other=-1).to(tl.int64)
+        real = (index >= 0) & (index < E)
+        slots = tl.load(slot_of_ptr + index, mask=real, other=-1)
+        weights = tl.load(weights_ptr + pairs, mask=k < TOP_K, other=0.0)
+        tl.store(kept_weights_ptr + pairs, weights.to(tl.float32), mask=k < TOP_K)
+        tl.store(chosen_ptr + pairs, tl.where(real, index, -1), mask=k < TOP_K)
+        tl.store(ids_ptr + pairs, tl.where(real & (slots < 0), index, -1), mask=k < TOP_K)
+        tl.store(slots_ptr + pairs, slots, mask=k < TOP_K)
+
+
+def route(
+    hidden_states: torch.Tensor,
+    scores: torch.Tensor | None,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    slot_of: torch.Tensor,
+    into: Mapping[str, torch.Tensor],
+) -> None:
+    """Write a layer's tokens and routing into one place, in one launch.
+
+    Args:
+        slot_of: (E,) int32, -1: no slot.
+        into: `tokens`, `scores` and `weights`, and as (T, K) with -1 for padded slots `chosen`, the experts, `ids`, those without a slot,
+            and `slots`. Without `scores` those are left as they are.
+    """
+    (tokens, hidden), num_experts, top_k = hidden_states.shape, slot_of.shape[0], top_k_index.shape[1]
+    _route_kernel[tokens, triton.cdiv(max(hidden, num_experts), ROUTED)](
+        hidden_states, scores, top_k_index, top_k_weights, slot_of,
+        into["tokens"], into["scores"], into["weights"], into["chosen"], into["ids"], into["slots"],
+        H=hidden, E=num_experts, TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k), BLOCK=ROUTED, num_warps=4, **LAUNCH,
+    )  # fmt: skip

@@ -302,8 +302,8 @@ def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type:
     compute, plan = EngineLayers._compute_emulated, Scheduler.plan
     everything_on_the_cpu = Scheduler("all_cpu")
 
-    def scaled(self: EngineLayers, *given: Any) -> None:
-        compute(self, *given)
+    def scaled(self: EngineLayers, *given: Any, **more: Any) -> None:
+        compute(self, *given, **more)
         given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
 
     def planned(self: Scheduler, *given: Any) -> Any:
