@@ -118,15 +118,15 @@ def per(rows: list[dict[str, float]], divide: float = 1.0) -> dict[str, float]:
 
 
 def eager() -> dict[str, object]:
+    """Also by arrivals: the experts that were missing, and were brought for a layer."""
     model = Model("two_threshold")
     for _ in range(4):
         model.forward(1)
     rows = [row for _ in range(STEPS) for row in model.forward(1)]
-    return {"mode": "eager decode", "per": "layer", **per(rows)}
+    return {"mode": "eager decode", "per": "layer", **per(rows), "arrivals": median(row["arrivals"] for row in rows)}
 
 
 def prefill() -> dict[str, object]:
-    """Also by arrivals: what each expert that was missing adds to a layer."""
     model = Model("on_demand")
     model.forward(PROMPT)
     rows = model.forward(PROMPT)
@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", default="now", help="the rows' label")
     stage = parser.parse_args().stage
-    with torch.inference_mode(), counting():
+    with torch.no_grad(), counting():
         rows = [{"stage": stage, **row} for row in (eager(), prefill(), *captured())]
     for row in rows:
         print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.cpu import as_array, rounded
+from moegraft.operators.offload.cache import priorities, update_layers
 from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph, Work
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
@@ -48,6 +49,7 @@ class StepBuffers:
         table: (L, E) int32 on the device, the slot table of a step.
         row: the parts of the row on the device.
         rows: the parts of all rows in host memory, (L, T, ...).
+        routed: `chosen`, `slots` and `scores` of `rows`.
         out: (T, H), the CPU's part of a layer, in host memory.
         returned: (T, H) on the device, where `out` is copied.
         scored: (L,), the layers that have scores: those whose routers were seen.
@@ -84,6 +86,7 @@ class StepBuffers:
             self.rows[name] = self._rows[:, part].view(dtype).view(layers, *shape)
         self.rows["chosen"].fill_(-1)
         self.rows["ids"].fill_(-1)
+        self.routed = tuple(self.rows[name].numpy() for name in ("chosen", "slots", "scores"))
         self.out = torch.zeros(tokens, dtype=call.dtype, pin_memory=pinned)
         self.returned = torch.zeros(tokens, dtype=call.dtype, device=on_device)
         self.scored = np.zeros(layers, bool)
@@ -247,7 +250,7 @@ class StepGraph:
                 self._slots.thaw(done)
             for layer in self.layers:
                 layer.check()
-            chosen, slots, scores = (buffers.rows[name].numpy() for name in ("chosen", "slots", "scores"))
+            chosen, slots, scores = buffers.routed
             self._last = _Routed(chosen.copy(), (slots < 0) & (chosen >= 0), scores.copy(), buffers.scored.copy())
 
     def release(self) -> None:
@@ -261,24 +264,32 @@ class StepGraph:
         if routed is None:
             return
         engine = self._engine
-        for layer in np.flatnonzero(routed.scored).tolist():
-            engine.policy.update(layer, routed.scores[layer], routed.chosen[layer])
-        for layer, (chosen, on_cpu) in enumerate(zip(routed.chosen, routed.on_cpu, strict=True)):
-            used, missing = len(np.unique(chosen[chosen >= 0])), len(np.unique(chosen[on_cpu]))
-            engine.statistics.count(layer, used, found=used - missing, on_cpu=missing)
+        layers = np.flatnonzero(routed.scored)
+        update_layers(engine.policy, layers, routed.scores[layers], routed.chosen[layers])
+        missed = self._marked(np.where(routed.on_cpu, routed.chosen, -1))
+        engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
         engine.statistics.replayed += 1
         if engine.prefetcher.options.promote:
-            self._promote(routed)
+            self._promote(missed)
 
-    def _promote(self, routed: _Routed) -> None:
-        """Request experts that the CPU served and the cache ranks above those they would evict, the widest gap first."""
-        wanted: list[tuple[float, int, int]] = []
-        for layer in range(self._slots.layers):
-            ranks, resident = self._engine.policy.priority(layer), self._slots.slot_of(layer) >= 0
-            lowest = float(ranks[resident].min()) if self._slots.full(layer) and resident.any() else -np.inf
-            missed = np.unique(routed.chosen[layer][routed.on_cpu[layer]])
-            wanted += [(lowest - float(ranks[expert]), layer, expert) for expert in missed.tolist() if ranks[expert] > lowest]
-        best = sorted(wanted)[:MAX_REQUESTS]
-        self._queue.replan({(layer, expert) for _, layer, expert in best})
-        for _, layer, expert in best:
+    def _marked(self, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(L, E), the experts of each layer that are among (L, T, K), -1 for padded slots."""
+        layers, num_experts = self._slots.layers, self._slots.num_experts
+        marked = np.zeros((layers, num_experts + 1), np.bool_)  # the last column is that of -1
+        marked[np.arange(layers)[:, None], chosen.reshape(layers, -1)] = True
+        return marked[:, :-1]
+
+    def _promote(self, missed: NDArray[np.bool_]) -> None:
+        """Request experts (L, E) that the CPU served and the cache ranks above those they would evict, the widest gap first."""
+        slots = self._slots
+        ranks = priorities(self._engine.policy, slots.layers)
+        resident = slots.table >= 0
+        full = np.array([slots.full(layer) for layer in range(slots.layers)])
+        lowest = np.where(resident, ranks, np.inf).min(axis=1)
+        lowest[~full | ~resident.any(axis=1)] = -np.inf
+        layers, experts = np.nonzero(missed & (ranks > lowest[:, None]))
+        best = np.argsort(lowest[layers] - ranks[layers, experts], kind="stable")[:MAX_REQUESTS]
+        wanted = list(zip(layers[best].tolist(), experts[best].tolist(), strict=True))
+        self._queue.replan(set(wanted))
+        for layer, expert in wanted:
             self._queue.request(layer, expert, Urgency.PROMOTION)

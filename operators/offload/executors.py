@@ -28,6 +28,7 @@ from moegraft.operators.sparsity import LayerSparsity
 if TYPE_CHECKING:
     from moegraft.operators.sparse.slots import TimedSlotPaths
 
+ALIKE = 0.98  # of the chosen experts; rounding decides between equals
 SlotKernel = Callable[..., None]
 """`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
 
@@ -58,6 +59,9 @@ class EngineLayers:
         packed, routers: of each layer, in the model's order.
         sparsity: which neurons each layer leaves out; None for layers that leave none out.
         slots: the memory of the slots, one after another.
+
+    Attributes:
+        look_ahead: predicts what later layers choose.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class EngineLayers:
         self.packed = packed
         self.routers = routers
         self.sparsity = sparsity
+        self.look_ahead = LookAhead(routers)
         self.num_experts = first.shape.num_experts
         self._pinned: dict[str, torch.Tensor] = {}  # page-locked host tensors, kept between calls: one call at a time
         self._slot_experts: PackedExperts | None = None
@@ -190,15 +195,21 @@ class EngineLayers:
         return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors in host memory, fetched with one wait: the GPU has done all work before them."""
+        """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""
         if self.emulated:
             return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        fetched = {name: self.host_buffer(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            fetched[name].copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values()}:
-            torch.cuda.current_stream(device).synchronize()
-        return fetched
+        # Gathered on the device, so that one copy does; wider types first, so that each part begins at a multiple of its type's size.
+        order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+        parts = [tensors[name].contiguous().view(-1).view(torch.uint8) for name in order]
+        gathered = torch.cat(parts)
+        held = self.host_buffer("fetched", gathered.shape, torch.uint8)
+        held.copy_(gathered, non_blocking=True)
+        torch.cuda.current_stream(gathered.device).synchronize()
+        found = (
+            part.view(tensors[name].dtype).view(tensors[name].shape)
+            for name, part in zip(order, held.split([*map(len, parts)]), strict=True)
+        )
+        return dict(zip(order, found, strict=True))
 
     def host_buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the GPU can be copied from and to; overwritten by the next call that asks for this name."""
@@ -210,6 +221,56 @@ class EngineLayers:
             with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
                 held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
         return held[: shape.numel()].view(shape)
+
+
+class LookAhead:
+    """What later layers would choose on the current hidden states (HybriMoE, section IV-C), without their routers where that is the same.
+
+    Most routers choose the largest products of their rows of weights with a token. The rows of all layers are kept in one block, so that
+    one product and one `topk` replace the calls of several routers. Layers whose router turns out to choose otherwise, by corrections or
+    groups, keep calling it.
+    """
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+        self._rows: torch.Tensor | None = None  # (L, E, H)
+        self._alike: list[bool | None] = [None] * len(routers)  # whether the rows choose as the router does; None: not compared yet
+        self._top_k = 0
+
+    def chosen(self, tokens: torch.Tensor, layers: range) -> list[torch.Tensor]:
+        """(T, H) -> for each of the layers (T, K) int64, the likeliest expert first."""
+        if not len(layers) or not len(tokens):
+            return [self._routers[layer].route(tokens).top_k_index for layer in layers]
+        if all(self._alike[layer] for layer in layers):
+            assert self._rows is not None, "they were compared"
+            rows = self._rows[layers.start : layers.stop]
+            products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
+            return list(products.topk(self._top_k, dim=-1).indices.unbind(1))
+        found = [self._routers[layer].route(tokens).top_k_index for layer in layers]
+        for layer, index in zip(layers, found, strict=True):
+            if self._alike[layer] is None:
+                self._alike[layer] = self._compare(layer, tokens, index)
+        return found
+
+    def _compare(self, layer: int, tokens: torch.Tensor, index: torch.Tensor) -> bool:
+        if self._rows is None:
+            found = [self._rows_of(router) for router in self._routers]
+            rows = [each for each in found if each is not None]
+            if len(rows) < len(found) or len({(each.shape, each.dtype, each.device) for each in rows}) > 1:
+                self._alike = [False] * len(found)
+                return False
+            self._rows = torch.stack([each.detach() for each in rows])
+            self._top_k = index.shape[1]
+        if index.shape[1] != self._top_k:
+            return False
+        best = (tokens.to(self._rows.dtype) @ self._rows[layer].T).topk(self._top_k, dim=-1).indices
+        same = (best[:, :, None] == index[:, None, :]).any(-1).float().mean()
+        return float(same) >= ALIKE
+
+    def _rows_of(self, router: Router) -> torch.Tensor | None:
+        """A router's rows of weights, if it has nothing else to choose by."""
+        tensors = [*router.module.parameters(), *router.module.buffers()]
+        return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 2 and len(tensors[0]) == router.num_experts else None
 
 
 class CallExecutor:

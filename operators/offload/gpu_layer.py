@@ -47,6 +47,7 @@ class GpuLayer:
         self._index = index
         self._sparsity = layers.sparsity[index]
         self._router_calls = _RouterCalls(layers.routers[index])
+        self._look_ahead = layers.look_ahead
         self._draft = draft
         self._resident_draft = ResidentDraft(layers.routers[index])
 
@@ -120,9 +121,9 @@ class GpuLayer:
     def _predict(self, router_input: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the next layers would choose on the current hidden states, as `layer N`: (T', K) int64."""
         last = self._index + self.engine.prefetcher.options.depth
-        routers, tokens = self.layers.routers, router_input[-PREDICT_TOKENS:]
-        later = range(self._index + 1, min(last + 1, len(routers)))
-        return {f"layer {layer}": routers[layer].route(tokens).top_k_index for layer in later}
+        tokens = router_input[-PREDICT_TOKENS:]
+        later = range(self._index + 1, min(last + 1, len(self.layers.routers)))
+        return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later), strict=True)}
 
     def _narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing of a draft, (T, K) and (T, K) padded."""
