@@ -171,3 +171,24 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     assert on_cpu[1] == 4 * 16 * 96 and calls.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
     assert calls.sparsity.achieved == pytest.approx(0.7, abs=0.05)
     assert not of_model.counts.any(), "the model has left nothing out yet"
+
+
+def test_kernels_are_warmed_up_for_the_experts_per_token_of_the_model() -> None:
+    """Each number of them is a kernel of its own, and the first token would wait for it to be compiled."""
+    layer = make_layer(num_experts=4, hidden=64, intermediate=96)
+    arena = SimpleNamespace(array=None, tensor=torch.from_numpy(layer.packed.buffer.copy()))
+    layers = EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [None], arena)  # type: ignore[arg-type]
+    calls, shapes = SyntheticCalls(layers, 3), set()
+
+    class Kernel:
+        def forward(self, x: torch.Tensor, arena: object, slots: torch.Tensor, *given: object, **more: object) -> None:
+            shapes.add((slots.shape[1], int((slots >= 0).sum(1).max())))
+
+    calls._kernel = Kernel()
+    for count in (1, 2, 4):
+        experts = np.arange(count)
+        calls.executor(experts.tolist(), 1).on_gpu(experts, experts.astype(np.int32))()
+    assert shapes == {(3, 1), (3, 2), (4, 4)}
+    found = calls.executor([0, 2], 2)
+    found.join(SimpleNamespace(wait=found.on_cpu(np.array([0, 2]))()), ())  # type: ignore[arg-type]
+    assert found.result.shape == (2, 64)
