@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload import decode_steps
-from moegraft.operators.offload.captured import CapturedLayer
+from moegraft.operators.offload.captured import CapturedLayer, StepGraph
 from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
@@ -316,3 +316,21 @@ def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type:
         answer(model)
     assert not caplog.records, caplog.text
     assert engine_of(model).statistics.replayed > 0
+
+
+def test_a_step_is_kept_for_the_texts_that_follow(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Each answer has a cache of its own; where that of the last is gone, its memory is taken. Where it is held, nothing is."""
+    model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
+    capture, captures = StepGraph.capture, list[int]()
+    monkeypatch.setattr(StepGraph, "capture", lambda self, step: captures.append(1) or capture(self, step))
+    for ids in (prompt(9), prompt(9)[:, 2:], prompt(5)):
+        length = {"max_new_tokens": 9 + NEW - ids.shape[1]}
+        assert answer(model, ids=ids, **length)[0] == answer(stock, ids=ids, **length)[0]
+    assert len(captures) == 1
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    held = model.generate(prompt(9), **settings)
+    kept = [layer.keys.clone() for layer in held.past_key_values.layers]
+    assert len(captures) == 1
+    assert answer(model, ids=prompt(9))[0] == answer(stock, ids=prompt(9))[0] == held.sequences[0].tolist()
+    assert len(captures) == 2, "the memory of a cache that somebody holds is not taken"
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(held.past_key_values.layers, kept, strict=True))
