@@ -43,6 +43,7 @@ RESIDENT = 32  # experts of a layer
 PROMPT = 512
 COUNTED = 8  # layers of an eager step, each with later ones to look ahead to
 STEPS = 12
+TOKEN_MS = 10.0  # from one captured step to the next, in which experts land
 TABLES = CostTables(
     cpu_ms=((1, 0.06), (64, 0.6)),
     gpu_ms=((1, 0.01), (64, 0.03)),
@@ -117,13 +118,13 @@ def per(rows: list[dict[str, float]], divide: float = 1.0) -> dict[str, float]:
     return {name: round(median(row[name] for row in rows) / divide, 1) for name in FIGURES}
 
 
-def eager() -> dict[str, object]:
+def eager(schedule: ScheduleName) -> dict[str, object]:
     """Also by arrivals: the experts that were missing, and were brought for a layer."""
-    model = Model("two_threshold")
+    model = Model(schedule)
     for _ in range(4):
         model.forward(1)
     rows = [row for _ in range(STEPS) for row in model.forward(1)]
-    return {"mode": "eager decode", "per": "layer", **per(rows), "arrivals": median(row["arrivals"] for row in rows)}
+    return {"mode": "eager decode", "schedule": schedule, "per": "layer", **per(rows), "arrivals": median(row["arrivals"] for row in rows)}
 
 
 def prefill() -> dict[str, object]:
@@ -131,7 +132,7 @@ def prefill() -> dict[str, object]:
     model.forward(PROMPT)
     rows = model.forward(PROMPT)
     arrivals = median(row["arrivals"] for row in rows)
-    return {"mode": f"prompt of {PROMPT}", "per": "layer", **per(rows), "arrivals": arrivals}
+    return {"mode": f"prompt of {PROMPT}", "schedule": "on_demand", "per": "layer", **per(rows), "arrivals": arrivals}
 
 
 def captured() -> list[dict[str, object]]:
@@ -161,8 +162,15 @@ def captured() -> list[dict[str, object]]:
         with figures(counts) as taken:
             graph.replay()
         token_rows.append(taken)
-    row = {"mode": "captured decode", "per": "layer", **per(layer_rows), "python_us": round(per(token_rows[4:])["python_us"] / LAYERS, 1)}
-    return [row, {"mode": "captured decode", "per": "token, besides", **per(token_rows[4:])}]
+        model.device.advance(TOKEN_MS)
+    row = {
+        "mode": "captured decode",
+        "schedule": "",
+        "per": "layer",
+        **per(layer_rows),
+        "python_us": round(per(token_rows[4:])["python_us"] / LAYERS, 1),
+    }
+    return [row, {"mode": "captured decode", "schedule": "", "per": "token, besides", **per(token_rows[4:])}]
 
 
 def route(graph: StepGraph, rng: np.random.Generator) -> None:
@@ -181,7 +189,7 @@ def main() -> None:
     parser.add_argument("--stage", default="now", help="the rows' label")
     stage = parser.parse_args().stage
     with torch.no_grad(), counting():
-        rows = [{"stage": stage, **row} for row in (eager(), prefill(), *captured())]
+        rows = [{"stage": stage, **row} for row in (eager("two_threshold"), eager("on_demand"), prefill(), *captured())]
     for row in rows:
         print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
     file = RESULTS / "gpu_launches.csv"

@@ -26,7 +26,8 @@ from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.transfers import Urgency
 
 HOST_STREAM = "experts on the host"
-MAX_REQUESTS = 32  # experts requested in a step; more than a link transfers in its time, except for the smallest
+MAX_REQUESTS = 32  # experts requested in a step at most: each costs the host a little
+LEAST_REQUESTS = 4  # so that the link never waits for the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,8 @@ class StepGraph:
         self.layers: Sequence[CapturedLayer] = [CapturedLayer(engine.device, layers, index, self._buffers) for index in range(count)]
         self._graph: Graph | None = None
         self._last: _Routed | None = None  # of the last step, which nothing was learnt from yet
+        self._start_ms: float | None = None  # of the last step
+        self._requests = MAX_REQUESTS  # in a step, by what the link transfers from one to the next
 
     def capture(self, step: Callable[[], None]) -> None:
         """Capture `step`, which calls `layers`; nothing of it is executed.
@@ -238,6 +241,7 @@ class StepGraph:
                 with self._slots.lock:
                     buffers.set_table(self._slots.table, self._slots.version)
                 start_ms = engine.device.now_ms()
+                self._pace(start_ms)
                 self._graph.replay()
                 done = self._compute.record()
                 self._learn()
@@ -258,6 +262,13 @@ class StepGraph:
         if self._graph is not None:
             self._graph.release()
             self._graph = None
+
+    def _pace(self, start_ms: float) -> None:
+        """Limit requests to what the link transfers until the next step; what is requested and does not come costs the host time."""
+        last_ms, self._start_ms = self._start_ms, start_ms
+        transfer_ms = self._engine.costs.transfer_ms(self._queue.store.expert_bytes)
+        if last_ms is not None and transfer_ms > 0:
+            self._requests = max(LEAST_REQUESTS, min(MAX_REQUESTS, 1 + int((start_ms - last_ms) / transfer_ms)))
 
     def _learn(self) -> None:
         routed, self._last = self._last, None
@@ -288,7 +299,7 @@ class StepGraph:
         lowest = np.where(resident, ranks, np.inf).min(axis=1)
         lowest[~full | ~resident.any(axis=1)] = -np.inf
         layers, experts = np.nonzero(missed & (ranks > lowest[:, None]))
-        best = np.argsort(lowest[layers] - ranks[layers, experts], kind="stable")[:MAX_REQUESTS]
+        best = np.argsort(lowest[layers] - ranks[layers, experts], kind="stable")[: self._requests]
         wanted = list(zip(layers[best].tolist(), experts[best].tolist(), strict=True))
         self._queue.replan(set(wanted))
         for layer, expert in wanted:

@@ -165,12 +165,12 @@ class Engine:
     def _group_size(self, requested: int) -> int:
         """How many of the experts in flight are launched together.
 
-        As many as arrive while a few launches are made, so that the host keeps up with the link; and at most half of them, so that the
-        others are in flight while the slots of these are in use.
+        As many as arrive while a few launches are made, so that the host keeps up with the link; and about half of them at most, so that
+        the others are in flight while the slots of these are in use.
         """
         transfer_ms = self.costs.transfer_ms(self._expert_bytes)
         hidden = min(requested, math.ceil(GROUP_LAUNCHES * self.costs.first_gpu_ms / transfer_ms)) if transfer_ms > 0 else requested
-        return max(1, min(hidden, requested // 2))
+        return max(1, min(hidden, (requested + 1) // 2))
 
     def _problem(self, step: LayerStep, pin: Pin, gpu_free_ms: float) -> LayerProblem:
         slots, queue = self._slots, self._queue

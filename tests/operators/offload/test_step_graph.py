@@ -189,3 +189,15 @@ def test_host_memory_made_in_inference_mode_is_written_outside_of_it() -> None:
         layers.host_buffer("tokens", shape, torch.float32).fill_(1.0)
     with torch.no_grad():
         assert layers.host_buffer("tokens", shape, torch.float32).fill_(2.0).sum() == 128
+
+
+@pytest.mark.parametrize(("ms", "expected"), [(1.0, 4), (9.5, 10), (1000.0, 32)])
+def test_as_many_experts_are_requested_as_the_link_transfers(ms: float, expected: int) -> None:
+    """An expert takes it 1 ms."""
+    with captured(Setting("greedy", (0,) * LAYERS, staging=1)) as step:
+        for seed in range(3):
+            start_ms = step.rig.engine.device.now_ms()
+            step.replay(seed)
+            step.rig.engine.device.advance(max(0.0, ms - (step.rig.engine.device.now_ms() - start_ms)))
+        step.replay(3)
+        assert step.graph._requests == expected
