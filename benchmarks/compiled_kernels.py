@@ -62,19 +62,23 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int) -> Case:
+def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int, slots: int = 64, *, arriving: bool = False) -> Case:
+    """A call over an arena of so many `slots`; `arriving`: its experts are computed in parts."""
     hidden, intermediate, num_experts, top_k = SHAPES[name]
     clamped = name == "gpt-oss"
     experts = SlotExperts(ExpertsShape(num_experts, hidden, intermediate, bias=clamped), CLAMPED if clamped else GateSpec(), weights)
 
     def launch() -> None:
-        experts.forward(
-            empty(tokens, hidden, dtype=dtype),
-            empty(num_experts, experts.matrices.expert_bytes, dtype=torch.uint8),
-            empty(tokens, top_k, dtype=torch.int32),
-            empty(tokens, top_k, dtype=torch.float32),
-            empty(tokens, hidden, dtype=torch.float32),
-        )
+        x, arena = empty(tokens, hidden, dtype=dtype), empty(slots, experts.matrices.expert_bytes, dtype=torch.uint8)
+        chosen, shares = empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k, dtype=torch.float32)
+        out = empty(tokens, hidden, dtype=torch.float32)
+        if arriving:
+            call = experts.begin(x, arena, chosen, shares)
+            assert call is not None, "a prompt that is not cut"
+            call.add(empty(num_experts, dtype=torch.int32), num_experts // 4, tokens * top_k // 4)
+            call.finish(out)
+            return
+        experts.forward(x, arena, empty(tokens, top_k, dtype=torch.int32), shares, out, experts=chosen)
 
     return launch
 
@@ -93,6 +97,7 @@ def sparse_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dt
             empty(tokens, top_k, dtype=torch.float32),
             empty(tokens, hidden, dtype=dtype),
             path,
+            experts=empty(tokens, top_k, dtype=torch.int64),
         )
 
     return launch
@@ -121,6 +126,9 @@ def cases() -> Mapping[str, Case]:
         for weights in ("bfloat16", "int8", "int4"):
             for tokens in (1, 64, 512, 2048):
                 found[f"slots {name} {weights} bfloat16 T={tokens}"] = slots_case(name, weights, BF16, tokens)
+    for slots in (3072, 6144):  # of all layers, as memory allows: nothing may depend on it
+        found[f"slots qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots)
+        found[f"arriving qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots, arriving=True)
     for weights in ("float32", "float16", "bfloat16", "int8", "int4"):
         for dtype in (torch.float32, torch.float16):
             for tokens in (1, 512):

@@ -151,7 +151,7 @@ class SlotExperts:
     """Computes experts from an arena of slots; holds no weights itself.
 
     Args:
-        shape: sizes of the experts; `num_experts` is ignored.
+        shape: sizes of the experts, and how many a layer has.
         weight_type: the type the slots' bytes were packed to by `PackedExperts`, in its dense layout.
     """
 
@@ -169,6 +169,8 @@ class SlotExperts:
         top_k_weights: torch.Tensor,
         out: torch.Tensor,
         path: Literal["decode", "grouped"] | None = None,
+        *,
+        experts: torch.Tensor | None = None,
     ) -> None:
         """Queue the work on the current stream; nothing waits, so it can be captured in a CUDA graph.
 
@@ -179,6 +181,8 @@ class SlotExperts:
             top_k_weights: (T, K) floating.
             out: (T, H) float32, float16 or bfloat16, written in full; a token whose experts are all absent gets zeros.
             path: by default `decode` for few tokens, where each pair streams its expert, otherwise `grouped`, on tensor cores.
+            experts: (T, K) integers, the layer's expert of each pair, by which pairs are grouped; by default they are grouped by slot, with
+                one program for each slot of the arena.
 
         Both paths accumulate in float32; `grouped` rounds unpacked weights and the neurons between the matrices to the dtype of
         hidden_states. Equal inputs give equal bits.
@@ -193,9 +197,17 @@ class SlotExperts:
         elif (path or ("decode" if len(slots) <= self._constant("decode_tokens", DECODE_TOKENS, arena) else "grouped")) == "decode":
             self._decode(hidden_states, packed, slots, top_k_weights, out)
         else:
+            ids, num_ids = (slots, len(arena)) if experts is None else (experts, self.shape.num_experts)
             for first in range(0, len(slots), MOST_TOKENS):
                 part = slice(first, first + MOST_TOKENS)
-                self._grouped(hidden_states[part], packed, len(arena), slots[part], top_k_weights[part], out[part])
+                self._grouped(hidden_states[part], packed, ids[part], num_ids, slots[part], top_k_weights[part], out[part])
+
+    def begin(
+        self, hidden_states: torch.Tensor, arena: torch.Tensor, experts: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> GroupedCall | None:
+        """Return a call of the grouped path whose experts are computed as they arrive; None where a call takes another path, or is cut."""
+        inside = DECODE_TOKENS < len(hidden_states) <= MOST_TOKENS and experts.numel() > 0
+        return GroupedCall(self, hidden_states, arena, experts, top_k_weights) if inside else None
 
     def _decode(self, x: torch.Tensor, packed: PackedBytes, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor) -> None:
         tokens, top_k = slots.shape
@@ -219,29 +231,66 @@ class SlotExperts:
         self,
         x: torch.Tensor,
         packed: PackedBytes,
-        num_slots: int,
+        ids: torch.Tensor,
+        num_ids: int,
         slots: torch.Tensor,
         top_k_weights: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        gate_up, down, pair_count = self.matrices.gate_up, self.matrices.down, slots.numel()
-        groups = PairGroups.allocate(pair_count, num_slots, pairs_a_block(pair_count, num_slots, x.dtype), x.device)
-        group_pairs(slots, num_slots, groups)
-        neurons = torch.empty(pair_count, round_up(self.matrices.neurons, down.step_columns), dtype=x.dtype, device=x.device)
-        packed_product(
-            grouped_columns(x, gate_up),
-            packed,
-            gate_up,
-            neurons,
-            groups=groups,
-            gate=self.gate,
-            epilogue="gate" if self.gate.gated else "act",
-            pairs_a_row=slots.shape[1],
-            following=down,
-        )
-        rows = torch.empty(pair_count, down.outputs, dtype=torch.float32, device=x.device)
-        packed_product(neurons, packed, down, rows, groups=groups)
+        pair_count = slots.numel()
+        groups = PairGroups.allocate(pair_count, num_ids, pairs_a_block(pair_count, num_ids, x.dtype), x.device)
+        group_pairs(ids, num_ids, groups, None if ids is slots else slots)
+        neurons, rows = self.scratch(pair_count, x)
+        self.products(grouped_columns(x, self.matrices.gate_up), packed, groups, slots.shape[1], neurons, rows)
         combine(rows, slots, top_k_weights, out)
+
+    def scratch(self, pair_count: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for the neurons (P, padded intermediate size) and the outputs (P, H) float32 of each pair."""
+        down = self.matrices.down
+        neurons = torch.empty(pair_count, round_up(self.matrices.neurons, down.step_columns), dtype=x.dtype, device=x.device)
+        return neurons, torch.empty(pair_count, down.outputs, dtype=torch.float32, device=x.device)
+
+    def products(
+        self, columns: torch.Tensor, packed: PackedBytes, groups: PairGroups, top_k: int, neurons: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Compute the outputs of the pairs in `groups`; `columns` are the hidden states as `grouped_columns`."""
+        gate_up, down = self.matrices.gate_up, self.matrices.down
+        epilogue: Epilogue = "gate" if self.gate.gated else "act"
+        packed_product(
+            columns, packed, gate_up, neurons, groups=groups, gate=self.gate, epilogue=epilogue, pairs_a_row=top_k, following=down
+        )
+        packed_product(neurons, packed, down, rows, groups=groups)
+
+
+class GroupedCall:
+    """A call on tensor cores whose experts are computed in parts, as they arrive: three launches for each part, and one that sums them.
+
+    Args:
+        hidden_states, arena, top_k_weights: as of `SlotExperts.forward`.
+        experts: (T, K) integers, the layer's expert of each pair.
+    """
+
+    def __init__(
+        self, kernel: SlotExperts, hidden_states: torch.Tensor, arena: torch.Tensor, experts: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        self._kernel = kernel
+        self._packed = PackedBytes.of(arena, kernel.weight_type)
+        self._experts = experts
+        self._weights = top_k_weights
+        self._columns = grouped_columns(hidden_states, kernel.matrices.gate_up)
+        self._neurons, self._rows = kernel.scratch(experts.numel(), hidden_states)
+        self._slots = torch.full(experts.shape, -1, dtype=torch.int32, device=hidden_states.device)  # of the pairs that were computed
+
+    def add(self, slot_of: torch.Tensor, count: int, pairs: int) -> None:
+        """Compute the `count` experts that have a slot in `slot_of` (E,) int32; they have so many `pairs` in all."""
+        num_experts, dtype, device = self._kernel.shape.num_experts, self._columns.dtype, self._columns.device
+        groups = PairGroups.allocate(self._experts.numel(), count, pairs_a_block(pairs, count, dtype), device, pairs)
+        group_pairs(self._experts, num_experts, groups, slot_of=slot_of, listed=self._slots)
+        self._kernel.products(self._columns, self._packed, groups, self._experts.shape[1], self._neurons, self._rows)
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Write the sums over the experts that were computed: (T, H) floating."""
+        combine(self._rows, self._slots, self._weights, out)
 
 
 def check_call(

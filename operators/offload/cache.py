@@ -90,6 +90,10 @@ class _ExpertRanks:
         self._shown = self._rank.view()
         self._shown.flags.writeable = False
 
+    def priorities(self) -> NDArray[np.float64]:
+        """Return `priority` of all layers, (L, E)."""
+        return self._shown
+
     def priority(self, layer: int) -> Priority:
         shown: Priority = self._shown[layer]
         return shown
@@ -135,6 +139,18 @@ class MinusRecentScore(_ExpertRanks):
         self._average = _MovingAverage(alpha)
         self._dropped = 0 if top_p is None else max(num_experts - top_p, 0)
 
+    def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32]) -> None:
+        """`update` of several layers at once, with scores (N, T, E)."""
+        gain = self._average.gain(min(scores.shape[1], self._average.length))
+        recent = scores[:, scores.shape[1] - len(gain) :]
+        finite = np.isfinite(recent.sum(axis=(1, 2)))
+        if not finite.all():
+            layers, recent = layers[finite], recent[finite]
+        weighted = recent * gain[:, None]
+        if self._dropped:
+            np.put_along_axis(weighted, recent.argpartition(self._dropped, axis=2)[..., : self._dropped], 0.0, axis=2)
+        self._rank[layers] = self._rank[layers] * self._average.decay(scores.shape[1]) + weighted.sum(axis=1)
+
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
         recent = self._average.recent(scores)
         if not math.isfinite(recent.sum()):
@@ -166,6 +182,23 @@ class ScoreAndFrequency:
         row *= self._average.decay(len(chosen))
         row += _uses(recent, len(row), self._average.gain(len(recent)))
 
+    def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+        """`update` of several layers at once, with scores (N, T, E) and choices (N, T, K)."""
+        self._scores.update_layers(layers, scores)
+        gain = self._average.gain(min(chosen.shape[1], self._average.length))
+        recent = chosen[:, chosen.shape[1] - len(gain) :]
+        count, num_experts = len(layers), self._uses.shape[1]
+        places = (recent + 1 + np.arange(count)[:, None, None] * (num_experts + 1)).ravel()  # the first of a layer counts padded slots
+        weights = np.broadcast_to(gain[:, None], recent.shape).ravel()
+        uses = np.bincount(places, weights, count * (num_experts + 1)).reshape(count, -1)[:, 1:]
+        self._uses[layers] = self._uses[layers] * self._average.decay(chosen.shape[1]) + uses
+
+    def priorities(self) -> NDArray[np.float64]:
+        """Return `priority` of all layers, (L, E)."""
+        scores, uses = self._scores.priorities(), self._uses
+        means = (np.where(total == 0, 1.0, total) for total in (scores.mean(axis=1, keepdims=True), uses.mean(axis=1, keepdims=True)))
+        return np.asarray(scores / next(means) + uses / next(means))
+
     def priority(self, layer: int) -> Priority:
         scores, uses = self._scores.priority(layer), self._uses[layer]
         return np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
@@ -190,6 +223,11 @@ class _MovingAverage:
         length = 1 if alpha == 1 else min(math.ceil(math.log(NEGLIGIBLE) / math.log(self._keep)), 1 << 16)
         self._gains = alpha * self._keep ** np.arange(length - 1, -1, -1.0)
 
+    @property
+    def length(self) -> int:
+        """The number of tokens whose weight is not negligible."""
+        return len(self._gains)
+
     def recent(self, rows: Rows) -> Rows:
         """Return the rows of a step whose weight is not negligible at its end."""
         return rows[-len(self._gains) :]
@@ -201,6 +239,25 @@ class _MovingAverage:
     def decay(self, tokens: int) -> float:
         """Return the factor on the average before these tokens."""
         return float(self._keep**tokens)
+
+
+def update_layers(policy: CachePolicy, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+    """`policy.update` for each of `layers`, with scores (N, T, E) and choices (N, T, K)."""
+    if isinstance(policy, MinusRecentScore):
+        policy.update_layers(layers, scores)
+        return
+    if isinstance(policy, ScoreAndFrequency):
+        policy.update_layers(layers, scores, chosen)
+        return
+    for number, layer in enumerate(layers.tolist()):
+        policy.update(layer, scores[number], chosen[number])
+
+
+def priorities(policy: CachePolicy, layers: int) -> NDArray[np.float64]:
+    """Return `policy.priority` of all layers, (L, E)."""
+    if isinstance(policy, _ExpertRanks | ScoreAndFrequency):
+        return policy.priorities()
+    return np.stack([policy.priority(layer) for layer in range(layers)])
 
 
 def _uses(chosen: Ids, num_experts: int, gain: NDArray[np.float64] | None = None) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ Shapes: L layers, T tokens (fixed), E experts, K experts per token, H hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.cpu import as_array, rounded
-from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
+from moegraft.operators.offload.cache import priorities, update_layers
+from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph, Work
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.transfers import Urgency
 
 HOST_STREAM = "experts on the host"
-MAX_REQUESTS = 32  # experts requested in a step; more than a link transfers in its time, except for the smallest
+MAX_REQUESTS = 32  # experts requested in a step at most: each costs the host a little
+LEAST_REQUESTS = 4  # so that the link never waits for the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +40,96 @@ class CallShape:
 
 
 class StepBuffers:
-    """Memory at fixed addresses that a captured step reads and writes; layers share what is only used within one.
+    """Memory at fixed addresses that a captured step reads and writes.
+
+    What the host reads of a layer is gathered in a row of bytes on the device, which all layers share, and copied in one go to the layer's
+    own row in host memory. A row holds `tokens` (T, H), `scores` (T, E) float32, `weights` (T, K) float32, and, with -1 for padded slots,
+    `chosen` (T, K) int64, `ids` (T, K) int64 of the experts without a slot, and `slots` (T, K) int32.
 
     Attributes:
-        table: (L, E + 1) int32 on the device, the slot table of a step; the last column, of padded slots, is -1.
-        tokens, ids, weights, out: the CPU's part of a layer, in host memory: (T, H), (T, K) int64, (T, K) float32, (T, H).
+        table: (L, E) int32 on the device, the slot table of a step.
+        row: the parts of the row on the device.
+        rows: the parts of all rows in host memory, (L, T, ...).
+        routed: `chosen`, `slots` and `scores` of `rows`.
+        out: (T, H), the CPU's part of a layer, in host memory.
         returned: (T, H) on the device, where `out` is copied.
-        chosen, slots: (L, T, K) int64 and int32, each layer's routing and slots, in host memory, -1 for padded slots.
-        scores: (L, T, E) float32, of the layers that are `scored`, (L,): those whose routers were seen.
+        scored: (L,), the layers that have scores: those whose routers were seen.
+
+    Steps may be captured in inference mode and replayed outside of it, where what inference mode makes cannot be written.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, device: Device, layers: int, num_experts: int, hidden: int, call: CallShape) -> None:
         on_device, pinned = device.torch_device, device.torch_device.type == "cuda"
-        rows, choices = (call.tokens, hidden), (call.tokens, call.top_k)
-        self._host_table = torch.full((layers, num_experts + 1), -1, dtype=torch.int32, pin_memory=pinned)
+        tokens, choices = (call.tokens, hidden), (call.tokens, call.top_k)
+        parts = {
+            "tokens": (tokens, call.dtype),
+            "scores": ((call.tokens, num_experts), torch.float32),
+            "weights": (choices, torch.float32),
+            "chosen": (choices, torch.int64),
+            "ids": (choices, torch.int64),
+            "slots": (choices, torch.int32),
+        }
+        starts, row_bytes = {}, 0
+        for name, (shape, dtype) in parts.items():
+            starts[name] = row_bytes
+            row_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._host_table = torch.full((layers, num_experts), -1, dtype=torch.int32, pin_memory=pinned)
         self._version = -1
+        self._row = torch.zeros(row_bytes, dtype=torch.uint8, device=on_device)
+        self._rows = torch.zeros(layers, row_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.table = self._host_table.to(on_device, copy=True)
-        self.tokens = torch.zeros(rows, dtype=call.dtype, pin_memory=pinned)
-        self.ids = torch.full(choices, -1, dtype=torch.int64, pin_memory=pinned)
-        self.weights = torch.zeros(choices, dtype=torch.float32, pin_memory=pinned)
-        self.out = torch.zeros(rows, dtype=call.dtype, pin_memory=pinned)
-        self.returned = torch.zeros(rows, dtype=call.dtype, device=on_device)
-        self.chosen = torch.full((layers, *choices), -1, dtype=torch.int64, pin_memory=pinned)
-        self.slots = torch.full((layers, *choices), -1, dtype=torch.int32, pin_memory=pinned)
-        self.scores = torch.zeros(layers, call.tokens, num_experts, dtype=torch.float32, pin_memory=pinned)
+        self.row: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in parts.items():
+            part = slice(starts[name], starts[name] + math.prod(shape) * dtype.itemsize)
+            self.row[name] = self._row[part].view(dtype).view(shape)
+            self.rows[name] = self._rows[:, part].view(dtype).view(layers, *shape)
+        self.rows["chosen"].fill_(-1)
+        self.rows["ids"].fill_(-1)
+        self.routed = tuple(self.rows[name].numpy() for name in ("chosen", "slots", "scores"))
+        self.out = torch.zeros(tokens, dtype=call.dtype, pin_memory=pinned)
+        self.returned = torch.zeros(tokens, dtype=call.dtype, device=on_device)
         self.scored = np.zeros(layers, bool)
 
     def set_table(self, table: NDArray[np.int32], version: int) -> None:
         """Queue the copy of a new slot table for the next step; the last step is done."""
         if version != self._version:
-            self._host_table.numpy()[:, :-1] = table
+            self._host_table.numpy()[:] = table
             self.table.copy_(self._host_table, non_blocking=True)
             self._version = version
+
+    def gather(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        scores: torch.Tensor | None,
+        *,
+        by_kernel: bool,
+    ) -> None:
+        """Write a layer's tokens and routing into the row on the device: with Triton in one launch, otherwise by PyTorch."""
+        self.scored[layer] = scores is not None
+        if by_kernel:
+            from moegraft.operators.kernels.routing import route  # Triton need not be installed where no GPU is
+
+            route(tokens, scores, top_k_index, top_k_weights, self.table[layer], self.row)
+            return
+        row, slot_of, index = self.row, self.table[layer], top_k_index.long()
+        real = (index >= 0) & (index < len(slot_of))
+        slots = slot_of[index.where(real, 0)].where(real, -1)
+        row["tokens"].copy_(tokens)
+        if scores is not None:
+            row["scores"].copy_(scores)
+        row["weights"].copy_(top_k_weights)
+        row["chosen"].copy_(index.where(real, -1))
+        row["ids"].copy_(index.where(real & (slots < 0), -1))
+        row["slots"].copy_(slots)
+
+    def to_host(self, layer: int) -> None:
+        """Copy the row to the layer's row in host memory."""
+        self._rows[layer].copy_(self._row, non_blocking=True)
 
 
 class CapturedLayer:
@@ -80,8 +141,8 @@ class CapturedLayer:
         self._index = index
         self._buffers = buffers
         self._function, make = layers.runtime.host_function()
-        arrays = (as_array(buffers.tokens), buffers.ids.numpy(), buffers.weights.numpy(), as_array(buffers.out))
-        self._call = make(layers.packed[index], *arrays)
+        tokens, ids, weights = (buffers.rows[name][index] for name in ("tokens", "ids", "weights"))
+        self._call = make(layers.packed[index], as_array(tokens), ids.numpy(), weights.numpy(), as_array(buffers.out))
 
     def check(self) -> None:
         """Raise what the CPU's part of the last step raised, once."""
@@ -99,33 +160,27 @@ class CapturedLayer:
         buffers, device, layers = self._buffers, self._device, self._layers
         compute, host = device.stream("compute"), device.stream(HOST_STREAM)
         tokens = rounded(hidden_states.detach()).contiguous()
-        index, weights = top_k_index.detach().long(), top_k_weights.detach().float().contiguous()
-        real = (index >= 0) & (index < layers.num_experts)
-        slots = buffers.table[self._index][index.where(real, layers.num_experts)]
-        buffers.tokens.copy_(tokens, non_blocking=True)
-        buffers.weights.copy_(weights, non_blocking=True)
-        buffers.ids.copy_(index.where(real & (slots < 0), -1), non_blocking=True)
-        buffers.chosen[self._index].copy_(index.where(real, -1), non_blocking=True)
-        buffers.slots[self._index].copy_(slots, non_blocking=True)
-        buffers.scored[self._index] = scores is not None
-        if scores is not None:
-            buffers.scores[self._index].copy_(scores, non_blocking=True)
+        index, weights = top_k_index.detach().contiguous(), top_k_weights.detach().contiguous()
+        scores = None if scores is None else scores.contiguous()
+        buffers.gather(self._index, tokens, index, weights, scores, by_kernel=not layers.emulated)
 
         def return_cpu_part() -> None:
             buffers.returned.copy_(buffers.out, non_blocking=True)
 
         device.order(compute, host)
+        device.launch(host, partial(buffers.to_host, self._index), Work("host"))
         device.launch_host(host, self._function, self._call.address, Work("host"))
         device.launch(host, return_cpu_part, Work("host"))
         resident = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
-        compute_resident = partial(layers.slot_kernel(self._index), tokens, slots, weights, resident)
+        row = buffers.row
+        compute_resident = partial(layers.slot_kernel(self._index), tokens, row["slots"], row["weights"], resident, experts=index)
         neurons = layers.neurons(layers.sparsity[self._index])
         work = Work("experts", (len(tokens),), layers.packed[0].expert_bytes, neurons=neurons)
         device.launch(compute, compute_resident, work)
         if overlap is not None:
             overlap()
         device.order(host, compute)
-        return (resident + buffers.returned).to(hidden_states.dtype)
+        return torch.add(resident, buffers.returned, out=torch.empty_like(hidden_states))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +213,8 @@ class StepGraph:
         self.layers: Sequence[CapturedLayer] = [CapturedLayer(engine.device, layers, index, self._buffers) for index in range(count)]
         self._graph: Graph | None = None
         self._last: _Routed | None = None  # of the last step, which nothing was learnt from yet
+        self._start_ms: float | None = None  # of the last step
+        self._requests = MAX_REQUESTS  # in a step, by what the link transfers from one to the next
 
     def capture(self, step: Callable[[], None]) -> None:
         """Capture `step`, which calls `layers`; nothing of it is executed.
@@ -184,6 +241,7 @@ class StepGraph:
                 with self._slots.lock:
                     buffers.set_table(self._slots.table, self._slots.version)
                 start_ms = engine.device.now_ms()
+                self._pace(start_ms)
                 self._graph.replay()
                 done = self._compute.record()
                 self._learn()
@@ -196,9 +254,8 @@ class StepGraph:
                 self._slots.thaw(done)
             for layer in self.layers:
                 layer.check()
-            chosen = buffers.chosen.numpy().copy()
-            on_cpu = (buffers.slots.numpy() < 0) & (chosen >= 0)
-            self._last = _Routed(chosen, on_cpu, buffers.scores.numpy().copy(), buffers.scored.copy())
+            chosen, slots, scores = buffers.routed
+            self._last = _Routed(chosen.copy(), (slots < 0) & (chosen >= 0), scores.copy(), buffers.scored.copy())
 
     def release(self) -> None:
         """Give the graph's memory back; no step comes after this."""
@@ -206,29 +263,44 @@ class StepGraph:
             self._graph.release()
             self._graph = None
 
+    def _pace(self, start_ms: float) -> None:
+        """Limit requests to what the link transfers until the next step; what is requested and does not come costs the host time."""
+        last_ms, self._start_ms = self._start_ms, start_ms
+        transfer_ms = self._engine.costs.transfer_ms(self._queue.store.expert_bytes)
+        if last_ms is not None and transfer_ms > 0:
+            self._requests = max(LEAST_REQUESTS, min(MAX_REQUESTS, 1 + int((start_ms - last_ms) / transfer_ms)))
+
     def _learn(self) -> None:
         routed, self._last = self._last, None
         if routed is None:
             return
         engine = self._engine
-        for layer in np.flatnonzero(routed.scored).tolist():
-            engine.policy.update(layer, routed.scores[layer], routed.chosen[layer])
-        for layer, (chosen, on_cpu) in enumerate(zip(routed.chosen, routed.on_cpu, strict=True)):
-            used, missing = len(np.unique(chosen[chosen >= 0])), len(np.unique(chosen[on_cpu]))
-            engine.statistics.count(layer, used, found=used - missing, on_cpu=missing)
+        layers = np.flatnonzero(routed.scored)
+        update_layers(engine.policy, layers, routed.scores[layers], routed.chosen[layers])
+        missed = self._marked(np.where(routed.on_cpu, routed.chosen, -1))
+        engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
         engine.statistics.replayed += 1
         if engine.prefetcher.options.promote:
-            self._promote(routed)
+            self._promote(missed)
 
-    def _promote(self, routed: _Routed) -> None:
-        """Request experts that the CPU served and the cache ranks above those they would evict, the widest gap first."""
-        wanted: list[tuple[float, int, int]] = []
-        for layer in range(self._slots.layers):
-            ranks, resident = self._engine.policy.priority(layer), self._slots.slot_of(layer) >= 0
-            lowest = float(ranks[resident].min()) if self._slots.full(layer) and resident.any() else -np.inf
-            missed = np.unique(routed.chosen[layer][routed.on_cpu[layer]])
-            wanted += [(lowest - float(ranks[expert]), layer, expert) for expert in missed.tolist() if ranks[expert] > lowest]
-        best = sorted(wanted)[:MAX_REQUESTS]
-        self._queue.replan({(layer, expert) for _, layer, expert in best})
-        for _, layer, expert in best:
+    def _marked(self, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(L, E), the experts of each layer that are among (L, T, K), -1 for padded slots."""
+        layers, num_experts = self._slots.layers, self._slots.num_experts
+        marked = np.zeros((layers, num_experts + 1), np.bool_)  # the last column is that of -1
+        marked[np.arange(layers)[:, None], chosen.reshape(layers, -1)] = True
+        return marked[:, :-1]
+
+    def _promote(self, missed: NDArray[np.bool_]) -> None:
+        """Request experts (L, E) that the CPU served and the cache ranks above those they would evict, the widest gap first."""
+        slots = self._slots
+        ranks = priorities(self._engine.policy, slots.layers)
+        resident = slots.table >= 0
+        full = np.array([slots.full(layer) for layer in range(slots.layers)])
+        lowest = np.where(resident, ranks, np.inf).min(axis=1)
+        lowest[~full | ~resident.any(axis=1)] = -np.inf
+        layers, experts = np.nonzero(missed & (ranks > lowest[:, None]))
+        best = np.argsort(lowest[layers] - ranks[layers, experts], kind="stable")[: self._requests]
+        wanted = list(zip(layers[best].tolist(), experts[best].tolist(), strict=True))
+        self._queue.replan(set(wanted))
+        for layer, expert in wanted:
             self._queue.request(layer, expert, Urgency.PROMOTION)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.devices.base import Device, Neurons, Work
+from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Neurons, Work
 from moegraft.operators.offload.queue import Loading
 from moegraft.operators.offload.step import LayerExecutor
 from moegraft.operators.offload.transfers import Transfer, Urgency
@@ -34,6 +36,7 @@ class CostTables:
         gpu_ms: (tokens, ms) of one resident expert on the GPU.
         transfer_ms: (bytes, ms) of one copy to the GPU.
         first_cpu_ms: the additional cost of a layer's first expert on the CPU (HybriMoE, Figure 3e).
+        first_gpu_ms: of a launch on the GPU, whatever the number of its experts: the host's time for it, or the device's if longer.
 
     Raises:
         ValueError: tables that do not ascend; times that are negative or not numbers.
@@ -43,6 +46,7 @@ class CostTables:
     gpu_ms: Rows = ()
     transfer_ms: Rows = ()
     first_cpu_ms: float = 0.0
+    first_gpu_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("cpu_ms", "gpu_ms", "transfer_ms"):
@@ -51,8 +55,9 @@ class CostTables:
                 raise ValueError(f"CostTables: {name} holds a time that is negative or not a number")
             if any(size < 1 for size, _ in rows) or any(a[0] >= b[0] for a, b in pairwise(rows)):
                 raise ValueError(f"CostTables: {name} must ascend from 1, and has {[size for size, _ in rows]}")
-        if not 0 <= self.first_cpu_ms < math.inf:
-            raise ValueError("CostTables: first_cpu_ms must be finite and at least 0")
+        for name in ("first_cpu_ms", "first_gpu_ms"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"CostTables: {name} must be finite and at least 0")
 
 
 class CostModel:
@@ -68,13 +73,17 @@ class CostModel:
         self._tables = tables
         self._weight = weight
         self._cpu = _DeviceCosts(tables.cpu_ms, tables.first_cpu_ms)
-        self._gpu = _DeviceCosts(tables.gpu_ms, 0.0)
+        self._gpu = _DeviceCosts(tables.gpu_ms, tables.first_gpu_ms)
         self._warm_transfer_ms: dict[int, float] = {}  # by bytes: experts and their chunks have few sizes
         self._link_factor = 1.0
 
     @property
     def first_cpu_ms(self) -> float:
         return self._cpu.first_ms
+
+    @property
+    def first_gpu_ms(self) -> float:
+        return self._gpu.first_ms
 
     def cpu_ms(self, loads: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return the time of each expert on the CPU, (A,); 0 without tokens, infinite where there is no table."""
@@ -98,7 +107,7 @@ class CostModel:
         self._cpu.observe(loads, measured_ms, self._weight)
 
     def observe_gpu(self, loads: NDArray[np.integer], measured_ms: float) -> None:
-        """Learn that the GPU computed resident experts with these loads, without waiting for a transfer, in `measured_ms`."""
+        """Learn that one launch of the GPU over resident experts with these loads, which waited for no transfer, took `measured_ms`."""
         _check_time(measured_ms)
         self._gpu.observe(loads, measured_ms, self._weight)
 
@@ -226,18 +235,46 @@ def warm_up(
         return fit_first_expert(counts, times_ms) if len(counts) > 1 else (0.0, times_ms[0])
 
     def gpu_ms(load: int) -> tuple[float, float]:
-        """No penalty, and an expert's share of a launch over several."""
-        slots = np.array([transfer.slot for transfer in transfers], np.int32)
-        experts = range(len(slots))
-        times_ms = []
-        for _ in range(ROUNDS):
-            launch = executor_of(experts, load).on_gpu(np.asarray(experts), slots)
-            before = compute.record(timed=True)
-            device.launch(compute, launch, work(load, len(slots)))
-            after = compute.record(timed=True)
-            after.wait()
-            times_ms.append(device.elapsed_ms(before, after))
-        return 0.0, statistics.median(times_ms) / len(slots)
+        """What a launch takes besides its experts, and what each takes."""
+        counts = sorted({min(count, len(transfers)) for count in COUNTS})
+        found = [launch_ms(count, load) for count in counts]
+        device_ms, host_ms = ([statistics.median(times) for times in kind] for kind in zip(*found, strict=True))
+        first_ms, each_ms = fit_first_expert(counts, device_ms) if len(counts) > 1 else (0.0, device_ms[0])
+        return max(first_ms, min(host_ms)), each_ms
+
+    def launch_ms(count: int, load: int) -> tuple[list[float], list[float]]:
+        """The device's times and the host's of launches over so many experts.
+
+        Kernels are shorter than the host takes to launch them, so between two events on an idle device lies the host's time. The device's
+        is measured by replaying a captured launch.
+        """
+        slots = np.array([transfer.slot for transfer in transfers[:count]], np.int32)
+        experts = np.arange(count)
+        device_ms, host_ms = [], []
+        graph: Graph | None = None
+        launch = executor_of(experts.tolist(), load).on_gpu(experts, slots)
+        try:
+            for number in range(ROUNDS + 1):
+                start_ms = device.now_ms()
+                device.launch(compute, launch, work(load, count))
+                if number > 0:  # the first one compiles
+                    host_ms.append(device.now_ms() - start_ms)
+                compute.record().wait()
+            with suppress(DeviceError):
+                graph = device.capture(partial(device.launch, compute, launch, work(load, count)))
+            for _ in range(ROUNDS):
+                before = compute.record(timed=True)
+                if graph is None:  # its time is too long by the host's then
+                    device.launch(compute, launch, work(load, count))
+                else:
+                    graph.replay()
+                after = compute.record(timed=True)
+                after.wait()
+                device_ms.append(device.elapsed_ms(before, after))
+        finally:
+            if graph is not None:
+                graph.release()
+        return device_ms, host_ms
 
     def rows(measure: Callable[[int], tuple[float, float]]) -> list[tuple[int, float, float]]:
         found: list[tuple[int, float, float]] = []
@@ -267,6 +304,7 @@ def warm_up(
         # Through the origin: what is observed later are chunks of an expert.
         transfer_ms=((1, min(transfers_ms) / expert_bytes), (expert_bytes, min(transfers_ms))) if transfers else (),
         first_cpu_ms=cpu[0][1],
+        first_gpu_ms=gpu[0][1] if gpu else 0.0,
     )
 
 

@@ -1,9 +1,10 @@
 """Captured decode steps of a whole model, and the key-value caches that they need.
 
-The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed and its logits
-compared before any other is used: it was captured a token later, so that a model which counts in Python gives wrong logits there. A step
-is captured again, and compared, when a sliding window becomes full. Whatever cannot be captured runs layer by layer, and the reason is
-logged once:
+The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed before any other
+is used, and its logits are compared with those of the same experts on the same devices, layer by layer: it was captured a token later, so
+that a model which counts in Python gives wrong logits there. A step is captured again, and compared, when a sliding window becomes full.
+Steps are kept: a new text whose cache has the form of one that is gone gets its memory.
+Whatever cannot be captured runs layer by layer, and the reason is logged once:
 
 - drafts and their verification, whose steps differ in the number of tokens and in the experts that may run;
 - texts that the server decodes as a batch, whose cache grows and shrinks with each that joins or leaves;
@@ -19,6 +20,7 @@ from __future__ import annotations
 import logging
 import statistics
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,7 +44,9 @@ Forward = Callable[..., Any]
 DecodeMode = Literal["eager", "graph"]
 CACHE = "past_key_values"
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
-TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order
+TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
+CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer
+KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of caches, sequences
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
 
@@ -61,8 +65,7 @@ class DecodeSteps:
         self._obstacle: str | None = None  # why no step will be captured
         self._obstacle_known = False
         self._checked: set[object] = set()  # by which windows are full
-        self._signature: object = None
-        self._step: _CapturedStep | None = None
+        self._steps: list[_CapturedStep] = []  # the last one used last
         self._lock = threading.Lock()
 
     @property
@@ -113,38 +116,46 @@ class DecodeSteps:
         return cache if why_not_static(cache) is not None else to_dynamic(cache, model.config.get_text_config(decoder=True))
 
     def release(self) -> None:
-        """Free the captured step; the model computes no more."""
-        step, self._step, self._signature = self._step, None, None
-        if step is not None:
-            step.release()
+        """Free the captured steps; the model computes no more."""
+        while self._steps:
+            self._steps.pop().release()
 
     def _may_capture(self, model: PreTrainedModel) -> bool:
         return self._why_never(model) is None and self._tuner.winner != "eager"
 
     def _forward(self, plain: Forward, arguments: Mapping[str, Any]) -> Any:
-        signature = _signature(arguments)
-        windows = signature[-1]
-        if self._step is not None and signature == self._signature:
+        form, cache = _form(arguments), arguments[CACHE]
+        windows = form[-1]
+        alike = (each for each in reversed(self._steps) if each.form == form)
+        step = next((each for each in alike if each.memory.owns(cache) or each.memory.adopt(cache)), None)
+        if step is not None:
+            self._steps.remove(step)
+            self._steps.append(step)
             try:
-                return self._step(arguments)
+                return step(arguments)
             except DeviceError as error:
                 self.release()
                 self._obstacle = f"the device failed in a captured step: {error}"
                 raise
-        self.release()
-        snapshot = None if windows in self._checked else _CacheSnapshot(arguments[CACHE])
+        snapshot = None if windows in self._checked else _CacheSnapshot(cache)
         expected = plain(**arguments)  # also the warm-up that a capture needs
-        if _full_windows(arguments[CACHE]) != windows:
+        if _full_windows(cache) != windows:
             return expected  # it filled a window: the steps that follow are of another kind
+        # A cache that is gone, and whose memory does not fit this one, was the last of its size: `generate` makes none smaller than before.
+        for gone in [each for each in self._steps if each.memory.free] + self._steps[: -KEPT_STEPS + 1]:
+            if gone in self._steps:
+                self._steps.remove(gone)
+                gone.release()
         try:
-            self._step, self._signature = self._capture(plain, arguments), signature
+            step = self._capture(plain, arguments)
+            self._steps.append(step)
         except RuntimeError as error:  # DeviceError among them, and lack of memory
             self._give_up(str(error))
             return expected
         if snapshot is None:
             return expected
         self._checked.add(windows)
-        return self._compare(expected, plain, arguments, snapshot)
+        return self._compare(step, expected, plain, arguments, snapshot)
 
     def _capture(self, plain: Forward, arguments: Mapping[str, Any]) -> _CapturedStep:
         layers = self._engines.layers
@@ -156,17 +167,25 @@ class DecodeSteps:
         for layer, captured in zip(layers, graph.layers, strict=True):
             layer.captured = threading.get_ident(), captured
         try:
-            return _CapturedStep(graph, plain, arguments)
+            cache = arguments[CACHE]
+            memory = next((each.memory for each in self._steps if each.memory.owns(cache)), None)
+            return _CapturedStep(graph, plain, arguments, memory or _CacheMemory(cache))
         finally:
             for layer in layers:
                 layer.captured = None
 
-    def _compare(self, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
-        """Replay the captured step on the token that was just computed layer by layer, and give it up if the logits differ."""
-        assert self._step is not None, "compared after capture"
-        snapshot.restore()
+    def _compare(self, step: _CapturedStep, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
+        """Replay the captured step on the token that was just computed, and give it up if the logits differ.
+
+        What they are compared with is computed layer by layer too, but with the same experts on each device: the CPU quantises activations
+        and a GPU does not, so two splits of the work may differ by more than a mistake.
+        """
         try:
-            found, right = (_logits(outputs).float() for outputs in (self._step(arguments), expected))
+            with self._engines.layers[0].engine.by_residency():
+                snapshot.restore()
+                right = _logits(plain(**arguments)).float()
+                snapshot.restore()
+                found = _logits(step(arguments)).float()
             error = float((found - right).norm() / right.norm())
             if error <= TOLERANCE:
                 return expected
@@ -260,17 +279,58 @@ class DecodeModeTuner:
         self._running = None
 
 
-class _CapturedStep:
-    """A captured step of the whole model; its inputs and outputs stay in place."""
+class _CacheMemory:
+    """The memory of a cache that captured steps write into: of the cache that it came with, or of one that has taken its place."""
 
-    def __init__(self, graph: StepGraph, forward: Forward, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, cache: Any) -> None:
+        self._owner = weakref.ref(cache)
+        self._tensors = _cache_tensors(cache)
+
+    @property
+    def free(self) -> bool:
+        """Whether its cache is gone."""
+        return self._owner() is None
+
+    def owns(self, cache: Any) -> bool:
+        """Return whether it is this cache's."""
+        return all(one is other for one, other in zip(_cache_tensors(cache), self._tensors, strict=False))
+
+    def adopt(self, cache: Any) -> bool:
+        """Move a new cache's contents here, and make this its memory; False where it is still another's, or of another form."""
+        given = _cache_tensors(cache)
+        if not self.free or [*map(_memory_form, given)] != [*map(_memory_form, self._tensors)]:
+            return False
+        with torch.inference_mode():
+            for new, kept in zip(given, self._tensors, strict=True):
+                kept.copy_(new)
+        for number, kept in enumerate(self._tensors):
+            setattr(cache.layers[number // len(CACHE_TENSORS)], CACHE_TENSORS[number % len(CACHE_TENSORS)], kept)
+        self._owner = weakref.ref(cache)
+        return True
+
+
+class _CapturedStep:
+    """A captured step of the whole model; its inputs and outputs, and the memory of its cache, stay in place.
+
+    Args:
+        memory: of the cache in `arguments`.
+    """
+
+    def __init__(self, graph: StepGraph, forward: Forward, arguments: Mapping[str, Any], memory: _CacheMemory) -> None:
+        self.form = _form(arguments)
         self._graph = graph
+        self.memory = memory
         leaves, form = _flatten(arguments)
-        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
+            self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._kind: type | None = None  # of the outputs, where they are a mapping, as transformers' are
         self._outputs: Any = None
 
         def step() -> None:
-            self._outputs = forward(**tree_unflatten(self._inputs, form), **{CACHE: arguments[CACHE]})
+            outputs = forward(**tree_unflatten(self._inputs, form), **{CACHE: arguments[CACHE]})
+            if isinstance(outputs, dict):  # without the cache, which would live as long as this
+                self._kind, outputs = type(outputs), {name: None if name == CACHE else value for name, value in outputs.items()}
+            self._outputs = outputs
 
         with _capturable_windows(arguments[CACHE]):
             graph.capture(step)
@@ -282,7 +342,8 @@ class _CapturedStep:
         self._graph.replay()
         for layer in _windows(arguments[CACHE]):
             layer.cumulative_length_int += 1
-        return _copied(self._outputs, arguments[CACHE])
+        copied = _copied(self._outputs, arguments[CACHE])
+        return copied if self._kind is None else self._kind(**copied)
 
     def release(self) -> None:
         self._outputs = None
@@ -294,20 +355,24 @@ def _flatten(arguments: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
     return tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
 
 
-def _signature(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], object, object]:
-    """What a captured step depends on: forms of tensors, values of all else, the memory of the cache, and which windows are full."""
+def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], list[type], tuple[bool, ...]]:
+    """What a captured step depends on besides its memory: forms of tensors, values of all else, kinds of layers, which windows are full."""
     leaves, form = _flatten(arguments)
     values: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    cache = arguments[CACHE]
-    # A cache may get the memory of one that was freed, in another form.
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
-    memory = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
-    return form, values, memory, _full_windows(cache)
+    return form, values, [type(layer) for layer in arguments[CACHE].layers], _full_windows(arguments[CACHE])
+
+
+def _cache_tensors(cache: Any) -> list[torch.Tensor]:
+    return [getattr(layer, name) for layer in cache.layers for name in CACHE_TENSORS]
+
+
+def _memory_form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
 
 
 def _copied(outputs: Any, cache: Any) -> Any:
     """Copy the outputs: the next step overwrites those that were captured."""
-    if isinstance(outputs, dict):  # as transformers' outputs are
+    if isinstance(outputs, dict):
         return type(outputs)(**{name: cache if name == CACHE else _copied(value, cache) for name, value in outputs.items()})
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 

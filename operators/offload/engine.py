@@ -8,10 +8,12 @@ scores. The same code drives CUDA and the emulated devices.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from threading import Lock
 
 import numpy as np
@@ -29,6 +31,7 @@ from moegraft.operators.offload.step import LayerExecutor, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 logger = logging.getLogger(__name__)
+GROUP_LAUNCHES = 4  # that the link outlasts: the host also plans, waits and releases. An estimate, no GPU has measured it.
 
 
 class Engine:
@@ -65,6 +68,8 @@ class Engine:
         self._queue = loading.queue
         self._compute = device.stream("compute")
         self._expert_bytes = loading.queue.store.expert_bytes
+        self._fixed = Scheduler("fixed")
+        self._by_residency = False
         self._lock = Lock()
 
     def run(self, step: LayerStep, executor: LayerExecutor, overlap: Callable[[], None] | None = None) -> None:
@@ -101,44 +106,50 @@ class Engine:
                 requested.append((wanted.popleft(), transfer))
 
         try:
-            start_ms = self.device.now_ms()
-            problem = self._problem(step, pin, 0.0 if overlap is None else self.timings.overlap_ms(len(step.chosen)))
-            plan = self.scheduler.plan(step.layer, problem)
-            self.timings.planned(step.layer, start_ms, plan)
-            in_flight = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
-            wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
-            wanted.extend(plan.transfers.tolist())
-            request()
-            cpu = self._submit_cpu(step, plan.on_cpu, executor)
-
-            slots = np.asarray(pin.slots, np.int32)
-            resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
-            if len(resident):
-                launches.append(self._launch(step, resident, slots[resident], executor, waited=False))
-            # Experts above the layer's capacity may be evicted for those that arrive.
-            self._slots.release(pin, launches[-1] if launches else None)
-            if overlap is not None:
-                self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
-            request()
-            while requested:
-                position, transfer = requested[0]
-                self._compute.wait(transfer.ready())
-                launches.append(self._launch(step, np.array([position]), np.array([transfer.slot], np.int32), executor, waited=True))
-                requested.popleft()
-                self._queue.release(transfer, launches[-1])
+            with self.device.errors():
+                start_ms = self.device.now_ms()
+                problem = self._problem(step, pin, 0.0 if overlap is None else self.timings.overlap_ms(len(step.chosen)))
+                plan = (self._fixed if self._by_residency else self.scheduler).plan(step.layer, problem)
+                self.timings.planned(step.layer, start_ms, plan)
+                in_flight = np.flatnonzero(~plan.on_cpu & (problem.arrival_ms > 0) & np.isfinite(problem.arrival_ms))
+                wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
+                wanted.extend(plan.transfers.tolist())
                 request()
+                cpu = self._submit_cpu(step, plan.on_cpu, executor)
 
-            self._prefetch(step, plan.on_cpu)  # while both devices are busy
-            executor.join(cpu, launches)
-            if cpu is not None:
-                self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
-            self.timings.collect()
-            self.statistics.count_planned(step.layer, problem, plan)
-            if wanted:  # no slot could be had for these, all are held: the CPU computes them
-                self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
-                rest = np.zeros(len(step.experts), bool)
-                rest[list(wanted)] = True
-                executor.join(self._submit_cpu(step, rest, executor), ())
+                slots = np.asarray(pin.slots, np.int32)
+                resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
+                if len(resident):
+                    launches.append(self._launch(step, resident, slots[resident], executor, waited=False))
+                # Experts above the layer's capacity may be evicted for those that arrive.
+                self._slots.release(pin, launches[-1] if launches else None)
+                if overlap is not None:
+                    self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
+                request()
+                while requested:
+                    group = list(islice(requested, self._group_size(len(requested))))
+                    for _, transfer in group:
+                        self._compute.wait(transfer.ready())
+                    positions, arrived = zip(*group, strict=True)
+                    at, filled = np.array(positions), np.array([transfer.slot for transfer in arrived], np.int32)
+                    launches.append(self._launch(step, at, filled, executor, waited=True))
+                    for transfer in arrived:
+                        requested.popleft()
+                        self._queue.release(transfer, launches[-1])
+                    request()
+
+                if not self._by_residency:
+                    self._prefetch(step, plan.on_cpu)  # while both devices are busy
+                executor.join(cpu, launches)
+                if cpu is not None:
+                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
+                self.timings.collect()
+                self.statistics.count_planned(step.layer, problem, plan)
+                if wanted:  # no slot could be had for these, all are held: the CPU computes them
+                    self.device.synchronize()  # the results of the CPU's first part were copied from where these come now
+                    rest = np.zeros(len(step.experts), bool)
+                    rest[list(wanted)] = True
+                    executor.join(self._submit_cpu(step, rest, executor), ())
         except DeviceError:
             self.settle()
             if cpu is not None:
@@ -150,6 +161,16 @@ class Engine:
                 self._queue.release(transfer, launches[-1] if launches else None)
             if not pin.released:
                 self._slots.release(pin, None)
+
+    def _group_size(self, requested: int) -> int:
+        """How many of the experts in flight are launched together.
+
+        As many as arrive while a few launches are made, so that the host keeps up with the link; and about half of them at most, so that
+        the others are in flight while the slots of these are in use.
+        """
+        transfer_ms = self.costs.transfer_ms(self._expert_bytes)
+        hidden = min(requested, math.ceil(GROUP_LAUNCHES * self.costs.first_gpu_ms / transfer_ms)) if transfer_ms > 0 else requested
+        return max(1, min(hidden, (requested + 1) // 2))
 
     def _problem(self, step: LayerStep, pin: Pin, gpu_free_ms: float) -> LayerProblem:
         slots, queue = self._slots, self._queue
@@ -163,6 +184,8 @@ class Engine:
             left_ms = max(0.0, alone_ms - busy_ms)
             link_free_ms += left_ms
             arrival_ms[at] = max(alone_ms if left_ms == 0 else link_free_ms, 1e-3)  # 0 would mean that it is resident
+        # The GPU cannot begin before its first launch has reached it.
+        gpu_free_ms += self.costs.first_gpu_ms
         # One slot is enough to transfer any number of experts, one after another: free now, or once a resident expert was read.
         most = min(slots.capacity_of(step.layer), slots.num_experts - 1)
         only_resident = step.draft is not None and step.draft.resident
@@ -190,6 +213,7 @@ class Engine:
             arrival_ms=np.where(resident[order], 0.0, np.inf),
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
+            gpu_free_ms=self.costs.first_gpu_ms,
         )
         gains = np.empty(len(order))
         gains[order] = self.scheduler.gains(prediction.layer, problem)
@@ -227,6 +251,18 @@ class Engine:
         """Hold off all layers, and Ctrl-C, while the body runs."""
         with self._lock, Uninterrupted():
             yield
+
+    @contextmanager
+    def by_residency(self) -> Iterator[None]:
+        """Compute as captured steps do while the body runs: what is resident on the GPU, the rest on the CPU. Nothing is loaded."""
+        with self.exclusive():
+            self._queue.replan(started=True)
+            self.device.synchronize()  # what was sent lands
+            self._by_residency = True
+        try:
+            yield
+        finally:
+            self._by_residency = False
 
     def settle(self) -> None:
         """Wait until all handed-over work ended, even by failing: nothing of it may touch the results of what comes next."""

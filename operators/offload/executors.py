@@ -28,8 +28,12 @@ from moegraft.operators.sparsity import LayerSparsity
 if TYPE_CHECKING:
     from moegraft.operators.sparse.slots import TimedSlotPaths
 
-SlotKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped."""
+ALIKE = 0.98  # of the chosen experts; rounding decides between equals
+SlotKernel = Callable[..., None]
+"""`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
+
+`experts=(T, K)` integers, the layer's expert of each pair, spares kernels from looking at all slots.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,9 @@ class EngineLayers:
         packed, routers: of each layer, in the model's order.
         sparsity: which neurons each layer leaves out; None for layers that leave none out.
         slots: the memory of the slots, one after another.
+
+    Attributes:
+        look_ahead: predicts what later layers choose.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class EngineLayers:
         self.packed = packed
         self.routers = routers
         self.sparsity = sparsity
+        self.look_ahead = LookAhead(routers)
         self.num_experts = first.shape.num_experts
         self._pinned: dict[str, torch.Tensor] = {}  # page-locked host tensors, kept between calls: one call at a time
         self._slot_experts: PackedExperts | None = None
@@ -114,6 +122,10 @@ class EngineLayers:
         """Return what computes a layer's experts from slots, for a call of the calling thread, which may be drafting."""
         return self.bound_kernel(self._kernels[layer], self.sparsity[layer])
 
+    def layer_kernel(self, layer: int) -> Any:
+        """Return a layer's `device_kernel`."""
+        return self._kernels[layer]
+
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
         """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
         if self._slot_experts is not None:
@@ -121,10 +133,23 @@ class EngineLayers:
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
         return partial(self._compute_on_device, kernel, drafting)
 
+    def begin_grouped(self, kernel: Any, tokens: Tokens) -> Any:
+        """Return the call of a layer's `device_kernel` that computes experts as they arrive; None where there is none."""
+        if self.emulated or not hasattr(kernel, "begin"):
+            return None
+        return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
+
     def _compute_on_device(
-        self, kernel: Any, arguments: dict[str, Any], x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        self,
+        kernel: Any,
+        arguments: dict[str, Any],
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> None:
-        kernel.forward(x, self._slot_memory, slots, weights, out, **arguments)
+        kernel.forward(x, self._slot_memory, slots, weights, out, experts=experts, **arguments)
 
     def _compute_emulated(
         self,
@@ -134,6 +159,7 @@ class EngineLayers:
         slots: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
+        experts: torch.Tensor | None = None,
     ) -> None:
         part = torch.empty_like(x)
         self.runtime.forward(in_slots, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
@@ -169,15 +195,21 @@ class EngineLayers:
         return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors in host memory, fetched with one wait: the GPU has done all work before them."""
+        """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""
         if self.emulated:
             return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        fetched = {name: self.host_buffer(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            fetched[name].copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values()}:
-            torch.cuda.current_stream(device).synchronize()
-        return fetched
+        # Gathered on the device, so that one copy does; wider types first, so that each part begins at a multiple of its type's size.
+        order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+        parts = [tensors[name].contiguous().view(-1).view(torch.uint8) for name in order]
+        gathered = torch.cat(parts)
+        held = self.host_buffer("fetched", gathered.shape, torch.uint8)
+        held.copy_(gathered, non_blocking=True)
+        torch.cuda.current_stream(gathered.device).synchronize()
+        found = (
+            part.view(tensors[name].dtype).view(tensors[name].shape)
+            for name, part in zip(order, held.split([*map(len, parts)]), strict=True)
+        )
+        return dict(zip(order, found, strict=True))
 
     def host_buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the GPU can be copied from and to; overwritten by the next call that asks for this name."""
@@ -186,8 +218,59 @@ class EngineLayers:
         key = f"{name} {dtype}"
         held = self._pinned.get(key)
         if held is None or held.numel() < shape.numel():
-            held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
+            with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
+                held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
         return held[: shape.numel()].view(shape)
+
+
+class LookAhead:
+    """What later layers would choose on the current hidden states (HybriMoE, section IV-C), without their routers where that is the same.
+
+    Most routers choose the largest products of their rows of weights with a token. The rows of all layers are kept in one block, so that
+    one product and one `topk` replace the calls of several routers. Layers whose router turns out to choose otherwise, by corrections or
+    groups, keep calling it.
+    """
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+        self._rows: torch.Tensor | None = None  # (L, E, H)
+        self._alike: list[bool | None] = [None] * len(routers)  # whether the rows choose as the router does; None: not compared yet
+        self._top_k = 0
+
+    def chosen(self, tokens: torch.Tensor, layers: range) -> list[torch.Tensor]:
+        """(T, H) -> for each of the layers (T, K) int64, the likeliest expert first."""
+        if not len(layers) or not len(tokens):
+            return [self._routers[layer].route(tokens).top_k_index for layer in layers]
+        if all(self._alike[layer] for layer in layers):
+            assert self._rows is not None, "they were compared"
+            rows = self._rows[layers.start : layers.stop]
+            products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
+            return list(products.topk(self._top_k, dim=-1).indices.unbind(1))
+        found = [self._routers[layer].route(tokens).top_k_index for layer in layers]
+        for layer, index in zip(layers, found, strict=True):
+            if self._alike[layer] is None:
+                self._alike[layer] = self._compare(layer, tokens, index)
+        return found
+
+    def _compare(self, layer: int, tokens: torch.Tensor, index: torch.Tensor) -> bool:
+        if self._rows is None:
+            found = [self._rows_of(router) for router in self._routers]
+            rows = [each for each in found if each is not None]
+            if len(rows) < len(found) or len({(each.shape, each.dtype, each.device) for each in rows}) > 1:
+                self._alike = [False] * len(found)
+                return False
+            self._rows = torch.stack([each.detach() for each in rows])
+            self._top_k = index.shape[1]
+        if index.shape[1] != self._top_k:
+            return False
+        best = (tokens.to(self._rows.dtype) @ self._rows[layer].T).topk(self._top_k, dim=-1).indices
+        same = (best[:, :, None] == index[:, None, :]).any(-1).float().mean()
+        return float(same) >= ALIKE
+
+    def _rows_of(self, router: Router) -> torch.Tensor | None:
+        """A router's rows of weights, if it has nothing else to choose by."""
+        tensors = [*router.module.parameters(), *router.module.buffers()]
+        return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 2 and len(tensors[0]) == router.num_experts else None
 
 
 class CallExecutor:
@@ -196,6 +279,7 @@ class CallExecutor:
     Args:
         host, on_device: the call's tokens in host memory, and where the slots are; on emulated devices the same.
         slot_kernel: of the layer, bound to the calling thread.
+        device_kernel: the layer's kernel itself, where launches may share the work of one call.
 
     Attributes:
         result: (T, H) float32, the sum once `join` has returned; on a CUDA device it is then queued on the current stream.
@@ -209,13 +293,18 @@ class CallExecutor:
         slot_kernel: SlotKernel,
         host: Tokens,
         on_device: Tokens,
+        device_kernel: Any = None,
     ) -> None:
         hidden_states, index = host.hidden_states, host.top_k_index.numpy()
-        self.result = torch.zeros(hidden_states.shape, dtype=torch.float32, device=on_device.hidden_states.device)
+        self.result = torch.empty(hidden_states.shape, dtype=torch.float32, device=on_device.hidden_states.device)
+        self._written = False  # whether `result` holds a sum yet, once the launches have run
         self._layers = layers
         self._packed = packed
         self._sparse_arguments = sparse_arguments(sparsity)
         self._slot_kernel = slot_kernel
+        self._device_kernel = device_kernel
+        self._grouped: Any = None  # the call that launches add to, where they do
+        self._launches = 0
         self._host = host
         self._on_device = on_device
         self._cpu_out = layers.host_buffer("out", hidden_states.shape, hidden_states.dtype)
@@ -233,24 +322,50 @@ class CallExecutor:
         return partial(runtime.wait, runtime.submit(self._packed, *arrays, **self._sparse_arguments))
 
     def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None]:
+        """Prepare a launch, copies included, so that what is left is work of the device."""
         slot_of = np.full(self._layers.num_experts + 1, -1, np.int32)
         slot_of[experts] = slots
-        return partial(self._launch, torch.from_numpy(slot_of[self._index]))
+        first, self._written = not self._written, True
+        self._launches += 1
+        if first:
+            self._grouped = self._layers.begin_grouped(self._device_kernel, self._on_device)
+        if self._grouped is not None:
+            pairs = int((slot_of[self._index] >= 0).sum())
+            return partial(self._grouped.add, self._on_the_device(slot_of[:-1]), len(experts), pairs)
+        return partial(self._launch, self._on_the_device(slot_of[self._index]), first)
 
-    def _launch(self, slots: torch.Tensor) -> None:
-        part, tokens = torch.empty_like(self.result), self._on_device
-        self._slot_kernel(tokens.hidden_states, slots.to(part.device, non_blocking=True), tokens.top_k_weights, part)
-        self.result += part
+    def _on_the_device(self, slots: NDArray[np.int32]) -> torch.Tensor:
+        # Each launch of a call has memory of its own: the copy may be later than the next launch.
+        held = self._layers.host_buffer(f"slots {self._launches}", torch.Size(slots.shape), torch.int32)
+        held.numpy()[:] = slots
+        return held.to(self.result.device, non_blocking=True)
+
+    def _launch(self, slots: torch.Tensor, first: bool) -> None:
+        tokens = self._on_device
+        part = self.result if first else torch.empty_like(self.result)
+        self._slot_kernel(tokens.hidden_states, slots, tokens.top_k_weights, part, experts=tokens.top_k_index)
+        if not first:
+            self.result += part
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         for event in gpu if self._layers.emulated else ():
             event.wait()
+        if self._grouped is not None:
+            self._grouped.finish(self.result)
+            self._grouped = None
         if cpu is not None:
             cpu.wait()
-            self.result += self._cpu_out.to(self.result.device, non_blocking=True)
+            if self._written:
+                self.result += self._cpu_out.to(self.result.device, non_blocking=True)
+            else:
+                self.result.copy_(self._cpu_out, non_blocking=True)
+        elif not self._written:
+            self.result.zero_()
+        self._written = True
 
     def restart(self) -> None:
-        self.result.zero_()
+        self._grouped = None
+        self._written = False
 
 
 def sparse_arguments(sparsity: LayerSparsity | None) -> dict[str, Any]:

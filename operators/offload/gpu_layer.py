@@ -47,6 +47,7 @@ class GpuLayer:
         self._index = index
         self._sparsity = layers.sparsity[index]
         self._router_calls = _RouterCalls(layers.routers[index])
+        self._look_ahead = layers.look_ahead
         self._draft = draft
         self._resident_draft = ResidentDraft(layers.routers[index])
 
@@ -80,7 +81,7 @@ class GpuLayer:
         if settings is not None:
             top_k_index, top_k_weights = self._narrow(top_k_index, top_k_weights, settings)
         tokens = rounded(hidden_states.detach()).contiguous()
-        on_device = Tokens(tokens, top_k_index.detach().long(), top_k_weights.detach().float())
+        on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
         self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype)
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
         call = self._router_calls.take()
@@ -97,6 +98,7 @@ class GpuLayer:
             self.layers.slot_kernel(self._index),
             Tokens(host["tokens"], host["index"], host["weights"]),
             on_device,
+            self.layers.layer_kernel(self._index),
         )
         self.engine.run(self._step(host, settings), executor, overlap)
         if overlap is not None:
@@ -119,9 +121,9 @@ class GpuLayer:
     def _predict(self, router_input: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the next layers would choose on the current hidden states, as `layer N`: (T', K) int64."""
         last = self._index + self.engine.prefetcher.options.depth
-        routers, tokens = self.layers.routers, router_input[-PREDICT_TOKENS:]
-        later = range(self._index + 1, min(last + 1, len(routers)))
-        return {f"layer {layer}": routers[layer].route(tokens).top_k_index for layer in later}
+        tokens = router_input[-PREDICT_TOKENS:]
+        later = range(self._index + 1, min(last + 1, len(self.layers.routers)))
+        return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later), strict=True)}
 
     def _narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing of a draft, (T, K) and (T, K) padded."""

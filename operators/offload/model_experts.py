@@ -211,7 +211,7 @@ def open_engine(
     slots = loading.slots
     layers = EngineLayers(device.torch_device, runtime, packed, routers, [layer.sparsity for layer in loaded], loading.arena)
     layers.time_paths(min(slots.capacity_of(0), store.num_experts), top_k, PathChoices(choices_path()))
-    synthetic = SyntheticCalls(layers)
+    synthetic = SyntheticCalls(layers, top_k)
     costs = CostModel(warm_up(device, loading, synthetic.executor, synthetic.neurons))
     gpu_layers = None
     if options.schedule == "layer_map":
@@ -258,12 +258,16 @@ class SyntheticCalls:
     The tokens are zeros, as the time of an expert does not depend on them. Where neurons are left out it does: then they are random,
     and have a threshold of their own that leaves out the share that the model is to leave out.
 
+    Args:
+        top_k: experts per token of the model, which kernels are compiled for. Tokens of calls with fewer experts have padded slots.
+
     Attributes:
         sparsity: leaves out that share; None where the model leaves nothing out.
     """
 
-    def __init__(self, layers: EngineLayers) -> None:
+    def __init__(self, layers: EngineLayers, top_k: int = 1) -> None:
         self._layers = layers
+        self._top_k = top_k
         self._packed = layers.packed[0]
         self._random = np.random.default_rng(0)
         of_model = layers.sparsity[0]
@@ -289,7 +293,8 @@ class SyntheticCalls:
         hidden = torch.zeros(load, self._packed.shape.hidden, dtype=dtype)
         if self.sparsity is not None:
             hidden = torch.from_numpy(self._random.standard_normal(hidden.shape, np.float32)).to(dtype)
-        return Tokens(hidden, torch.tensor([*experts]).repeat(load, 1), torch.ones(load, len(experts)))
+        chosen = torch.tensor([*experts, *[-1] * (self._top_k - len(experts))]).repeat(load, 1)
+        return Tokens(hidden, chosen, torch.ones(chosen.shape))
 
     def _quantile(self, share: float) -> float:
         """The threshold that leaves out that share of the neurons of synthetic tokens."""

@@ -61,6 +61,15 @@ class EngineStatistics:
         self.used_by_layer[layer] += used
         self.found_by_layer[layer] += found
 
+    def count_layers(self, used: NDArray[np.int64], on_cpu: NDArray[np.int64]) -> None:
+        """Count every layer once, (layers,) each: what the CPU did not compute was resident."""
+        self.steps += self.layers
+        self.used += int(used.sum())
+        self.found += int((used - on_cpu).sum())
+        self.on_cpu += int(on_cpu.sum())
+        self.used_by_layer += used
+        self.found_by_layer += used - on_cpu
+
     def count_planned(self, layer: int, problem: LayerProblem, plan: LayerPlan) -> None:
         """Count a layer that was scheduled."""
         resident, missing = problem.arrival_ms == 0, np.isinf(problem.arrival_ms)

@@ -47,6 +47,8 @@ class SparseCall:
         top_k_weights: (T, K) floating, contiguous.
         out: (T, H) floating, written in full.
         margin: the share of the threshold that a sketched activation has to reach for its gate to be computed.
+        num_experts: of the layer.
+        experts: (T, K) integers, the layer's expert of each pair, by which pairs are grouped; None: they are grouped by slot.
     """
 
     hidden_states: torch.Tensor
@@ -57,6 +59,8 @@ class SparseCall:
     layout: SparseLayout
     threshold: Threshold
     margin: float
+    num_experts: int = 0
+    experts: torch.Tensor | None = None
 
     @property
     def packed(self) -> PackedBytes:
@@ -74,10 +78,13 @@ class SparseCall:
         return torch.empty(*shape, dtype=dtype, device=self.hidden_states.device)
 
     def groups(self, block_pairs: int | None = None) -> PairGroups:
-        """Return the pairs by slot."""
-        block_pairs = block_pairs or pairs_a_block(self.pairs, len(self.arena), self.hidden_states.dtype)
-        groups = PairGroups.allocate(self.pairs, len(self.arena), block_pairs, self.hidden_states.device)
-        group_pairs(self.slots, len(self.arena), groups)
+        """Return the pairs by expert."""
+        ids, num_ids, slots = self.slots, len(self.arena), None
+        if self.experts is not None:
+            ids, num_ids, slots = self.experts, self.num_experts, self.slots
+        block_pairs = block_pairs or pairs_a_block(self.pairs, num_ids, self.hidden_states.dtype)
+        groups = PairGroups.allocate(self.pairs, num_ids, block_pairs, self.hidden_states.device)
+        group_pairs(ids, num_ids, groups, slots)
         return groups
 
 
@@ -153,7 +160,7 @@ class SparseSlotExperts:
     """`SlotExperts` for experts in the sparse layout, with a threshold below which neurons count as zero.
 
     Args:
-        shape: sizes of the experts; `num_experts` does not change what is computed.
+        shape: sizes of the experts, and how many a layer has.
         weight_type: the type the slots' bytes were packed to, by `PackedExperts` with `sparse=True` or by `SlotPacker`.
         device: the GPU.
         choose: the path of a batch size; by default an estimate.
@@ -215,6 +222,7 @@ class SparseSlotExperts:
         path: str | None = None,
         *,
         drafting: bool = False,
+        experts: torch.Tensor | None = None,
     ) -> None:
         """As `SlotExperts.forward`, by one of `SLOT_PATHS`, by default the chosen one; `drafting` leaves out what drafts leave out.
 
@@ -231,7 +239,8 @@ class SparseSlotExperts:
         with on(arena.device):
             for first in range(0, len(slots), MOST_TOKENS):
                 part = slice(first, first + MOST_TOKENS)
-                call = self.call(hidden_states[part], arena, slots[part], top_k_weights[part], out[part], drafting=drafting)
+                chosen = None if experts is None else experts[part]
+                call = self.call(hidden_states[part], arena, slots[part], top_k_weights[part], out[part], drafting=drafting, experts=chosen)
                 SLOT_PATHS[path or self.choose(len(call.slots), call.top_k)](call)
 
     def call(
@@ -244,10 +253,12 @@ class SparseSlotExperts:
         threshold: Threshold | None = None,
         *,
         drafting: bool = False,
+        experts: torch.Tensor | None = None,
     ) -> SparseCall:
         """Return a call as the paths take it, of up to MOST_TOKENS tokens; by default with the layer's own threshold."""
         own = self.draft_threshold if drafting else self.threshold
-        return SparseCall(hidden_states, arena, slots, top_k_weights, out, self.layout, threshold or own, self.margin)
+        given = hidden_states, arena, slots, top_k_weights, out
+        return SparseCall(*given, self.layout, threshold or own, self.margin, self.shape.num_experts, experts)
 
     def activations(
         self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, *, sketched: bool = False
@@ -379,7 +390,7 @@ def synthetic_slot_calls(
         x = torch.randn(tokens, experts.shape.hidden, generator=generator, device=device).to(dtype)
         shares, chosen = torch.rand(tokens, num_experts, generator=generator, device=device).topk(top_k, dim=-1)
         slots = torch.where(chosen < resident, chosen, -1).to(torch.int32)
-        calls.append(experts.call(x, arena, slots, shares, torch.empty_like(x), own))
+        calls.append(experts.call(x, arena, slots, shares, torch.empty_like(x), own, experts=chosen))
     if experts.sparsity:
         first = torch.zeros_like(calls[0].slots) + torch.arange(top_k, dtype=torch.int32, device=device) % resident
         _, activations = next(experts.activations(calls[0].hidden_states, arena, first))
@@ -395,7 +406,8 @@ def replay_ms(calls: Sequence[Callable[[], None]], device: torch.device, replays
         for call in calls:  # compiles
             call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # Only this thread is captured: others may be waiting for the GPU or copying to it.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for call in calls:
                 call()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]

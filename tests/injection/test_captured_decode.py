@@ -17,10 +17,12 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload import decode_steps
-from moegraft.operators.offload.captured import CapturedLayer
+from moegraft.operators.offload.captured import CapturedLayer, StepGraph
 from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.executors import EngineLayers
+from moegraft.operators.offload.scheduler import Scheduler
 
 RULES = """
 version: 1
@@ -302,3 +304,44 @@ def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ig
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3
+
+
+def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU quantises activations and a GPU does not: a step is compared with one that has the same experts on each device."""
+    compute, plan = EngineLayers._compute_emulated, Scheduler.plan
+    everything_on_the_cpu = Scheduler("all_cpu")
+
+    def scaled(self: EngineLayers, *given: Any, **more: Any) -> None:
+        compute(self, *given, **more)
+        given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
+
+    def planned(self: Scheduler, *given: Any) -> Any:
+        return plan(self if self.name == "fixed" else everything_on_the_cpu, *given)
+
+    monkeypatch.setattr(EngineLayers, "_compute_emulated", scaled)
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    model = load("qwen3_moe")
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        answer(model)
+    assert not caplog.records, caplog.text
+    assert engine_of(model).statistics.replayed > 0
+
+
+def test_a_step_is_kept_for_the_texts_that_follow(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """Each answer has a cache of its own; where that of the last is gone, its memory is taken. Where it is held, nothing is."""
+    model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
+    capture, captures = StepGraph.capture, list[int]()
+    monkeypatch.setattr(StepGraph, "capture", lambda self, step: captures.append(1) or capture(self, step))
+    for ids in (prompt(9), prompt(9)[:, 2:], prompt(5)):
+        length = {"max_new_tokens": 9 + NEW - ids.shape[1]}
+        assert answer(model, ids=ids, **length)[0] == answer(stock, ids=ids, **length)[0]
+    assert len(captures) == 1
+    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    held = model.generate(prompt(9), **settings)
+    kept = [layer.keys.clone() for layer in held.past_key_values.layers]
+    assert len(captures) == 1
+    assert answer(model, ids=prompt(9))[0] == answer(stock, ids=prompt(9))[0] == held.sequences[0].tolist()
+    assert len(captures) == 2, "the memory of a cache that somebody holds is not taken"
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(held.past_key_values.layers, kept, strict=True))

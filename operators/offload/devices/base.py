@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
@@ -204,8 +205,13 @@ class Device(Protocol):
         """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels; emulated devices when the stream gets there.
 
         Raises:
-            DeviceError: the device refused it at once, for lack of memory (`OutOfDeviceMemoryError`) or after an earlier failure.
+            DeviceError: the device refused it at once: for lack of memory (`OutOfDeviceMemoryError`), after an earlier failure, or
+                because a kernel needs more than the device has.
         """
+        ...
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Make errors of PyTorch, Triton and the driver in the body DeviceErrors where they come from the device; others pass."""
         ...
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
@@ -222,7 +228,8 @@ class Device(Protocol):
         Its tensors keep their addresses, and streams that it forked are joined when it returns.
 
         Raises:
-            DeviceError: the step waits for the device, or does something else that cannot be captured.
+            DeviceError: the step waits for the device, or does something else that cannot be captured. PyTorch's stream, memory and random
+                numbers are as before.
         """
         ...
 

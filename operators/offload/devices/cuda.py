@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -38,6 +40,9 @@ LIBRARIES = {"cuda": ("libcudart", "cudart64"), "hip": ("libamdhip64", "amdhip64
 HOST_TO_DEVICE = 1
 PORTABLE = 1  # page-locked for every device
 READ_ONLY = 8  # for bytes that the host cannot write, such as a file mapped for reading
+NON_BLOCKING = 1  # a stream that does not wait for the default one
+# What PyTorch and Triton raise as a plain RuntimeError although the GPU, its driver or its libraries refused.
+GPU_ERROR = re.compile(r"(CUDA|HIP|cuda|hip)( driver)? error|Triton Error|(CUBLAS|CUDNN|HIPBLAS|MIOPEN|CUSOLVER)_STATUS|cuDNN error")
 CLOSE_S = 1.0
 POLL_S = 0.0005  # between two polls of an event that is waited for with a timeout
 OBSERVED_MS = 0.02  # a wait that took longer observed the job's end; a shorter one came after it
@@ -74,6 +79,8 @@ class RuntimeLibrary:
         self._launch = function("LaunchHostFunc", [pointer, pointer, pointer])
         self._register = function("HostRegister", [pointer, size, ctypes.c_uint])
         self._unregister = function("HostUnregister", [pointer])
+        self._create_stream = function("StreamCreateWithFlags", [ctypes.POINTER(pointer), ctypes.c_uint])
+        self._destroy_stream = function("StreamDestroy", [pointer])
         self._last_error = function("GetLastError", [])
         self._error_string = function("GetErrorString", [number], ctypes.c_char_p)
 
@@ -90,6 +97,17 @@ class RuntimeLibrary:
 
     def unregister(self, address: int) -> None:
         self._check(self._unregister(address), "HostUnregister")
+
+    def create_stream(self) -> int:
+        """Create a stream on the current device and return its handle."""
+        handle = ctypes.c_void_p()
+        self._check(self._create_stream(ctypes.byref(handle), NON_BLOCKING), "StreamCreateWithFlags")
+        assert handle.value is not None, "a stream that was created has a handle"
+        return handle.value
+
+    def destroy_stream(self, handle: int) -> None:
+        """Destroy a stream of `create_stream`, once its work is done."""
+        self._check(self._destroy_stream(handle), "StreamDestroy")
 
     def _check(self, code: object, call: str) -> None:
         if code != 0:
@@ -163,12 +181,15 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream of the device. "compute" is whichever stream is current, so that experts run in order with the rest of the model."""
+    """A stream of the device. "compute" is whichever stream is current, so that experts run in order with the rest of the model.
 
-    def __init__(self, device: CudaDevice, name: str) -> None:
+    The others belong to the device alone. PyTorch hands out 32 streams in rotation, so two of its streams may be one.
+    """
+
+    def __init__(self, device: CudaDevice, name: str, handle: int | None) -> None:
         self.name = name
         self._device = device
-        self._raw = None if name == "compute" else torch.cuda.Stream(device.torch_device)
+        self._raw = None if handle is None else torch.cuda.ExternalStream(handle, device.torch_device)
 
     @property
     def raw(self) -> torch.cuda.Stream:
@@ -283,6 +304,7 @@ class CudaDevice:
         self._owner_pid = os.getpid()
         self._cpu = CpuEngine()
         self._streams: dict[str, CudaStream] = {}
+        self._handles: list[int] = []  # of the streams that it has created
         self._notifications: SimpleQueue[tuple[CudaEvent, Callback] | None] = SimpleQueue()
         self._callback_error: Exception | None = None
         self._closed = False
@@ -293,17 +315,26 @@ class CudaDevice:
         self._check_open()
         stream = self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = CudaStream(self, name)
+            stream = self._streams[name] = CudaStream(self, name, None if name == "compute" else self._new_stream())
         return stream
+
+    def _new_stream(self) -> int:
+        with torch.cuda.device(self.torch_device):
+            handle = self._runtime.create_stream()
+        others = [*self._handles, torch.cuda.current_stream(self.torch_device).cuda_stream]
+        assert handle not in others, f"{self.name}: a new stream has the handle {handle:#x} of another"
+        self._handles.append(handle)
+        return handle
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         self._check_open()
         try:
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-            # PyTorch may hand out memory whose former readers still run on this stream; copies come on another.
-            torch.cuda.current_stream(self.torch_device).synchronize()
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemoryError(f"{self.name}: {nbytes} bytes: {error}") from error
+            with self.errors():
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                # PyTorch may hand out memory whose former readers still run on this stream; copies come on another.
+                torch.cuda.current_stream(self.torch_device).synchronize()
+        except OutOfDeviceMemoryError as error:
+            raise OutOfDeviceMemoryError(f"{self.name}: {nbytes} bytes: {error.__cause__}") from error
         return CudaBuffer(tensor)
 
     def pin(self, array: Bytes) -> None:
@@ -328,13 +359,23 @@ class CudaDevice:
         own = self._own(stream)
         if function is None:
             return
+        with self.errors(), torch.cuda.device(self.torch_device) if own.is_current else torch.cuda.stream(own.raw):
+            function()
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
         try:
-            with torch.cuda.device(self.torch_device) if own.is_current else torch.cuda.stream(own.raw):
-                function()
+            yield
+        except DeviceError:
+            raise
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemoryError(f"{self.name}: {error}") from error
-        except torch.AcceleratorError as error:
-            raise DeviceError(f"{self.name}: {error}") from error
+        except Exception as error:
+            from_triton = type(error).__module__.partition(".")[0] == "triton"  # such as a kernel that needs more than the GPU has
+            plain = type(error) is RuntimeError and GPU_ERROR.search(str(error)) is not None
+            if from_triton or plain or isinstance(error, torch.AcceleratorError):
+                raise DeviceError(f"{self.name}: {error}") from error
+            raise
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         raw = self._own(stream).raw
@@ -346,14 +387,38 @@ class CudaDevice:
 
     def capture(self, step: Callable[[], None]) -> CudaGraph:
         self._check_open()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), self.stream("capture").raw
+        current = torch.cuda.current_stream(self.torch_device)
+        failure: Exception | None = None
         try:
             # Only this thread is captured: other threads go on copying experts, on a stream that is not part of the graph.
-            with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
-        except RuntimeError as error:  # DeviceError is one, as is what PyTorch raises
-            raise DeviceError(f"{self.name}: the step cannot be captured: {error}") from error
+            with (
+                torch.cuda.device(self.torch_device),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    step()
+                except Exception as error:
+                    failure = error
+                    raise
+        except BaseException as error:
+            self._end_failed_capture(current, pool)
+            first = failure or error  # ending a capture that failed fails as well, and for no reason of its own
+            if isinstance(first, RuntimeError):  # DeviceError is one, as is what PyTorch raises
+                raise DeviceError(f"{self.name}: the step cannot be captured: {first}") from error
+            raise
         return CudaGraph(self.name, graph)
+
+    def _end_failed_capture(self, current: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+        """Restore what PyTorch leaves changed when the end of a capture fails: stream, memory pool and random numbers."""
+        torch.cuda.set_stream(current)
+        index = self.torch_device.index
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):  # where PyTorch has done it
+                end(index, pool)
+        # The generator's state still counts as being captured, and a copy of it does not.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
         self._check_open()
@@ -390,6 +455,10 @@ class CudaDevice:
         self._closed = True
         self._notifications.put(None)
         self._notifier.join(CLOSE_S)
+        for handle in self._handles:
+            with suppress(DeviceError):  # after a failure of the device nothing can be destroyed
+                self._runtime.destroy_stream(handle)
+        self._handles.clear()
 
     def _own(self, stream: Stream) -> CudaStream:
         self._check_open()

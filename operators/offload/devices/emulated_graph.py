@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,6 +91,26 @@ class StepRecorder(TorchDispatchMode):
             self.items[-1].append(operation)
         else:
             self.items.append([operation])
+
+
+class NumberGuard(TorchFunctionMode):
+    """Refuses tensors on the device that are made from numbers: the host copies them there, and waits, which a captured step cannot.
+
+    Without a device, or on "cpu" by name, they stay on the host, where operations of a GPU read them as numbers.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        name = getattr(func, "__name__", "")
+        made = name == "new_tensor" or (name in ("tensor", "as_tensor") and keywords.get("device") not in (None, "cpu"))
+        given = args[1:2] if name == "new_tensor" else args[:1]
+        if made and not isinstance(given[0] if given else keywords.get("data"), torch.Tensor):
+            raise DeviceError(f"{self._device}: torch.{name} copies a number from the host, which a captured step cannot")
+        return func(*args, **keywords)
 
 
 class EmulatedGraph:

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import exp, inf
@@ -33,7 +34,7 @@ from moegraft.operators.offload.devices.base import (
     Work,
     aligned_bytes,
 )
-from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph, Step, StepRecorder
+from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph, NumberGuard, Step, StepRecorder
 from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
 
 EVERY = range(1 << 62)
@@ -424,6 +425,8 @@ class VirtualDevice:
         self._own(stream).put_copy(self._prices.copy_ms(nbytes), lambda: move(0, half), second_half)
 
     def launch(self, stream: Stream, function: Step | None, work: Work) -> None:
+        if self._recorder is not None and function is not None:  # a replay writes whatever it was captured with, as on a GPU
+            function = torch.inference_mode()(function)
         if self._captured(partial(self.launch, stream, function, work)):
             return
         if self._fails("launches"):
@@ -432,6 +435,9 @@ class VirtualDevice:
                 raise DeviceError(f"{self.name}: injected: a launch failed")
 
         self._own(stream).put_launch(self._prices.gpu_ms(work), function)
+
+    def errors(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
@@ -445,7 +451,7 @@ class VirtualDevice:
         assert self._recorder is None, "one step is captured at a time"
         self._recorder = recorder = StepRecorder(self.name)
         try:
-            with recorder:
+            with NumberGuard(self.name), recorder:
                 step()
         finally:
             self._recorder = None

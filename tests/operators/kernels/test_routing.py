@@ -44,3 +44,30 @@ def test_groups(name: str, block_pairs: int) -> None:
 def test_block_size(pairs: int, ids: int, expected: int) -> None:
     assert pairs_a_block(pairs, ids, torch.bfloat16) == expected
     assert pairs_a_block(pairs, ids, torch.float32) == 16
+
+
+@pytest.mark.parametrize("by", ["pair", "expert"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", CASES)
+def test_groups_of_experts_with_slots(name: str, dtype: torch.dtype, by: str) -> None:
+    """Ids are experts of a layer, of which some have slots, far apart; others and padded ids are skipped."""
+    ids = CASES[name]().to(dtype)
+    ids[::7] = 7  # no id of this layer
+    slot_of = torch.tensor([5000, -1, 3, 0, 17, 6143, 9], dtype=torch.int32)
+    inside = (ids >= 0) & (ids < 7)
+    slots = torch.where(inside, slot_of[ids.clamp(0, 6).long()], -1).to(torch.int32)
+    listed = torch.full(ids.shape, -1, dtype=torch.int32, device=DEVICE)
+    groups = PairGroups.allocate(len(ids), 7, 16, torch.device(DEVICE))
+    given = {"slots": slots.to(DEVICE)} if by == "pair" else {"slot_of": slot_of.to(DEVICE)}
+    group_pairs(ids.to(DEVICE), 7, groups, listed=listed, **given)
+    used = int(groups.count)
+    expected, owners = [], []
+    for expert in range(7):
+        members = torch.where((ids == expert) & (slots >= 0))[0]
+        for first in range(0, len(members), 16):
+            block = members[first : first + 16]
+            expected.append(torch.cat([block, torch.full((16 - len(block),), len(ids))]))
+            owners.append(int(slot_of[expert]))
+    assert torch.equal(groups.pairs.view(-1, 16)[:used].cpu().long(), torch.stack(expected) if expected else torch.empty(0, 16).long())
+    assert groups.block_ids[:used].tolist() == owners
+    assert torch.equal(listed.cpu(), slots)

@@ -168,3 +168,51 @@ def test_wrong_arguments_are_named(name: str, change, says: str) -> None:  # typ
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=says):
         SlotExperts(layer.shape, layer.spec, "float32").forward(**given)
+
+
+@pytest.mark.parametrize("weight_type", ["bfloat16", "int4"])
+def test_pairs_are_grouped_by_the_experts_of_a_layer(weight_type: str) -> None:
+    """Not by the slots of all layers, of which there are thousands."""
+    layer = make_layer(weight_type, 4, 64, 40)
+    x, index, weights = make_batch(9, 2, layer)
+    index[0, 0], index[3, 1] = -1, 4  # padded
+    arena, slot_of = arena_of(layer)
+    slot_of[2] = -1
+    inside = (index >= 0) & (index < 4)
+    slots = torch.where(inside, slot_of[index.clamp(0, 3)], -1).to(torch.int32)
+    out = torch.empty(x.shape, device=DEVICE)
+    experts = SlotExperts(layer.shape, layer.spec, weight_type)
+    experts.forward(x.to(DEVICE), arena, slots.to(DEVICE), weights.to(DEVICE), out, "grouped", experts=index.to(DEVICE))
+    expected = layer.reference(x, torch.where(slots >= 0, index, -1), weights)
+    assert relative_error(out.cpu(), expected) <= ROUNDED[torch.float32]
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[2], [0, 3], [1]], [[3, 1]], [[0], []]], ids=str)
+def test_experts_are_computed_as_they_arrive(parts: list[list[int]]) -> None:
+    layer = make_layer("int8", 4, 64, 40)
+    x, index, weights = make_batch(9, 2, layer)
+    index[0, 0] = -1
+    index[5] = -1  # a token with no expert
+    arena, slot_of = arena_of(layer)
+    call = SlotExperts(layer.shape, layer.spec, "int8").begin(x.to(DEVICE), arena, index.to(DEVICE), weights.to(DEVICE))
+    assert call is not None
+    for part in parts:
+        here = torch.full((4,), -1, dtype=torch.int32)
+        here[part] = slot_of[part]
+        pairs = int(torch.isin(index, torch.tensor(part)).sum())
+        if pairs:
+            call.add(here.to(DEVICE), len(part), pairs)
+    out = torch.empty(x.shape, device=DEVICE)
+    call.finish(out)
+    computed = torch.tensor([expert for part in parts for expert in part])
+    expected = layer.reference(x, torch.where(torch.isin(index, computed), index, -1), weights)
+    assert relative_error(out.cpu(), expected) <= ROUNDED[torch.float32]
+
+
+def test_few_and_very_many_tokens_are_not_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.kernels.slots.MOST_TOKENS", 8)
+    layer = make_layer("int8", 4, 64, 40)
+    arena, _ = arena_of(layer)
+    for tokens in (0, 1, 4, 9):
+        x, index, weights = make_batch(tokens, 2, layer)
+        assert SlotExperts(layer.shape, layer.spec, "int8").begin(x, arena, index, weights) is None

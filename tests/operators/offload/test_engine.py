@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.engine_rig import EXPERTS, LAYERS, EngineRig, Setting, engine_rig
+from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
 from support.gpus import ON_CUDA
-from support.kernel_cases import relative_error
+from support.kernel_cases import make_batch, relative_error
 
+from moegraft.operators.offload.costs import CostModel
+from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import SCHEDULES
 from moegraft.operators.offload.slots import SlotState
+from moegraft.operators.offload.step import LayerStep
+from moegraft.operators.offload.transfers import Urgency
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 CAPACITIES = [
@@ -163,3 +169,47 @@ def test_statistics_add_up(kind: str) -> None:
         assert 0 < statistics.found <= statistics.used and statistics.on_cpu + statistics.transferred <= statistics.used
         report = rig.engine.report()
         assert report["experts found on the GPU"] == f"{statistics.hit_rate:.1%}"
+
+
+def test_errors_of_pytorch_and_triton_take_the_way_of_a_failing_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises them: here other work of the GPU that runs beside the experts."""
+
+    def failing() -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    with engine_rig(Setting("fixed", prefetch=NO_PREFETCH)) as rig:
+        monkeypatch.setattr(rig.engine.device, "errors", partial(CudaDevice.errors, rig.engine.device))  # type: ignore[arg-type]
+        x, index, weights = make_batch(4, TOP_K, rig.layers[0], torch.float32, seed=0)
+        executor = rig.executor(0, x, index, weights)
+        rig.engine.run(LayerStep.of(0, index.numpy()), executor, failing)
+        assert relative_error(executor.result, rig.layers[0].reference(x, index, weights)) < 2e-6
+        assert rig.engine.statistics.recoveries == 1
+        assert_nothing_held(rig)
+
+
+@pytest.mark.parametrize(("first_gpu_ms", "launches"), [(0.0, [1] * 6), (0.3, [2, 2, 1, 1]), (9.0, [2, 2, 1, 1])])
+def test_arrivals_are_launched_together_where_launches_are_slow(first_gpu_ms: float, launches: list[int]) -> None:
+    """Of four experts in flight at most two, so that the link goes on."""
+    with engine_rig(Setting("on_demand", (0,) * LAYERS, staging=4, prefetch=NO_PREFETCH)) as rig:
+        rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms))
+        x, index, weights = make_batch(40, TOP_K, rig.layers[0], torch.float32, seed=0)
+        executor, found = rig.executor(0, x, index, weights), list[int]()
+        prepare = executor.on_gpu
+        executor.on_gpu = lambda experts, slots: found.append(len(experts)) or prepare(experts, slots)  # type: ignore[method-assign, func-returns-value]
+        rig.engine.run(LayerStep.of(0, index.numpy()), executor)
+        assert relative_error(executor.result, rig.layers[0].reference(x, index, weights)) < 2e-6
+        assert found == launches
+        assert_nothing_held(rig)
+
+
+@pytest.mark.parametrize(("first_gpu_ms", "on_cpu"), [(0.0, False), (50.0, True)])
+def test_plans_know_what_a_launch_takes(first_gpu_ms: float, on_cpu: bool) -> None:
+    """One token's experts are computed by the CPU before a launch has reached the GPU."""
+    with engine_rig(Setting("two_threshold", (EXPERTS,) * LAYERS, prefetch=NO_PREFETCH)) as rig:
+        for expert in range(EXPERTS):
+            rig.engine.loading.queue.request(0, expert, Urgency.PROMOTION)
+        rig.engine.device.synchronize()
+        rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms))
+        rig.call(0, 1, seed=1)
+        statistics = rig.engine.statistics
+        assert (statistics.on_cpu == statistics.used) == on_cpu

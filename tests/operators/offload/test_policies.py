@@ -20,6 +20,8 @@ from moegraft.operators.offload.cache import (
     MinusRecentScore,
     ScoreAndFrequency,
     make_policy,
+    priorities,
+    update_layers,
 )
 from moegraft.operators.routing_trace import Trace, TraceError
 
@@ -250,3 +252,24 @@ class TestOptions:
         np.testing.assert_array_equal(policy.priority(1), trace.loads()[1])
         with pytest.raises(TraceError, match=r"profile\.npz: expected a profile of \(3, 7\) layers and experts, found \(2, 7\)"):
             make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)
+
+
+@pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
+@pytest.mark.parametrize("tokens", [1, 4, 300])  # 300: more than the average remembers
+@pytest.mark.parametrize("top_p", [None, 3, 100])
+def test_layers_updated_together_rank_as_one_by_one(policy: str, tokens: int, top_p: int | None) -> None:
+    rng = np.random.default_rng(0)
+    options = CacheOptions(policy=policy, top_p=top_p, alpha=0.2)  # type: ignore[arg-type]
+    together, one_by_one = (make_policy(options, 5, 12, 2) for _ in range(2))
+    for _ in range(3):
+        layers = np.array([0, 2, 3])
+        scores = rng.random((3, tokens, 12), np.float32)
+        scores[1, 0, 0] = np.nan if policy == "mrs" and tokens == 4 else 0.5  # is not learnt
+        chosen = np.argsort(-scores, axis=2)[..., :2]
+        chosen[0, 0, 1] = -1  # padded
+        update_layers(together, layers, scores, chosen)
+        for number, layer in enumerate(layers.tolist()):
+            one_by_one.update(layer, scores[number], chosen[number])
+    for layer in range(5):
+        np.testing.assert_allclose(together.priority(layer), one_by_one.priority(layer), rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(priorities(together, 5)[layer], together.priority(layer), rtol=1e-12)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
-from support.kernel_cases import make_batch, relative_error
+from support.kernel_cases import make_batch, make_layer, relative_error
 from support.transfer_harness import DEVICES, EMULATED, advance
 
-from moegraft.cpu_backend import PackedExperts
+from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.devices.virtual import Faults
+from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.slots import SlotTable
 from moegraft.operators.offload.transfers import Urgency
@@ -170,3 +172,40 @@ def test_the_step_and_eager_calls_take_turns(kind: str) -> None:
             assert step.replay(seed) < step.rig.limit
             found, expected = step.rig.call(seed % LAYERS, 3, seed)
             assert relative_error(found, expected) < step.rig.limit
+
+
+@pytest.mark.parametrize("kind", EMULATED)
+def test_a_step_captured_in_inference_mode_runs_outside_of_it(kind: str) -> None:
+    """What `torch.inference_mode` makes cannot be written under `torch.no_grad`."""
+    with engine_rig(Setting("greedy", kind=kind)) as rig:
+        with torch.inference_mode():
+            step = Step(rig, 1)
+        step._inputs = [tuple(torch.empty_like(each) for each in inputs) for inputs in step._inputs]  # type: ignore[misc]
+        rig.engine.loading.queue.request(0, 5, Urgency.PROMOTION)
+        rig.engine.device.synchronize()
+        with torch.no_grad():
+            step.graph.replay()
+        assert not any(each.is_inference() for each in vars(step.graph._buffers).values() if isinstance(each, torch.Tensor))
+
+
+def test_host_memory_made_in_inference_mode_is_written_outside_of_it() -> None:
+    layer = make_layer(num_experts=2, hidden=32, intermediate=32)
+    slots = SimpleNamespace(array=None, tensor=torch.zeros(2 * layer.packed.expert_bytes, dtype=torch.uint8))  # as of a GPU
+    layers = EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [None], slots)  # type: ignore[arg-type]
+    shape = torch.Size((2, 32))
+    with torch.inference_mode():
+        layers.host_buffer("tokens", shape, torch.float32).fill_(1.0)
+    with torch.no_grad():
+        assert layers.host_buffer("tokens", shape, torch.float32).fill_(2.0).sum() == 128
+
+
+@pytest.mark.parametrize(("ms", "expected"), [(1.0, 4), (9.5, 10), (1000.0, 32)])
+def test_as_many_experts_are_requested_as_the_link_transfers(ms: float, expected: int) -> None:
+    """An expert takes it 1 ms."""
+    with captured(Setting("greedy", (0,) * LAYERS, staging=1)) as step:
+        for seed in range(3):
+            start_ms = step.rig.engine.device.now_ms()
+            step.replay(seed)
+            step.rig.engine.device.advance(max(0.0, ms - (step.rig.engine.device.now_ms() - start_ms)))
+        step.replay(3)
+        assert step.graph._requests == expected

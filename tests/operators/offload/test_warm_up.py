@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +14,8 @@ from support.model_shapes import MODELS
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
-from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons
+from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Neurons, Stream, Work
+from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import EngineLayers
@@ -98,6 +99,49 @@ def test_preparing_a_call_is_not_measured() -> None:
     np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
 
 
+class HostBound(VirtualDevice):
+    """A device whose launches take the host time, while its events are recorded at once, as on an idle GPU. Replays are one call."""
+
+    launch_ms = 0.5
+    replaying = False
+
+    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+        if not self.replaying:
+            self.advance(self.launch_ms)
+        super().launch(stream, function, work)
+
+    def capture(self, step: Callable[[], None]) -> EmulatedGraph:
+        graph = super().capture(step)
+        replay = graph.replay
+
+        def replayed() -> None:
+            self.replaying = True
+            replay()
+            self.replaying = False
+
+        graph.replay = replayed  # type: ignore[method-assign]
+        return graph
+
+
+def test_what_the_host_takes_to_launch_is_no_time_of_an_expert() -> None:
+    profile, expert_bytes = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
+    device = HostBound(profile)
+    costs = CostModel(warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic))
+    loads = np.array([1, 3, 17, 64])
+    np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
+    assert costs.first_gpu_ms == pytest.approx(HostBound.launch_ms)
+
+
+def test_a_device_that_cannot_capture_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: VirtualDevice, step: Callable[[], None]) -> EmulatedGraph:
+        raise DeviceError("no graphs here")
+
+    monkeypatch.setattr(VirtualDevice, "capture", refused)
+    device = VirtualDevice(PROFILES["a6000_10core"])
+    tables = warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic)
+    assert len(tables.gpu_ms) > 1 and tables.gpu_ms[0][1] > 0
+
+
 def test_long_jobs_end_the_warm_up() -> None:
     """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
     device = VirtualDevice(PROFILES["a6000_10core"])
@@ -127,3 +171,24 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     assert on_cpu[1] == 4 * 16 * 96 and calls.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
     assert calls.sparsity.achieved == pytest.approx(0.7, abs=0.05)
     assert not of_model.counts.any(), "the model has left nothing out yet"
+
+
+def test_kernels_are_warmed_up_for_the_experts_per_token_of_the_model() -> None:
+    """Each number of them is a kernel of its own, and the first token would wait for it to be compiled."""
+    layer = make_layer(num_experts=4, hidden=64, intermediate=96)
+    arena = SimpleNamespace(array=None, tensor=torch.from_numpy(layer.packed.buffer.copy()))
+    layers = EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [None], arena)  # type: ignore[arg-type]
+    calls, shapes = SyntheticCalls(layers, 3), set()
+
+    class Kernel:
+        def forward(self, x: torch.Tensor, arena: object, slots: torch.Tensor, *given: object, **more: object) -> None:
+            shapes.add((slots.shape[1], int((slots >= 0).sum(1).max())))
+
+    calls._kernel = Kernel()
+    for count in (1, 2, 4):
+        experts = np.arange(count)
+        calls.executor(experts.tolist(), 1).on_gpu(experts, experts.astype(np.int32))()
+    assert shapes == {(3, 1), (3, 2), (4, 4)}
+    found = calls.executor([0, 2], 2)
+    found.join(SimpleNamespace(wait=found.on_cpu(np.array([0, 2]))()), ())  # type: ignore[arg-type]
+    assert found.result.shape == (2, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,3 +122,29 @@ def test_buckets_that_were_not_timed_get_a_default() -> None:
     assert [experts.choose(tokens, TOP_K) for tokens in (1, 8, 9, 64, 65, 512, 513)] == [
         *("pair", "pair", "ordered", "ordered", "union", "union", "dense")
     ]
+
+
+def test_a_timed_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a transfer queue waits for its events meanwhile, which a capture in the mode "global" does not survive."""
+    modes: list[str] = []
+
+    def graph(captured: object, *, stream: object, capture_error_mode: str = "global") -> nullcontext[None]:
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    class Nothing:
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+        def __getattr__(self, name: str) -> Callable[..., float]:
+            return lambda *args, **kwargs: 1.0
+
+    for name, fake in {
+        "Stream": Nothing,
+        "Event": Nothing,
+        "CUDAGraph": Nothing,
+        "current_stream": Nothing,
+        "stream": lambda stream: nullcontext(),
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert slot_timing.replay_ms([lambda: None], torch.device("cuda"), 3) == [1.0] * 3
+    assert modes == ["thread_local"]

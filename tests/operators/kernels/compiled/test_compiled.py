@@ -91,6 +91,21 @@ def test_a_sample_compiles_to_what_was_recorded(tool: ModuleType, rows: list[dic
             assert found == same_version.get(found.key, found), f"{name}: not what was recorded; if it is no worse, {AGAIN} --all"
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", ["slots", "arriving"])
+def test_kernels_do_not_depend_on_the_number_of_slots(tool: ModuleType, kind: str, capability: int) -> None:
+    """It follows free memory: a kernel that has it as a constant is compiled again at each start, and one that counts by it spills."""
+    launched: list[set[str]] = []
+    for count in (3072, 6144):
+        with tool.quiet(), recording(capability, wanted=()) as found:
+            tool.cases()[f"{kind} qwen3-30b int4 bfloat16 T=512 of {count}"]()
+        launched.append(set(found.launched))
+    assert launched[0] == launched[1]
+    grouping = next(key for key, name in found.launched.items() if name == "group_pairs_kernel")
+    (kernel,) = tool.compiled(tool.cases()[f"{kind} qwen3-30b int4 bfloat16 T=512 of 6144"], capability, [grouping])
+    assert (kernel.spills, kernel.stack_bytes) == (0, 0)
+
+
 def test_a_key_changes_with_what_is_compiled() -> None:
     x = torch.empty(2, 3, 64, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(2, 3, device="meta")

@@ -54,6 +54,14 @@ int NAME(HostUnregister)(void* address) {
   return done(0);
 }
 
+int NAME(StreamCreateWithFlags)(void** stream, unsigned flags) {
+  static size_t created = 0;
+  *stream = (void*)(0x1000 + 16 * ++created);
+  return done(flags == 1 ? 0 : 1);
+}
+
+int NAME(StreamDestroy)(void* stream) { return done(stream != 0 ? 0 : 709); }
+
 int NAME(GetLastError)(void) {
   int code = last_error;
   last_error = 0;

@@ -10,7 +10,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,8 @@ def runtime(library: ctypes.CDLL, prefix: str) -> RuntimeLibrary:
 
 
 class FakeStream:
-    cuda_stream = 77
-
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, handle: int = 77, device: object = None) -> None:
+        self.cuda_stream = handle
         self.waited: list[object] = []
 
     def wait_event(self, event: object) -> None:
@@ -103,12 +102,13 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
     for name, fake in {
         "is_available": lambda: True,
         "init": lambda: None,
-        "Stream": FakeStream,
+        "ExternalStream": FakeStream,
         "Event": FakeEvent,
         "current_stream": lambda device: current,
         "device": lambda device: nullcontext(),
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device: None,
+        "graph_pool_handle": lambda: (0, 7),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     asked = []
@@ -133,10 +133,12 @@ def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDev
             calls.append("reset")
 
     @contextmanager
-    def capture(graph: FakeGraph, capture_error_mode: str) -> Iterator[None]:
+    def capture(graph: FakeGraph, pool: tuple[int, int], stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "transfers of other threads go on"
+        assert pool == (0, 7) and stream is device.stream("capture").raw
         yield
 
+    monkeypatch.setattr(CudaDevice, "_end_failed_capture", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     compute, side = device.stream("compute"), device.stream("side")
@@ -160,6 +162,97 @@ def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDev
     with pytest.raises(DeviceError, match="cuda:0: the step cannot be captured: CUDA error: operation not permitted"):
         device.capture(waiting)
     assert calls[-1] == "reset"
+
+
+def test_a_failed_capture_leaves_pytorch_as_it_was(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own context ends the capture before it restores anything, and ending one that failed raises."""
+    before, ended = torch.cuda.current_stream(device.torch_device), list[object]()
+    streams, generator = [before], FakeGenerator()
+
+    @contextmanager
+    def capture(graph: object, pool: tuple[int, int], stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        streams.append(stream)
+        generator.capturing = True
+        with suppress(RuntimeError):
+            yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def release(index: int, pool: tuple[int, int]) -> None:
+        ended.append(("released", index, pool))
+        raise RuntimeError("released already")
+
+    for name, fake in {
+        "CUDAGraph": object,
+        "graph": capture,
+        "current_stream": lambda device: streams[-1],
+        "set_stream": streams.append,
+        "default_generators": (generator,),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: ended.append(given), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+
+    def waiting() -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with pytest.raises(DeviceError, match="the step cannot be captured: CUDA error: operation not permitted"):
+        device.capture(waiting)
+    assert torch.cuda.current_stream(device.torch_device) is before
+    assert ended == [(0, (0, 7)), ("released", 0, (0, 7))]
+    assert not generator.capturing, "so that the next token can be sampled"
+    with pytest.raises(ZeroDivisionError):
+        device.capture(lambda: void(1 // 0))
+    assert torch.cuda.current_stream(device.torch_device) is before and not generator.capturing
+
+
+class FakeGenerator:
+    def __init__(self) -> None:
+        self.capturing = False
+
+    def clone_state(self) -> FakeGenerator:
+        return FakeGenerator()
+
+    def graphsafe_set_state(self, state: FakeGenerator) -> None:
+        self.capturing = state.capturing
+
+
+def void(result: object) -> None:
+    """For a call whose result is of no interest."""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_samples_and_allocates_after_a_failed_capture() -> None:
+    device, x = CudaDevice(), torch.ones(64, device="cuda")
+    before = torch.cuda.current_stream()
+    try:
+        for _ in range(3):
+            with pytest.raises(DeviceError, match="the step cannot be captured"):
+                device.capture(lambda: void((x * torch.rand_like(x)).sum().item()))
+            assert torch.cuda.current_stream() == before
+            assert int(torch.multinomial(x, 1)) < 64
+            assert float(torch.empty(1 << 20, device="cuda").fill_(2.0).sum()) == float(2 << 20)
+        captured = list[torch.Tensor]()
+        graph = device.capture(lambda: captured.append(x + 1))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert captured[0].tolist() == [2.0] * 64
+        graph.release()
+    finally:
+        device.close()
+
+
+def test_streams_belong_to_the_device_and_differ(device: CudaDevice, runtime: RuntimeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's pool has 32 streams, and hands the first out again after the last."""
+    handles = [device.stream(name).raw.cuda_stream for name in ("compute", "copy", "host", "capture")]
+    assert len(set(handles)) == 4
+    assert device.stream("copy").raw.cuda_stream == handles[1], "created once"
+    monkeypatch.setattr(runtime, "create_stream", lambda: handles[2])
+    with pytest.raises(AssertionError, match="has the handle"):
+        device.stream("another")
+    destroyed: list[int] = []
+    monkeypatch.setattr(runtime, "destroy_stream", destroyed.append)
+    device.close()
+    assert destroyed == handles[1:]
 
 
 def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:
@@ -285,6 +378,19 @@ def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
         device.launch(compute, raising(torch.OutOfMemoryError("no room")), WORK)
     with pytest.raises(DeviceError, match="cuda:0: sticky"):
         device.launch(compute, raising(torch.AcceleratorError("sticky")), WORK)
+    from_triton = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})  # which need not be installed
+    for error in (
+        from_triton("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA driver error: invalid argument"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ):
+        with pytest.raises(DeviceError, match=r"^cuda:0: "):
+            device.launch(compute, raising(error), WORK)
+    with pytest.raises(RuntimeError, match="expected 3 experts") as raised, device.errors():
+        raise RuntimeError("expected 3 experts")
+    assert not isinstance(raised.value, DeviceError), "a mistake of the caller, and of no device"
     with pytest.raises(ZeroDivisionError):
         device.launch(compute, raising(ZeroDivisionError()), WORK)
 

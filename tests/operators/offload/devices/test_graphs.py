@@ -93,6 +93,28 @@ def test_blocking_operations_are_refused(device: Device, waits: Callable[[torch.
     device.synchronize()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x + torch.tensor(2.0, device=x.device),
+        lambda x: x[torch.tensor([1, 0], device=x.device)],
+        lambda x: torch.as_tensor([1.0] * 3, device=x.device) * x,
+        lambda x: x.new_tensor([1.0, 2.0, 3.0]) + x,
+    ],
+    ids=["number", "index", "as_tensor", "new_tensor"],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_numbers_that_are_copied_to_the_device_are_refused(
+    device: Device, mode: Callable[[], AbstractContextManager[None]], make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """On a GPU they come from memory that is not page-locked, and the capture fails."""
+    x = torch.ones(3)
+    with mode(), pytest.raises(DeviceError, match="copies a number from the host"):
+        device.capture(partial(make, x))  # type: ignore[arg-type]
+    with mode():  # a number that stays on the host, or that a kernel writes, is none of these
+        device.capture(lambda: (x * torch.tensor(2.0), torch.full((3,), 2.0, device=x.device), torch.as_tensor(x, device=x.device)))  # type: ignore[arg-type, return-value]
+
+
 def test_a_failure_in_a_replay_is_reported_by_the_next_event() -> None:
     for kind in EMULATED:
         device = make_device(kind, faults=Faults(launches=(1,)))

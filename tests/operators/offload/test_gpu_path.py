@@ -1,0 +1,104 @@
+"""The engine over the code for a real GPU: Triton's kernels, in slots that are no host memory, give the right sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
+import torch
+from support import engine_rig as rigs
+from support.engine_rig import EXPERTS, LAYERS, TABLES, EngineRig, Setting, engine_rig
+from support.kernel_cases import relative_error
+from support.triton_cases import INTERPRETED
+
+from moegraft.operators.offload.captured import CallShape, StepBuffers
+from moegraft.operators.offload.costs import CostModel
+from moegraft.operators.offload.devices.base import Stream, Work
+from moegraft.operators.offload.devices.virtual import VirtualDevice
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tensors of this device are on the CPU")
+BATCHES = (1, 4, 1, 9, 0)  # decode, a verified draft, a prompt, nothing
+
+
+class InterpretedGpu(VirtualDevice):
+    """Calls launches at once, as CUDA does; each waits for what it would wait for on its stream."""
+
+    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+        if function is not None:
+            stream.record().wait()
+            function()
+        super().launch(stream, None, work)
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineRig]:
+    monkeypatch.setattr(rigs, "make_device", lambda kind, profile, **options: InterpretedGpu(profile, **options))
+    schedule, capacity = request.param
+    with engine_rig(Setting(schedule, capacity, staging=3)) as rig:
+        arena: Any = SimpleNamespace(array=None, tensor=rig.arena.tensor)
+        rig.arena = arena
+        yield rig
+
+
+@pytest.mark.parametrize(
+    "rig",
+    [
+        ("on_demand", (0,) * LAYERS),  # experts arrive, few at a time
+        ("on_demand", (4,) * LAYERS),  # and others are resident
+        ("two_threshold", (2,) * LAYERS),  # the CPU takes part
+        ("fixed", (EXPERTS,) * LAYERS),  # one launch
+        ("all_cpu", (2,) * LAYERS),  # none
+    ],
+    indirect=True,
+    ids=str,
+)
+@pytest.mark.parametrize("first_gpu_ms", [0.0, 5.0], ids=["one by one", "together"])
+def test_the_sum_is_right(rig: EngineRig, first_gpu_ms: float) -> None:
+    rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms if rig.engine.scheduler.name == "on_demand" else 0.0))
+    for step, tokens in enumerate(BATCHES):
+        for number in range(LAYERS):
+            found, expected = rig.call(number, tokens, seed=100 * step + number)
+            assert relative_error(found, expected) < 1e-5, f"step {step}, layer {number}"
+    assert rig.engine.statistics.recoveries == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "hidden", "top_k"),
+    [
+        (1, 6, 64, 2),
+        (4, 7, 72, 3),  # no power of two
+        (2, 4, 1100, 4),  # more than a program copies, and every expert chosen
+        (1, 1030, 32, 1),  # more experts than a program copies
+    ],
+)
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_layer_is_gathered_in_one_launch(
+    tokens: int, num_experts: int, hidden: int, top_k: int, scored: bool, dtype: torch.dtype
+) -> None:
+    """As PyTorch does it, on an emulated device, in many."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for by_kernel in (True, False):
+        buffers = StepBuffers(VirtualDevice(), 3, num_experts, hidden, CallShape(tokens, top_k, dtype))
+        table = torch.arange(3 * num_experts, dtype=torch.int32).view(3, -1) % 5 - 1
+        buffers.set_table(table.numpy(), 1)
+        generator.manual_seed(0)
+        x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+        scores = torch.rand(tokens, num_experts, generator=generator)
+        index = torch.argsort(scores, descending=True)[:, :top_k].contiguous()
+        weights = torch.rand(tokens, top_k, generator=generator).to(dtype)
+        index[0, 0] = (-1, num_experts)[tokens % 2]  # padded
+        buffers.gather(1, x, index, weights, scores if scored else None, by_kernel=by_kernel)
+        buffers.to_host(1)
+        assert buffers.scored.tolist() == [False, scored, False]
+        found.append({name: rows[1].clone() for name, rows in buffers.rows.items()})
+        assert all(not rows[[0, 2]].clamp(min=0).any() for rows in buffers.rows.values()), "of this layer alone"
+    assert found[0].keys() == found[1].keys()
+    for name, rows in found[0].items():
+        assert torch.equal(rows, found[1][name]), name
