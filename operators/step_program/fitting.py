@@ -200,6 +200,7 @@ def fit(one: RecordedStep, other: RecordedStep) -> FittedStep:
             continue
         if number in own:
             continue
+        assert x.tensor is not None and y.tensor is not None, "only what a step allocates is freed"
         constants[number] = y.tensor
         same = x.tensor.untyped_storage().data_ptr() == y.tensor.untyped_storage().data_ptr()
         if not same and not (x.nbytes == y.nbytes and torch.equal(storage_bytes(x.tensor), storage_bytes(y.tensor))):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,12 +81,13 @@ class Storage:
 
     Attributes:
         produced: whether it was allocated while the pass ran.
-        tensor: a tensor in it, which keeps it alive, so that no two storages of a recording have the same address.
+        tensor: a tensor in it, which keeps it alive, so that no two storages of a recording have the same address; None once the
+            recording is finished, for what only lives as long as the step or its cache.
     """
 
     nbytes: int
     produced: bool
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -96,6 +97,13 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     obstacle: str | None = None  # why it cannot be replayed
+
+    def release(self, others: Iterable[Memory]) -> None:
+        """Free what the finished pass allocated, and the storages of `others`; a recording may wait long for a second one."""
+        gone = {memory.storage for memory in others}
+        for number, storage in enumerate(self.storages):
+            if storage.produced or number in gone:
+                storage.tensor = None
 
 
 class Recorder(TorchDispatchMode):

@@ -222,6 +222,7 @@ class StepPrograms:
         kind.recordings += 1
         try:
             found = RecordedStep(step.position, recording, inputs, before, after, changed, _outputs(outputs, cache, recorder))
+            recording.release((*inputs.values(), *before.values()))
             if first is None or first.position == step.position:
                 kind.recorded = found
                 kind.recordings -= first is not None
