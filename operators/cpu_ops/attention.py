@@ -84,7 +84,7 @@ class CpuAttention(CpuOperator):
         own._attn_implementation_internal = implementation_name(module, config)
         own.__dict__["_moegraft_attention"] = self
         module.config = own
-        if not hasattr(type(module), EXPAND):
+        if not hasattr(type(module), EXPAND) or not all(parameter.is_cpu for parameter in module.parameters()):
             return {"config": config}
         try:
             self._test_latents(module)
