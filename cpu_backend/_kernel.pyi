@@ -345,6 +345,7 @@ class Runtime:
         causal: bool = False,
         softcap: float = 0.0,
         sinks: NDArray[np.float32] | None = None,
+        key_tail: Array | None = None,
     ) -> None:
         """Attention over a KV cache: `softmax(scale * query @ key.T + mask) @ value`, accumulated in float32 by online softmax.
 
@@ -362,6 +363,19 @@ class Runtime:
             causal: query t of T attends to the keys up to S - T + t.
             softcap: scores become `softcap * tanh(score / softcap)`; 0 disables it.
             sinks: (heads,), a logit for each head that takes part in the softmax without a value (GPT-OSS).
+            key_tail: (B, KV heads, S, N), the last N columns of the keys, where `key` has the D - N before them (DeepSeek-V2).
+
+        Raises:
+            ValueError: shapes or strides that do not fit.
+            TypeError: dtypes that do not fit.
+        """
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """Batched product of a few rows, accumulated in float32 and rounded once; strides are free but for the contiguous dimensions.
+
+        Args:
+            a: (B, M, K), rows contiguous; of one dtype with the others.
+            b: (B, K, N), rows or columns contiguous, read in place.
+            out: (B, M, N), rows contiguous.
 
         Raises:
             ValueError: shapes or strides that do not fit.

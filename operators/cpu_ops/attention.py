@@ -12,6 +12,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array
-from moegraft.operators.cpu_ops.in_place import CpuOperator, NoOptions, NotRecognisedError, probe
+from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
+from moegraft.operators.cpu_ops.latent import EXPAND, FEW_QUERIES, Expansion, LatentStates, projection
 from moegraft.operators.custom_ops import attention, needs_gradient, register
 from moegraft.operators.structure import source_of
 
@@ -33,7 +35,9 @@ _ARGUMENTS = frozenset({"dropout", "scaling", "is_causal", "softcap", "s_aux", "
 # Tensors that a module may pass on and attention does not read.
 _UNREAD_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings", "attention_mask", "input_ids", "inputs_embeds"})
 _TOLERANCE = 1e-4  # relative, of the self-test in float32
+_HALF_TOLERANCE = 3e-2  # in 16 bits, where absorbed queries are rounded instead of expanded keys
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Numbers = tuple[torch.Tensor | None, float, float, bool]  # sinks, scale, softcap, causal
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
 
 
@@ -43,6 +47,9 @@ class CpuAttention(CpuOperator):
     Few queries (decoding, verifying a draft) read the cache in place, once for all query heads that share it; many go through register
     tiles, chunk by chunk of the keys with an online softmax (FlashAttention's order: Dao et al. 2022, arXiv:2205.14135; the softmax:
     Milakov and Gimelshein 2018, arXiv:1805.02867). Graphs of `torch.compile` call the kernel.
+
+    A module with a latent cache (DeepSeek, Kimi, GLM) expands all of it for many queries; few are answered from the latents themselves
+    (latent.py), as long as `kv_b_proj` is a plain linear layer. Its weight is read where it is, so that changes of it count at once.
 
     PyTorch computes what the kernel does not know: tensors on a GPU, gradients, dropout, paged caches, attention weights that are asked
     for, and functions of a family's own that differ from the kernel on random tensors.
@@ -57,6 +64,7 @@ class CpuAttention(CpuOperator):
         super().__init__(runtime)
         self.number = register(self)  # under which graphs of `torch.compile` call it
         self._logged: set[str] = set()  # reasons for falling back to PyTorch
+        self._latents = ""  # how the module's latent cache is read, if it has one
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: NoOptions) -> str | None:
@@ -76,7 +84,19 @@ class CpuAttention(CpuOperator):
         own._attn_implementation_internal = implementation_name(module, config)
         own.__dict__["_moegraft_attention"] = self
         module.config = own
-        return {"config": config}
+        if not hasattr(type(module), EXPAND) or not all(parameter.is_cpu for parameter in module.parameters()):
+            return {"config": config}
+        try:
+            self._test_latents(module)
+        except NotRecognisedError as error:
+            logger.warning("cpu_attention: %s expands its whole cache for every token: %s", type(module).__name__, error)
+            self._latents = "latents expanded"
+            return {"config": config}
+        self._latents = "latents absorbed"
+        cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
+        module.__class__ = answered(cls, EXPAND)
+        module.__dict__[OPERATOR] = self
+        return {"config": config, OPERATOR: None}
 
     def _self_test(self, module: nn.Module) -> None:
         """Compare the kernel with the module's own function on random tensors: the function may read sinks or caps of the module itself.
@@ -101,8 +121,56 @@ class CpuAttention(CpuOperator):
             kwargs["s_aux"] = sinks.detach().float().cpu()
         expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
         found = self.compute((query, key, value), mask, *kernel_arguments(module, query, mask, kwargs))
-        if expected.shape != found.shape or not float((expected - found).norm()) <= _TOLERANCE * float(expected.norm()):
+        if not _agree(expected, found, _TOLERANCE):
             raise NotRecognisedError("its function computes something else than scaled dot-product attention")
+
+    def _test_latents(self, module: nn.Module) -> None:
+        """Compare attention from the latents with the module's own expansion and function on random tensors, in the dtype of its weights.
+
+        Raises:
+            NotRecognisedError: they differ, or the module is of another form.
+        """
+        weight = projection(module)
+        heads, _, rank = weight.shape
+        nope, rotary = int(module.qk_nope_head_dim), int(module.qk_rope_head_dim)  # type: ignore[arg-type] # `projection` read the first
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((1, heads, 3, nope + rotary), (1, 1, 5, rank), (1, 1, 5, rotary))
+        query, latents, keys = (torch.randn(size, generator=generator).to(weight.dtype) for size in sizes)
+        key, value = probe(getattr(type(module), EXPAND), module, latents, keys)
+        shown = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
+        is_sdpa = self._config._attn_implementation == "sdpa"
+        mask = shown if is_sdpa else torch.zeros(shown.shape, dtype=weight.dtype).masked_fill(~shown, torch.finfo(weight.dtype).min)
+        spread = float(key.float().std()) * (nope + rotary) ** 0.5
+        kwargs: dict[str, Any] = {"scaling": 1 / spread if spread > 0 else 1.0, "dropout": 0.0}
+        sinks = getattr(module, "sinks", None)
+        if isinstance(sinks, torch.Tensor):
+            kwargs["s_aux"] = sinks.detach().to(weight.dtype)
+        expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
+        found = self.compute_latent(module, query, latents, keys, mask, kernel_arguments(module, query, mask, kwargs))
+        if not _agree(expected.float(), found.float(), _TOLERANCE if weight.dtype == torch.float32 else _HALF_TOLERANCE):
+            raise NotRecognisedError("it computes something else from its latents than their projection by kv_b_proj")
+
+    def answer(self, module: nn.Module, *args: Any) -> tuple[LatentStates, LatentStates] | None:
+        """Return keys and values that are expanded when something asks for them, or None to leave `expand_kv` to the module."""
+        if len(args) != 2 or any(type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.dim() != 4 for tensor in args):
+            return None
+        try:
+            weight = projection(module)
+        except NotRecognisedError as error:
+            self.log_fallback(str(error))
+            return None
+        latents, rotary = args
+        rows = latents.shape[:3] == rotary.shape[:3] and latents.shape[1] == 1 and latents.shape[3] == weight.shape[2]
+        if not rows or not latents.dtype == rotary.dtype == weight.dtype:
+            return None
+        if needs_gradient(latents, rotary, module.kv_b_proj.weight):  # type: ignore[union-attr,arg-type] # `projection` found it
+            return None
+        nope = int(module.qk_nope_head_dim)  # type: ignore[arg-type] # `projection` read it
+        expand = getattr(type(module), EXPAND).__wrapped__  # the family's own, of which `install` made a subclass
+        expansion = Expansion(partial(expand, module), latents, rotary)
+        columns = nope + rotary.shape[3], weight.shape[1] - nope
+        keys, values = (LatentStates.of(expansion, part, weight.shape[0], width) for part, width in enumerate(columns))
+        return keys, values
 
     def stock_function(self, module: nn.Module) -> AttentionFunction:
         """Return the function that the module would call."""
@@ -111,14 +179,52 @@ class CpuAttention(CpuOperator):
         found: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(self._config._attn_implementation, eager)
         return found
 
-    def compute(
-        self, tensors: Tensors, mask: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, softcap: float, causal: bool
+    def compute_latent(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        rotary: torch.Tensor,
+        mask: torch.Tensor | None,
+        numbers: Numbers,
     ) -> torch.Tensor:
-        """Return the kernel's answer: (B, T, heads, D of values)."""
+        """Return the kernel's answer from latents (B, 1, S, rank) and rotary keys (B, 1, S, rotary): (B, T, heads, D of values)."""
+        weight = projection(module)
+        nope = int(module.qk_nope_head_dim)  # type: ignore[arg-type] # `projection` read it
+        batch, heads, queries, _ = query.shape
+        rank, rows = weight.shape[2], batch * queries
+        by_head = query.transpose(0, 1)
+        absorbed = query.new_empty(heads, batch, queries, rank + rotary.shape[3])
+        self._matmul(by_head[..., :nope].reshape(heads, rows, nope), weight[:, :nope], absorbed.view(heads, rows, -1)[..., :rank])
+        tail = None
+        if rotary.shape[3]:
+            absorbed[..., rank:].copy_(by_head[..., nope:])
+            tail = rotary
+        sums = self.compute((absorbed.transpose(0, 1), latents, latents), mask, *numbers, key_tail=tail)
+        out = query.new_empty(batch, queries, heads, weight.shape[1] - nope)
+        by_head = sums.view(rows, heads, rank).transpose(0, 1)
+        self._matmul(by_head, weight[:, nope:].transpose(1, 2), out.view(rows, heads, -1).transpose(0, 1))
+        return out
+
+    def _matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        self.runtime.matmul(as_array(a), as_array(b), as_array(out))
+
+    def compute(
+        self,
+        tensors: Tensors,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        causal: bool,
+        key_tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the kernel's answer: (B, T, heads, D of values). `key_tail`: further columns of the keys."""
         query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
         batch, heads, queries, _ = query.shape
         if causal and key.shape[2] > queries:  # a static cache that is still empty behind the prompt
             key, value = key[:, :, :queries], value[:, :, :queries]
+            key_tail = None if key_tail is None else key_tail[:, :, :queries]
         if mask is not None:
             mask = mask[..., : key.shape[2]]
             mask = mask if mask.stride(-1) == 1 else mask.contiguous()
@@ -133,6 +239,7 @@ class CpuAttention(CpuOperator):
             causal=causal,
             softcap=softcap,
             sinks=None if sinks is None else as_array(sinks.float().contiguous()),
+            key_tail=None if key_tail is None else as_array(key_tail if key_tail.stride(-1) == 1 else key_tail.contiguous()),
         )
         return out
 
@@ -154,6 +261,9 @@ class CpuAttention(CpuOperator):
             return "sinks, which sdpa leaves out"
         unknown = [name for name, given in kwargs.items() if name not in _ARGUMENTS and _is_read(name, given, base)]
         return f"its argument '{unknown[0]}'" if unknown else None
+
+    def placement(self) -> str:
+        return ", ".join(filter(None, (super().placement(), self._latents)))
 
     def log_fallback(self, reason: str) -> None:
         """Log why a call is left to PyTorch, once for each reason."""
@@ -201,6 +311,15 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention as transformers' functions do: (B, T, heads, D of values) and no attention weights."""
     operator: CpuAttention = module.config._moegraft_attention  # type: ignore[union-attr,assignment] # `install` put it there
+    if type(key) is LatentStates:
+        expansion = key.expansion
+        latents, rotary = expansion.latents, expansion.rotary
+        fits = query.shape[2] <= FEW_QUERIES and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
+        untouched = not expansion.done and type(value) is LatentStates and value.expansion is expansion
+        if fits and untouched and operator.fallback_reason((query, latents, latents), attention_mask, kwargs) is None:
+            numbers = kernel_arguments(module, query, attention_mask, kwargs)
+            return operator.compute_latent(module, query, latents, rotary, attention_mask, numbers), None
+        key, value = (states.expanded() if type(states) is LatentStates else states for states in (key, value))
     tensors = query, key, value
     reason = operator.fallback_reason(tensors, attention_mask, kwargs)
     if reason is None:
@@ -213,14 +332,16 @@ def forward(
     return operator.stock_function(module)(module, query, key, value, attention_mask, **kwargs)
 
 
-def kernel_arguments(
-    module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor | None, float, float, bool]:
+def kernel_arguments(module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Numbers:
     """Return sinks (heads,), scale, softcap and whether attention is causal, by the defaults of transformers' own functions."""
     is_causal, scaling = kwargs.get("is_causal"), kwargs.get("scaling")
     causal = query.shape[2] > 1 and mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     return kwargs.get("s_aux"), scale, float(kwargs.get("softcap") or 0.0), causal
+
+
+def _agree(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
+    return expected.shape == found.shape and float((expected - found).norm()) <= tolerance * float(expected.norm())
 
 
 def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from moegraft.operators.cpu import describe, is_plain
 
 logger = logging.getLogger(__name__)
 
-_OPERATOR = "_moegraft_operator"  # the attribute of a module that holds the operator which answers its calls, or None
+OPERATOR = "_moegraft_operator"  # the attribute of a module that holds the operator which answers its calls, or None
 
 
 class NotRecognisedError(Exception):
@@ -119,12 +119,13 @@ class CpuForwardOperator(CpuOperator):
         # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
         # for the signature of `forward` finds them.
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-        module.__class__ = _subclass(cls)
-        module.__dict__[_OPERATOR] = self
-        return {_OPERATOR: None}
+        module.__class__ = answered(cls, "forward")
+        module.__dict__[OPERATOR] = self
+        return {OPERATOR: None}
 
-    def answer(self, module: nn.Module, x: Any) -> Any:
-        """Return what the module returns for `x`, or None for a call that is left to the module."""
+    def answer(self, module: nn.Module, *args: Any) -> Any:
+        """Return what the module returns for `args`, or None for a call that is left to the module."""
+        x = args[0] if len(args) == 1 else None
         weight = module._parameters["weight"]
         if (
             type(x) is not torch.Tensor
@@ -141,18 +142,21 @@ class CpuForwardOperator(CpuOperator):
 
 
 @lru_cache(maxsize=512)
-def _subclass(cls: Any) -> type[nn.Module]:
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        operator = self.__dict__.get(_OPERATOR)
-        if operator is not None and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            answer = operator.answer(self, args[0])
+def answered(cls: Any, method: str) -> type[nn.Module]:
+    """Return a subclass whose `method` asks the `answer` of the operator that the module's attribute OPERATOR holds."""
+    own = getattr(cls, method)
+
+    @functools.wraps(own)
+    def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        operator = self.__dict__.get(OPERATOR)
+        if operator is not None and not kwargs and not torch.compiler.is_compiling():
+            answer = operator.answer(self, *args)
             if answer is not None:
                 return answer
-        return cls.forward(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {"forward": forward, **names})
+    return type(cls.__name__, (cls,), {method: asking, **names})
 
 
 def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

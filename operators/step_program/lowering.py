@@ -682,16 +682,20 @@ def _kernel_forward(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     query, key, value, out = args
-    mask, sinks = kwargs["mask"], kwargs["sinks"]
-    reads = [query, key, value, *([] if mask is None else [mask]), *([] if sinks is None else [sinks])]
+    optional = {name: kwargs[name] for name in ("mask", "sinks", "key_tail")}
+    reads = [query, key, value, *(place for place in optional.values() if place is not None)]
     numbers = {
         "scale": kwargs["scale"],
         "softcap": kwargs["softcap"],
         "causal": kwargs["causal"],
-        "mask": mask is not None,
-        "sinks": sinks is not None,
+        **{name: place is not None for name, place in optional.items()},
     }
     to.nodes.append(Node("attention", [out], reads, payload=numbers))
+
+
+def _kernel_matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    a, b, out = args
+    to.nodes.append(Node("matmul", [out], [a, b]))
 
 
 _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
@@ -700,6 +704,7 @@ _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]
     "route": _kernel_route,
     "forward": _kernel_forward,
     "attention": _kernel_attention,
+    "matmul": _kernel_matmul,
 }
 
 

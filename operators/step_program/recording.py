@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moegraft.cpu_backend import Runtime
 
-KERNELS = ("linear", "forward", "norm", "route", "attention")
+KERNELS = ("linear", "forward", "norm", "route", "attention", "matmul")
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 # A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}

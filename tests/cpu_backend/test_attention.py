@@ -86,12 +86,14 @@ class Case:
         causal: bool = False,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        tail: int = 0,
     ) -> torch.Tensor:
+        """`tail`: as many columns of the keys are in a tensor of their own."""
         batch, heads, queries, _ = self.query.shape
         out = torch.full((batch, queries, heads, self.value.shape[3]), float("nan"), dtype=self.query.dtype)
         runtime.attention(
             as_array(self.query),
-            as_array(self.key),
+            as_array(self.key[..., : self.key.shape[3] - tail].contiguous()),
             as_array(self.value),
             as_array(out),
             scale=scale,
@@ -99,6 +101,7 @@ class Case:
             causal=causal,
             softcap=softcap,
             sinks=None if sinks is None else sinks.numpy(),
+            key_tail=as_array(self.key[..., self.key.shape[3] - tail :].contiguous()) if tail else None,
         )
         return out
 
@@ -110,6 +113,25 @@ def test_matches_float64(runtime: Runtime, sizes: Sizes, dtype: torch.dtype) -> 
     for causal in (False, True):
         expected = case.expected(0.3, causal=causal)
         assert relative_error(case.computed(runtime, 0.3, causal=causal), expected) <= ROUNDING[dtype]
+
+
+LATENT = [
+    (Sizes(batch=2, heads=4, kv_heads=1, keys=70, dim=576, value_dim=512), 64),  # DeepSeek's latents, one token
+    (Sizes(heads=3, kv_heads=1, queries=2, keys=300, dim=24, value_dim=16), 8),  # parts of one head
+    (Sizes(heads=16, kv_heads=1, queries=5, keys=130, dim=88, value_dim=72), 16),  # by tiles
+    (Sizes(batch=2, heads=30, kv_heads=1, queries=2, keys=70, dim=40, value_dim=35), 5),  # by tiles, from an odd column on
+    (Sizes(heads=50, kv_heads=1, queries=1, keys=33, dim=9, value_dim=8), 1),
+]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("sizes", "tail"), LATENT, ids=str)
+def test_keys_in_two_tensors(runtime: Runtime, sizes: Sizes, tail: int, dtype: torch.dtype) -> None:
+    case = Case.of(sizes, dtype, seed=4)
+    window = torch.ones(sizes.queries, sizes.keys, dtype=torch.bool).tril(sizes.keys - sizes.queries).triu(sizes.keys - sizes.queries - 20)
+    for options in ({}, {"causal": True}, {"mask": window[None, None]}, {"softcap": 1.5}):
+        found = case.computed(runtime, 0.1, tail=tail, **options)
+        assert relative_error(found, case.expected(0.1, **options)) <= ROUNDING[dtype], options
 
 
 MASKED = [Sizes(batch=2, queries=2, keys=75), Sizes(batch=2, heads=6, kv_heads=2, queries=130, keys=200)]
@@ -196,6 +218,9 @@ def test_wrong_arguments_are_refused(runtime: Runtime) -> None:
     refused("out: expected shape", out=np.zeros((1, 4, 2, 8), np.float32))
     refused("differ in dtype", TypeError, key=np.zeros((1, 2, 6, 8), np.float16))
     refused("last dimension is not contiguous", key=np.zeros((1, 2, 8, 6), np.float32).transpose(0, 1, 3, 2))
+    refused("differ in columns", key_tail=np.zeros((1, 2, 6, 1), np.float32))
+    refused("key_tail: expected shape", key_tail=np.zeros((1, 2, 5, 1), np.float32), key=np.zeros((1, 2, 6, 7), np.float32))
+    refused("key_tail differ in dtype", TypeError, key_tail=np.zeros((1, 2, 6, 1), np.float16), key=np.zeros((1, 2, 6, 7), np.float32))
     refused("mask: expected shape", mask=np.zeros((1, 1, 2, 5), np.bool_))
     refused("mask: expected dtype bool or that of query", TypeError, mask=np.zeros((1, 1, 2, 6), np.float16))
     refused("found both", mask=np.zeros((1, 1, 2, 6), np.bool_), causal=True)

@@ -43,11 +43,12 @@ struct MaskView {
 };
 
 // out[b, t, h] = softmax(softcap(scale * q[b, h, t] . k[b, h / group, :]) + mask) . v[b, h / group, :], where `sinks` (heads, float32, or
-// null) are logits of a key that has no value.
+// null) are logits of a key that has no value. The last columns of the keys may be in a tensor of their own, as the rotary part is in the
+// cache of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): all heads share one latent, which is key and value.
 struct AttentionArgs {
   ActivationType type;  // of query, key, value and out
   HeadsView query;  // (batch, heads, queries, dim)
-  HeadsView key;  // (batch, kv_heads, keys, dim)
+  HeadsView key;  // (batch, kv_heads, keys, dim - tail_dim)
   HeadsView value;  // (batch, kv_heads, keys, value_dim)
   std::byte* out;  // (batch, queries, heads, value_dim), contiguous
   MaskView mask;
@@ -61,6 +62,8 @@ struct AttentionArgs {
   int value_dim;
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0 for none
+  int tail_dim = 0;  // 0: none
+  HeadsView key_tail{};  // (batch, kv_heads, keys, tail_dim)
 
   int group() const { return heads / kv_heads; }
   int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
@@ -165,6 +168,7 @@ class AttentionTilesJob final : public Job {
   std::size_t worker_bytes() const;
   void pack(int unit);
   void pack_keys(int head, int chunk);
+  void pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target) const;
   void pack_values(int head, int chunk);
   void attend(int unit, Worker& mine);
   void encode_queries(const Rows& rows, Worker& mine);

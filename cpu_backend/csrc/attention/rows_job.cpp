@@ -31,11 +31,11 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(heads * splits_));
   parts_ = parts.data();
   scratch_ = workers;
-  // Each row needs its query in float32 and in 16 bits, and the scores of a step.
+  // Each row needs its query in float32 and in 16 bits, and the scores of a step; the scores of the keys' tails follow.
   const std::size_t row_bytes = static_cast<std::size_t>(args_.padded_dim()) * 6 + sizeof(float) * kKeys;
   for (int worker = 0; worker < workers_; ++worker)
-    workers[worker].reserve(
-        std::max(row_bytes * static_cast<std::size_t>(args_.rows()), sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
+    workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows,
+                                     sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
   phases_.first->reset(heads * splits_);
   phases_.second->reset(heads);
 }
@@ -63,6 +63,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   auto* query = reinterpret_cast<float*>(scratch);
   float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
   auto* halves = reinterpret_cast<std::uint16_t*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
+  auto* tails = reinterpret_cast<float*>(halves + static_cast<std::ptrdiff_t>(rows) * dim);
+  const int tail_dim = args_.tail_dim, key_dim = args_.dim - tail_dim;
   const Sums sums = sums_of(unit);
   std::fill_n(sums.largest, rows, kMinusInfinity);
   std::fill_n(sums.sum, rows, 0.0f);
@@ -84,8 +86,17 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
     const std::byte* value = row_of(args_.value, args_.type, batch, kv_head, keys.first);
     for (int row = 0; row < rows; row += kAttentionRows) {
       const int some = std::min(kAttentionRows, rows - row);
-      kernels_.attention.score[type]({query + static_cast<std::ptrdiff_t>(row) * dim, halves + static_cast<std::ptrdiff_t>(row) * dim, dim,
-                                      some, key, bytes * args_.key.row_stride, keys.count, args_.dim, scores, kKeys});
+      const float* queries = query + static_cast<std::ptrdiff_t>(row) * dim;
+      const std::uint16_t* queries_halves = halves + static_cast<std::ptrdiff_t>(row) * dim;
+      kernels_.attention.score[type](
+          {queries, queries_halves, dim, some, key, bytes * args_.key.row_stride, keys.count, key_dim, scores, kKeys});
+      if (tail_dim > 0) {
+        const std::byte* tail = row_of(args_.key_tail, args_.type, batch, kv_head, keys.first);
+        kernels_.attention.score[type]({queries + key_dim, queries_halves + key_dim, dim, some, tail, bytes * args_.key_tail.row_stride,
+                                        keys.count, tail_dim, tails, kKeys});
+        for (int r = 0; r < some; ++r)
+          for (int i = r * kKeys; i < r * kKeys + keys.count; ++i) scores[i] += tails[i];
+      }
       for (int r = row; r < row + some; ++r) {
         SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);

@@ -124,22 +124,35 @@ void AttentionTilesJob::pack_keys(int head, int chunk) {
   std::memset(target, 0, key_bytes_);
   const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
   const int end = std::min(args_.keys, (chunk + 1) * kChunkKeys);
+  const int batch = head / args_.kv_heads, kv_head = head % args_.kv_heads, key_dim = args_.dim - args_.tail_dim;
   for (int first = chunk * kChunkKeys; first < end; first += kBlockRows, target += block_bytes(weights_, args_.dim)) {
-    const std::byte* source = row_of(args_.key, args_.type, head / args_.kv_heads, head % args_.kv_heads, first);
     const int rows = std::min(kBlockRows, end - first);
-    const std::ptrdiff_t stride = bytes * args_.key.row_stride;
-    if (weights_ == WeightType::kFloat32) {
-      pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint32_t*>(target));
-    } else if (weights_ == WeightType::kFloat16) {
-      pack_rows(source, stride, rows, args_.dim, reinterpret_cast<std::uint16_t*>(target));
-    } else {
-      // Half a block holds pairs of 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
-      pack_rows(source, stride, rows, args_.dim / 2, reinterpret_cast<std::uint32_t*>(target));
-      if (args_.dim % 2 != 0) {
-        auto* last = reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(args_.dim / 2) * kBlockRows * 2;
-        for (int row = 0; row < rows; ++row)
-          std::memcpy(last + 2 * row, source + row * stride + 2 * static_cast<std::ptrdiff_t>(args_.dim - 1), 2);
-      }
+    pack_columns(row_of(args_.key, args_.type, batch, kv_head, first), bytes * args_.key.row_stride, rows, 0, key_dim, target);
+    if (args_.tail_dim > 0)
+      pack_columns(row_of(args_.key_tail, args_.type, batch, kv_head, first), bytes * args_.key_tail.row_stride, rows, key_dim,
+                   args_.tail_dim, target);
+  }
+}
+
+// Packs columns of a block's rows, which become columns [first, first + columns) of the block.
+void AttentionTilesJob::pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns,
+                                     std::byte* target) const {
+  if (weights_ == WeightType::kFloat32) {
+    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint32_t*>(target) + static_cast<std::ptrdiff_t>(first) * kBlockRows);
+  } else if (weights_ == WeightType::kFloat16) {
+    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(first) * kBlockRows);
+  } else {
+    // Half a block of pairs is 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
+    const int pairs = first % 2 == 0 ? columns / 2 : 0;
+    if (pairs > 0)
+      pack_rows(source, stride, rows, pairs,
+                reinterpret_cast<std::uint32_t*>(target) + static_cast<std::ptrdiff_t>(first / 2) * kBlockRows);
+    auto* elements = reinterpret_cast<std::uint16_t*>(target);
+    for (int column = 2 * pairs; column < columns; ++column) {
+      const int place = first + column;
+      for (int row = 0; row < rows; ++row)
+        std::memcpy(elements + static_cast<std::ptrdiff_t>(2) * (place / 2 * kBlockRows + row) + place % 2,
+                    source + row * stride + 2 * static_cast<std::ptrdiff_t>(column), 2);
     }
   }
 }

@@ -73,7 +73,14 @@ void attention(Runtime& runtime, const AttentionCall& call) {
   require_shape(call.key, "key", batch, kv_heads, keys);
   require_shape(call.value, "value", batch, kv_heads, keys);
   require_shape(call.out, "out", batch, queries, heads);
-  if (call.key.shape(3) != call.query.shape(3))
+  const auto tail = call.key_tail.is_none() ? py::array() : py::cast<py::array>(call.key_tail);
+  if (!call.key_tail.is_none()) {
+    require_columns(tail, "key_tail");
+    if (activation_type_of(tail, "key_tail") != type) throw py::type_error("query and key_tail differ in dtype");
+    require_shape(tail, "key_tail", batch, kv_heads, keys);
+  }
+  const py::ssize_t tail_dim = call.key_tail.is_none() ? 0 : tail.shape(3);
+  if (call.key.shape(3) + tail_dim != call.query.shape(3))
     raise_value_error("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
   if (call.out.shape(3) != call.value.shape(3))
     raise_value_error("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
@@ -96,9 +103,32 @@ void attention(Runtime& runtime, const AttentionCall& call) {
                               static_cast<int>(call.query.shape(3)),
                               static_cast<int>(call.value.shape(3)),
                               call.scale,
-                              call.softcap};
+                              call.softcap,
+                              static_cast<int>(tail_dim),
+                              tail_dim == 0 ? HeadsView{} : view_of(tail)};
   py::gil_scoped_release release;
   runtime.attention(args);
+}
+
+void matmul(Runtime& runtime, const py::array& a, const py::array& b, const py::array& out) {
+  const auto matrix = [](const py::array& array, const char* name) {
+    if (array.ndim() != 3) raise_value_error(std::string(name) + ": expected 3 dimensions, found shape " + shape_text(array));
+    const auto size = static_cast<std::int64_t>(array.itemsize());
+    for (int i = 0; i < 3; ++i)
+      if (array.strides(i) % size != 0) raise_value_error(std::string(name) + ": a stride is not a multiple of the element size");
+    return MatrixView{static_cast<std::byte*>(const_cast<void*>(array.data())), array.strides(0) / size, array.strides(1) / size,
+                      array.strides(2) / size};
+  };
+  const ActivationType type = activation_type_of(a, "a");
+  if (activation_type_of(b, "b") != type || activation_type_of(out, "out") != type) throw py::type_error("a, b and out differ in dtype");
+  const MatmulArgs args = {type, matrix(a, "a"), matrix(b, "b"), matrix(out, "out"), out.shape(0), out.shape(1), a.shape(2), out.shape(2)};
+  if (a.shape(0) != args.batch || b.shape(0) != args.batch || a.shape(1) != args.rows || b.shape(1) != args.inner ||
+      b.shape(2) != args.cols)
+    raise_value_error("a, b and out do not fit together: " + shape_text(a) + ", " + shape_text(b) + " and " + shape_text(out));
+  if (!out.writeable()) raise_value_error("out must be writeable");
+  args.check();
+  py::gil_scoped_release release;
+  runtime.matmul(args);
 }
 
 }  // namespace moegraft

@@ -117,7 +117,7 @@ struct PyRouter {
 // The arguments of Runtime.attention; the arrays are views of PyTorch's tensors with their strides.
 struct AttentionCall {
   pybind11::array query, key, value, out;
-  pybind11::object mask, sinks;
+  pybind11::object mask, sinks, key_tail;
   float scale;
   float softcap;
   bool causal;
@@ -125,6 +125,7 @@ struct AttentionCall {
 
 // These check their arguments, release the GIL and compute.
 void attention(Runtime& runtime, const AttentionCall& call);
+void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b, const pybind11::array& out);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);
 

@@ -213,10 +213,14 @@ void bind_runtime(py::module_& module) {
       .def(
           "attention",
           [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
-             const py::object& mask, bool causal, float softcap,
-             const py::object& sinks) { attention(self.get(), {query, key, value, out, mask, sinks, scale, softcap, causal}); },
+             const py::object& mask, bool causal, float softcap, const py::object& sinks, const py::object& key_tail) {
+            attention(self.get(), {query, key, value, out, mask, sinks, key_tail, scale, softcap, causal});
+          },
           py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), out, py::kw_only(), "scale"_a,
-          "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none())
+          "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none(), "key_tail"_a = py::none())
+      .def(
+          "matmul", [](PyRuntime& self, const py::array& a, const py::array& b, const py::array& out) { matmul(self.get(), a, b, out); },
+          py::arg("a").noconvert(), py::arg("b").noconvert(), out)
       .def("host_function", [=](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
                                  const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {

@@ -76,8 +76,8 @@ class PyProgram {
     program_.add(make_router(program_.machine(), form, parse_operands(operands)));
     owners_.append(router);
   }
-  void add_attention(const py::sequence& operands, float scale, float softcap, bool causal, bool mask, bool sinks) {
-    program_.add(make_attention(program_.machine(), {scale, softcap, causal}, mask, sinks, parse_operands(operands)));
+  void add_attention(const py::sequence& operands, float scale, float softcap, bool causal, bool mask, bool sinks, bool key_tail) {
+    program_.add(make_attention(program_.machine(), {scale, softcap, causal}, {mask, sinks, key_tail}, parse_operands(operands)));
   }
   void add_matmul(const py::sequence& operands) { program_.add(make_matmul(program_.machine(), parse_operands(operands))); }
   int end_stage() { return program_.end_stage(); }
@@ -109,7 +109,8 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("add_linears", &PyProgram::add_linears, "linears"_a, "operands"_a)
       .def("add_experts", &PyProgram::add_experts, "experts"_a, "operands"_a)
       .def("add_router", &PyProgram::add_router, "router"_a, "operands"_a)
-      .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a)
+      .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a,
+           "key_tail"_a = false)
       .def("add_matmul", &PyProgram::add_matmul, "operands"_a)
       .def("end_stage", &PyProgram::end_stage)
       .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)

@@ -94,6 +94,12 @@ void Engine::attention(const AttentionArgs& args, const OpenMp* shared) {
   }
 }
 
+void Engine::matmul(const MatmulArgs& args, const OpenMp* shared) {
+  MatmulJob job(kernels_, args, pool_.threads(), rows_phase_);
+  job.prepare(records_, private_.data());
+  pool_.run(job, shared);
+}
+
 void Engine::norm(const NormArgs& args, const OpenMp* shared) {
   NormJob job(kernels_, args, rows_phase_);
   if (args.rows * args.cols <= kSingleThreadElements) job.run_rows(0, args.rows);

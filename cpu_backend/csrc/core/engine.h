@@ -11,6 +11,7 @@
 #include "core/thread_pool.h"
 #include "experts/packed_weights.h"
 #include "experts/routing.h"
+#include "ops/matmul.h"
 #include "ops/norm.h"
 #include "ops/router.h"
 #include "simd/kernels.h"
@@ -48,6 +49,7 @@ class Engine {
   void forward(const ForwardArgs& args, const OpenMp* shared);
   void linear(const LinearArgs& args, const OpenMp* shared);
   void attention(const AttentionArgs& args, const OpenMp* shared);
+  void matmul(const MatmulArgs& args, const OpenMp* shared);
   void norm(const NormArgs& args, const OpenMp* shared);
   void route(const RouterArgs& args, const OpenMp* shared);
 

@@ -71,6 +71,12 @@ void Runtime::attention(const AttentionArgs& args) {
   engine_->attention(args, openmp_);
 }
 
+void Runtime::matmul(const MatmulArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->matmul(args, openmp_);
+}
+
 void Runtime::norm(const NormArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(engine_mutex_);

@@ -45,6 +45,7 @@ class Runtime {
   void forward_on_own_threads(const ForwardArgs& args) { forward(args, nullptr); }
   void linear(const LinearArgs& args);
   void attention(const AttentionArgs& args);
+  void matmul(const MatmulArgs& args);
   void norm(const NormArgs& args);
   void route(const RouterArgs& args);
   // A job of the caller's own; `prepare` runs first, when no other work of this runtime does.

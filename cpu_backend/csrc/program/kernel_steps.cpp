@@ -9,6 +9,7 @@
 #include "attention/attention.h"
 #include "experts/job.h"
 #include "ops/linear.h"
+#include "ops/matmul.h"
 #include "ops/router.h"
 #include "program/program.h"
 
@@ -167,15 +168,10 @@ class RouterOperation final : public KernelOperation {
 
 class AttentionOperation final : public KernelOperation {
  public:
-  AttentionOperation(const ProgramMachine& machine, const AttentionNumbers& numbers, bool has_mask, bool has_sinks,
+  AttentionOperation(const ProgramMachine& machine, const AttentionNumbers& numbers, const AttentionOperands& has,
                      std::vector<Operand> operands)
-      : KernelOperation(std::move(operands)),
-        machine_(machine),
-        has_mask_(has_mask),
-        has_sinks_(has_sinks),
-        first_(machine.workers),
-        second_(machine.workers) {
-    if (operands_.size() != 4u + has_mask + has_sinks) refuse("attention has another number of operands");
+      : KernelOperation(std::move(operands)), machine_(machine), has_(has), first_(machine.workers), second_(machine.workers) {
+    if (operands_.size() != 4u + has.mask + has.sinks + has.key_tail) refuse("attention has another number of operands");
     args_.type = activation_of(operands_[1].type);
     args_.scale = numbers.scale;
     args_.softcap = numbers.softcap;
@@ -198,11 +194,20 @@ class AttentionOperation final : public KernelOperation {
     args_.kv_heads = static_cast<int>(key.sizes[1]);
     args_.keys = static_cast<int>(key.sizes[2]);
     args_.value_dim = static_cast<int>(value.sizes[3]);
+    args_.tail_dim = 0;
+    if (has_.key_tail) {
+      const View& tail = views_.back();
+      if (tail.dims != 4 || activation_of(tail.type) != args_.type || (tail.sizes[3] > 1 && tail.strides[3] != 1) ||
+          tail.sizes[0] != key.sizes[0] || tail.sizes[1] != key.sizes[1] || tail.sizes[2] != key.sizes[2])
+        refuse("the tail of the keys has another form than the kernel");
+      args_.key_tail = heads_of(tail);
+      args_.tail_dim = static_cast<int>(tail.sizes[3]);
+    }
     const bool fits = key.sizes[0] == query.sizes[0] && value.sizes[0] == query.sizes[0] && key.sizes[1] == value.sizes[1] &&
-                      key.sizes[2] == value.sizes[2] && key.sizes[3] == query.sizes[3] && out.sizes[0] == query.sizes[0] &&
+                      key.sizes[2] == value.sizes[2] && key.sizes[3] + args_.tail_dim == query.sizes[3] && out.sizes[0] == query.sizes[0] &&
                       out.sizes[1] == query.sizes[2] && out.sizes[2] == query.sizes[1] && out.sizes[3] == value.sizes[3];
     if (!fits || args_.kv_heads < 1 || args_.heads % args_.kv_heads != 0) refuse("the operands of attention do not fit together");
-    if (has_mask_) {
+    if (has_.mask) {
       const View& mask = views_[4];
       const bool shown = mask.type == ElementType::kBool;
       if (mask.dims != 4 || (!shown && activation_of(mask.type) != args_.type) || (mask.sizes[3] > 1 && mask.strides[3] != 1) ||
@@ -217,8 +222,8 @@ class AttentionOperation final : public KernelOperation {
                     static_cast<int>(mask.sizes[1])};
     }
     args_.sinks = nullptr;
-    if (has_sinks_) {
-      const View& sinks = views_.back();
+    if (has_.sinks) {
+      const View& sinks = views_[4u + has_.mask];
       require_contiguous(sinks, "sinks");
       if (sinks.type != ElementType::kFloat32 || sinks.elements() != query.sizes[1]) refuse("sinks have another form than the kernel");
       args_.sinks = reinterpret_cast<const float*>(sinks.data);
@@ -246,116 +251,58 @@ class AttentionOperation final : public KernelOperation {
   static HeadsView heads_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
 
   const ProgramMachine& machine_;
-  const bool has_mask_, has_sinks_;
+  const AttentionOperands has_;
   Phase first_, second_;
   AttentionArgs args_{};
   std::optional<AttentionRowsJob> rows_;
   std::optional<AttentionTilesJob> tiles_;
 };
 
-// A product with weights that are not packed: small gates, routers and projections of a family's own. The rows of `a` are few.
 class MatmulOperation final : public KernelOperation {
  public:
   MatmulOperation(const ProgramMachine& machine, std::vector<Operand> operands)
-      : KernelOperation(std::move(operands)), machine_(machine), phase_(machine.workers) {
+      : KernelOperation(std::move(operands)),
+        machine_(machine),
+        columns_(machine.workers),
+        job_(machine.kernels, args_, machine.workers, columns_) {
     if (operands_.size() != 3 && operands_.size() != 4) refuse("a product has an output, two factors and perhaps a bias");
-    type_ = activation_of(operands_[0].type);
+    args_.type = activation_of(operands_[0].type);
   }
   void resolved() override {
     const View &out = views_[0], &a = views_[1], &b = views_[2];
+    for (const View& view : views_)
+      if (activation_of(view.type) != args_.type) refuse("a factor of a product has another type");
     for (const View* view : {&out, &a, &b})
-      if (view->dims != 3 || activation_of(view->type) != type_) refuse("a factor of a product has another form or type");
-    batch_ = out.sizes[0];
-    rows_ = out.sizes[1];
-    cols_ = out.sizes[2];
-    inner_ = a.sizes[2];
-    if (a.sizes[0] != batch_ || b.sizes[0] != batch_ || a.sizes[1] != rows_ || b.sizes[1] != inner_ || b.sizes[2] != cols_)
+      if (view->dims != 3) refuse("a factor of a product has another form");
+    args_.batch = out.sizes[0];
+    args_.rows = out.sizes[1];
+    args_.cols = out.sizes[2];
+    args_.inner = a.sizes[2];
+    if (a.sizes[0] != args_.batch || b.sizes[0] != args_.batch || a.sizes[1] != args_.rows || b.sizes[1] != args_.inner ||
+        b.sizes[2] != args_.cols)
       refuse("the factors of a product do not fit together");
-    if ((cols_ > 1 && out.strides[2] != 1) || (inner_ > 1 && a.strides[2] != 1)) refuse("a factor of a product is not contiguous");
+    args_.out = matrix_of(out);
+    args_.a = matrix_of(a);
+    args_.b = matrix_of(b);
     if (views_.size() == 4) {
       const View& bias = views_[3];
-      const bool fits = bias.data != nullptr && (bias.dims == 0 || (bias.dims == 1 && (bias.sizes[0] == 1 || bias.sizes[0] == cols_)));
-      if (!fits || activation_of(bias.type) != type_) refuse("the bias of a product has another form or type");
+      const bool fits = bias.data != nullptr && (bias.dims == 0 || (bias.dims == 1 && (bias.sizes[0] == 1 || bias.sizes[0] == args_.cols)));
+      if (!fits) refuse("the bias of a product has another form or type");
+      args_.bias = bias.data;
+      args_.bias_stride = bias.dims == 0 || bias.sizes[bias.dims - 1] == 1 ? 0 : bias.strides[bias.dims - 1];
     }
-    dots_ = inner_ <= 1 || b.strides[1] == 1;
-    if (!dots_ && cols_ > 1 && b.strides[2] != 1) refuse("a factor of a product is contiguous in no dimension");
+    args_.check();
   }
-  void prepare() override {
-    padded_ = static_cast<std::size_t>(round_up(static_cast<int>(inner_), 32));
-    const std::size_t floats = padded_ * static_cast<std::size_t>(batch_ * rows_);
-    machine_.scratch.records.reserve(floats * sizeof(float));
-    auto* widened = reinterpret_cast<float*>(machine_.scratch.records.data());
-    const View& a = views_[1];
-    for (std::int64_t i = 0; i < batch_; ++i)
-      for (std::int64_t row = 0; row < rows_; ++row)
-        machine_.kernels.widen(type_, a.data + bytes() * (i * a.strides[0] + row * a.strides[1]),
-                               widened + padded_ * static_cast<std::size_t>(i * rows_ + row), static_cast<int>(inner_));
-    const std::int64_t wanted = std::max<std::int64_t>(1, machine_.workers * kUnitsPerWorker / std::max<std::int64_t>(batch_, 1));
-    unit_cols_ = std::max<std::int64_t>(kLeastCols, (cols_ + wanted - 1) / wanted);
-    units_per_batch_ = (cols_ + unit_cols_ - 1) / unit_cols_;
-    for (AlignedMemory& memory : machine_.scratch.workers)
-      memory.reserve(sizeof(float) * kAttentionRows * static_cast<std::size_t>(round_up(static_cast<int>(unit_cols_), 32)));
-    phase_.reset(static_cast<int>(batch_ * units_per_batch_));
-  }
-  void run(int worker) noexcept override {
-    auto* sums = reinterpret_cast<float*>(machine_.scratch.workers[static_cast<std::size_t>(worker)].data());
-    int count = 0;
-    for (int unit = phase_.take(worker); unit >= 0; unit = phase_.take(worker), ++count) compute(unit, sums);
-    phase_.finish(count);
-    phase_.wait();
-  }
+  void prepare() override { job_.prepare(machine_.scratch.records, machine_.scratch.workers.data()); }
+  void run(int worker) noexcept override { job_.run(worker); }
 
  private:
-  static constexpr int kUnitsPerWorker = 4;
-  static constexpr std::int64_t kLeastCols = 8;
-
-  std::ptrdiff_t bytes() const { return static_cast<std::ptrdiff_t>(element_bytes(type_)); }
-
-  void compute(int unit, float* sums) const {
-    const View &out = views_[0], &a = views_[1], &b = views_[2];
-    const std::int64_t batch = unit / units_per_batch_, first = unit % units_per_batch_ * unit_cols_;
-    const int cols = static_cast<int>(std::min(unit_cols_, cols_ - first)), stride = round_up(cols, 32);
-    const auto* widened =
-        reinterpret_cast<const float*>(machine_.scratch.records.data()) + padded_ * static_cast<std::size_t>(batch * rows_);
-    const std::byte* columns = b.data + bytes() * (batch * b.strides[0] + first * b.strides[2]);
-    for (std::int64_t row = 0; row < rows_; row += kAttentionRows) {
-      const int rows = static_cast<int>(std::min<std::int64_t>(kAttentionRows, rows_ - row));
-      const float* query = widened + padded_ * static_cast<std::size_t>(row);
-      if (dots_) {
-        // Halves are read with bfloat16 alone, whose rows are `a`'s own.
-        const std::byte* halves = a.data + bytes() * (batch * a.strides[0] + row * a.strides[1]);
-        for (int r = 0; r < rows; ++r)
-          machine_.kernels.attention.score[static_cast<int>(type_)](
-              {query + padded_ * static_cast<std::size_t>(r), reinterpret_cast<const std::uint16_t*>(halves + bytes() * r * a.strides[1]),
-               static_cast<int>(padded_), 1, columns, bytes() * b.strides[2], cols, static_cast<int>(inner_), sums + r * stride, stride});
-      } else {
-        std::fill_n(sums, static_cast<std::ptrdiff_t>(rows) * stride, 0.0f);
-        machine_.kernels.attention.mix[static_cast<int>(type_)](
-            {query, static_cast<int>(padded_), rows, columns, bytes() * b.strides[1], static_cast<int>(inner_), cols, sums, stride});
-      }
-      for (int r = 0; r < rows; ++r) {
-        float* sum = sums + static_cast<std::ptrdiff_t>(r) * stride;
-        if (views_.size() == 4) add_bias(views_[3], first, cols, sum);
-        machine_.kernels.narrow(type_, sum, out.data + bytes() * (batch * out.strides[0] + (row + r) * out.strides[1] + first), cols);
-      }
-    }
-  }
-
-  void add_bias(const View& bias, std::int64_t first, int cols, float* sums) const {
-    const std::int64_t stride = bias.dims == 0 || bias.sizes[bias.dims - 1] == 1 ? 0 : bias.strides[bias.dims - 1];
-    for (int i = 0; i < cols; ++i) {
-      float value;
-      machine_.kernels.widen(activation_of(bias.type), bias.data + bytes() * (first + i) * stride, &value, 1);
-      sums[i] += value;
-    }
-  }
+  static MatrixView matrix_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
 
   const ProgramMachine& machine_;
-  Phase phase_;
-  ActivationType type_;
-  std::int64_t batch_ = 0, rows_ = 0, cols_ = 0, inner_ = 0, unit_cols_ = 1, units_per_batch_ = 1;
-  std::size_t padded_ = 0;
-  bool dots_ = false;  // the columns of b are contiguous
+  Phase columns_;
+  MatmulArgs args_{};
+  MatmulJob job_;
 };
 
 }  // namespace
@@ -370,9 +317,9 @@ std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, con
 std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands) {
   return std::make_unique<RouterOperation>(machine, form, std::move(operands));
 }
-std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers, bool has_mask,
-                                                bool has_sinks, std::vector<Operand> operands) {
-  return std::make_unique<AttentionOperation>(machine, numbers, has_mask, has_sinks, std::move(operands));
+std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers,
+                                                const AttentionOperands& has, std::vector<Operand> operands) {
+  return std::make_unique<AttentionOperation>(machine, numbers, has, std::move(operands));
 }
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands) {
   return std::make_unique<MatmulOperation>(machine, std::move(operands));

@@ -127,14 +127,18 @@ struct AttentionNumbers {
   bool causal;
 };
 
+struct AttentionOperands {
+  bool mask, sinks, key_tail;
+};
+
 // Operands: out, then the inputs in the order of the Runtime's methods. All throw std::invalid_argument.
 std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std::vector<const PackedLinear*> linears,
                                               std::vector<Operand> operands);  // x, then one out for each
 std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, std::vector<Operand> operands);
 std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands);
-// out, query, key, value and, by the flags, mask and sinks
-std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers, bool has_mask,
-                                                bool has_sinks, std::vector<Operand> operands);
+// out, query, key, value and those of the others that it has, in their order
+std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers,
+                                                const AttentionOperands& has, std::vector<Operand> operands);
 // out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
 

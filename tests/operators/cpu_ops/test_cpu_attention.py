@@ -36,9 +36,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     calls: list[int] = []
     compute = CpuAttention.compute
 
-    def counting(self: CpuAttention, tensors: Any, *rest: Any) -> torch.Tensor:
+    def counting(self: CpuAttention, tensors: Any, *rest: Any, **named: Any) -> torch.Tensor:
         calls.append(tensors[0].shape[2])
-        return compute(self, tensors, *rest)
+        return compute(self, tensors, *rest, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(CpuAttention, "compute", counting)
