@@ -61,6 +61,7 @@ _PLAIN_ARGUMENTS = {
     "output_hidden_states": (False, None),
 }
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|local|factor")  # in names of a config
+_LIBRARIES = ("torch", "transformers", "moegraft")
 # Of a configuration, read in each forward pass.
 _SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
 # Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are.
@@ -85,12 +86,14 @@ class StepPrograms:
         self._state: _ModelState | None = None
         self._logged: set[str] = set()
         self._thresholds: list[int] | None = None
+        self._after_prompt = True  # or after another pass that was no step
         self.replayed = 0  # steps
 
     def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
         """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
         step = None if args else self._described(model, arguments)
         if step is None or not self._lock.acquire(blocking=False):
+            self._after_prompt = True
             return plain(*args, **arguments)
         try:
             return self._step(model, step, partial(plain, **arguments), plain)
@@ -177,7 +180,8 @@ class StepPrograms:
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
         state = self._state
-        if state is None or state.changed():
+        fully, self._after_prompt = self._after_prompt, False
+        if state is None or state.changed(fully=fully):
             self._kinds.clear()
             state = self._state = _ModelState(model)
         if state.obstacle is not None:
@@ -607,12 +611,16 @@ class _ModelState:
         self._tensors = [*model.parameters(), *model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.obstacle = "its modules have hooks" if self._hooked() else None
+        self._settings: list[tuple[dict[str, Any], str, Any]] = []
         # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
         self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
         for module in modules:
             for name, value in vars(module).items():
-                if value is None and not name.startswith("_"):
-                    self._attributes.append((vars(module), name, None))
+                if name.startswith("_") or not isinstance(value, bool | int | float | str | None):
+                    continue
+                # Those of the libraries' own modules hardly ever change: they are compared once for each prompt.
+                rarely = value is not None and type(module).__module__.partition(".")[0] in _LIBRARIES
+                (self._settings if rarely else self._attributes).append((vars(module), name, value))
         self._modules = modules
 
     def rely_on(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -629,8 +637,8 @@ class _ModelState:
         hooks = (hook for table in self._hooks if table for hook in table.values())
         return any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks) or bool(nn.modules.module._has_any_global_hook())
 
-    def changed(self) -> bool:
-        """Whether a module or a parameter was replaced, or a hook added or removed."""
+    def changed(self, *, fully: bool) -> bool:
+        """Whether a module or a parameter was replaced, or a hook added or removed; `fully`: or an attribute of any module."""
         try:
             same = self._tables == self._copies
         except RuntimeError:  # two tensors were compared, of which one replaced the other
@@ -638,6 +646,7 @@ class _ModelState:
         return (
             not same
             or any(table.get(name) is not value for table, name, value in self._attributes)
+            or (fully and any(table.get(name) != value for table, name, value in self._settings))
             or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
             or self._hooked() != (self.obstacle is not None)
         )

@@ -173,9 +173,6 @@ def test_batches(models: Callable[[str], PreTrainedModel], family: str, rows: in
     assert_equal_steps(models(family), prompt(30, batch=rows), [7, *[1] * 23], least=10)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="latent attention multiplies the rows of all sequences as one: the view joins two dimensions of the cache"
-)
 def test_batches_of_latent_attention(models: Callable[[str], PreTrainedModel]) -> None:
     assert_equal_steps(models("deepseek_v3"), prompt(30, batch=2), [7, *[1] * 23], least=10)
 
@@ -551,7 +548,6 @@ def test_a_model_that_is_changed_after_recording(change: Callable[[Any], None]) 
     assert replayed(model) > 60
 
 
-@pytest.mark.xfail(strict=True, reason="a program does not notice a Python attribute of a module that changes what it computes")
 def test_an_adapter_that_is_switched_off_after_recording() -> None:
     model: Any = new_model("qwen3_moe")
     replaced_module(model)
