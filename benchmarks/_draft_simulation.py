@@ -210,12 +210,12 @@ class DraftSimulation:
 
     def _draft(self, token: Trace) -> tuple[float, bool]:
         """Run one draft step; return its confidence and whether the token is accepted."""
-        way, slots = self._way, self._base.engine.loading.slots
+        way, slots = self._way, self._base.engine.cache.slots
         assert way is not None and self._measured is not None, "drafts have a configuration"
         kept: list[float] = []
         share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
         noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
-        demanded = self._base.engine.loading.queue.statistics.demanded
+        demanded = self._base.engine.cache.queue.statistics.demanded
         for layer in range(self._base.model.layers):
             there = slots.slot_of(layer) >= 0
             logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
@@ -229,7 +229,7 @@ class DraftSimulation:
             )
             self._layer(step, 1, "draft")
         self.played.kept.append(float(np.mean(kept)))
-        self.played.draft_demands += self._base.engine.loading.queue.statistics.demanded - demanded
+        self.played.draft_demands += self._base.engine.cache.queue.statistics.demanded - demanded
         return self._measured.draw(self.played.kept[-1], self._rng)
 
     def _pass(self, tokens: Sequence[Trace], kind: str) -> None:
@@ -242,7 +242,7 @@ class DraftSimulation:
         device, engine = self._base.device, self._base.engine
         device.launch(self._compute, None, Work("dense", cost_ms=rest_layer_ms(self._base.model, self._base.machine, tokens)))
         self._compute.record().wait()
-        self.played.parts[kind].add(step, engine.loading.slots.slot_of(step.layer) >= 0)
+        self.played.parts[kind].add(step, engine.cache.slots.slot_of(step.layer) >= 0)
         engine.run(step, _Counted())
         if step.layer == self._base.model.layers - 1:
             self._compute.record().wait()

@@ -24,7 +24,7 @@ from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfil
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
@@ -107,18 +107,18 @@ class Simulation:
         policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
         slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
         timings = TimingRecorder(self.device)
-        loading = open_loading(
+        cache = open_expert_cache(
             self.device, store, slots, policy.priority, admission, on_span=timings.on_span, on_transfer=timings.on_transfer
         )
-        assert loading is not None, "the modelled GPU has room"
-        costs = CostModel(warm_up(self.device, loading, lambda experts, load: _Counted()))
-        gpu_layers = [loading.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
-        self.engine = Engine(self.device, loading, Scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, timings)
+        assert cache is not None, "the modelled GPU has room"
+        costs = CostModel(warm_up(self.device, cache, lambda experts, load: _Counted()))
+        gpu_layers = [cache.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
+        self.engine = Engine(self.device, cache, Scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, timings)
         self._fill(profile)
 
     def _fill(self, profile: Trace) -> None:
         hot = np.argsort(-profile.loads(), axis=1, kind="stable")
-        queue, slots = self.engine.loading.queue, self.engine.loading.slots
+        queue, slots = self.engine.cache.queue, self.engine.cache.slots
         for layer in range(self.model.layers):
             for expert in hot[layer][: slots.capacity_of(layer)].tolist():
                 queue.request(layer, int(expert), Urgency.PROMOTION)

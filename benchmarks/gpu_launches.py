@@ -32,7 +32,7 @@ from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -76,11 +76,11 @@ class Model:
         store = ExpertStore.of_packed(self.packed)
         policy = make_policy(CacheOptions(), LAYERS, EXPERTS, TOP_K)
         timings = TimingRecorder(self.device)
-        loading = open_loading(self.device, store, SlotPlan((RESIDENT,) * LAYERS, 16), policy.priority)
-        assert loading is not None, "a counted GPU has room"
-        self.layers = EngineLayers(GPU, Runtime(1), self.packed, self.routers, [None] * LAYERS, loading.arena)
+        cache = open_expert_cache(self.device, store, SlotPlan((RESIDENT,) * LAYERS, 16), policy.priority)
+        assert cache is not None, "a counted GPU has room"
+        self.layers = EngineLayers(GPU, Runtime(1), self.packed, self.routers, [None] * LAYERS, cache.arena)
         scheduler = Scheduler(schedule)
-        self.engine = Engine(self.device, loading, scheduler, CostModel(TABLES), policy, PrefetchOptions(), timings)
+        self.engine = Engine(self.device, cache, scheduler, CostModel(TABLES), policy, PrefetchOptions(), timings)
         switch = DraftSwitch()
         self.gpu_layers = [GpuLayer(self.engine, self.layers, index, switch) for index in range(LAYERS)]
         self._generator = torch.Generator().manual_seed(1)

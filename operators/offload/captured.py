@@ -205,7 +205,7 @@ class StepGraph:
 
     def __init__(self, engine: Engine, layers: EngineLayers, call: CallShape) -> None:
         self._engine = engine
-        self._slots, self._queue = engine.loading.slots, engine.loading.queue
+        self._slots, self._queue = engine.cache.slots, engine.cache.queue
         self._compute = engine.device.stream("compute")
         engine.device.stream(HOST_STREAM)  # must exist before anything is captured
         count, hidden = len(layers.packed), layers.packed[0].shape.hidden

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Neurons, Work
-from moegraft.operators.offload.queue import Loading
+from moegraft.operators.offload.queue import ExpertCache
 from moegraft.operators.offload.step import LayerExecutor
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
@@ -200,7 +200,7 @@ COUNTS = (1, 2, 4)  # experts of a job: a line through its times separates an ex
 
 
 def warm_up(
-    device: Device, loading: Loading, executor_of: Callable[[Sequence[int], int], LayerExecutor], neurons: Neurons | None = None
+    device: Device, cache: ExpertCache, executor_of: Callable[[Sequence[int], int], LayerExecutor], neurons: Neurons | None = None
 ) -> CostTables:
     """Measure what experts cost.
 
@@ -210,7 +210,7 @@ def warm_up(
         executor_of: makes the executor of a call of layer 0 in which each of the given experts has so many synthetic tokens.
         neurons: what these tokens need of an expert; None: all of it.
     """
-    queue, num_experts = loading.queue, loading.slots.num_experts
+    queue, num_experts = cache.queue, cache.slots.num_experts
     expert_bytes = queue.store.expert_bytes
     compute = device.stream("compute")
     next_expert = 0

@@ -23,7 +23,7 @@ from moegraft.operators.offload.cache import CachePolicy
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
-from moegraft.operators.offload.queue import Loading, Uninterrupted
+from moegraft.operators.offload.queue import ExpertCache, Uninterrupted
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder
@@ -40,15 +40,15 @@ class Engine:
     One layer at a time: calls from several threads wait for each other.
 
     Args:
-        loading: the device's slots and queue.
-        policy: learns from every step; `loading` evicts by its priorities.
-        timings: the recorder whose hooks `loading` calls for its transfers.
+        cache: the device's slots and queue.
+        policy: learns from every step; `cache` evicts by its priorities.
+        timings: the recorder whose hooks `cache` calls for its transfers.
     """
 
     def __init__(
         self,
         device: Device,
-        loading: Loading,
+        cache: ExpertCache,
         scheduler: Scheduler,
         costs: CostModel,
         policy: CachePolicy,
@@ -56,18 +56,18 @@ class Engine:
         timings: TimingRecorder,
     ) -> None:
         self.device = device
-        self.loading = loading
+        self.cache = cache
         self.scheduler = scheduler
         self.costs = timings.costs = costs
         self.policy = policy
         self.timings = timings
-        self.statistics = EngineStatistics(loading.slots.layers)
-        self.prefetcher = Prefetcher(prefetch, loading.slots, loading.queue, self._gains)
-        self.verification_prefetcher = VerificationPrefetcher(loading.slots, loading.queue, self.statistics)
-        self._slots = loading.slots
-        self._queue = loading.queue
+        self.statistics = EngineStatistics(cache.slots.layers)
+        self.prefetcher = Prefetcher(prefetch, cache.slots, cache.queue, self._gains)
+        self.verification_prefetcher = VerificationPrefetcher(cache.slots, cache.queue, self.statistics)
+        self._slots = cache.slots
+        self._queue = cache.queue
         self._compute = device.stream("compute")
-        self._expert_bytes = loading.queue.store.expert_bytes
+        self._expert_bytes = cache.queue.store.expert_bytes
         self._fixed = Scheduler("fixed")
         self._by_residency = False
         self._lock = Lock()
@@ -283,5 +283,5 @@ class Engine:
     def close(self) -> None:
         """End the transfers and free the slots; the model's last layer has returned."""
         self.device.synchronize()
-        self.loading.close()
+        self.cache.close()
         self.device.close()

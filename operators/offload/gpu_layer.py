@@ -58,7 +58,7 @@ class GpuLayer:
 
     def describe(self) -> str:
         """Return a description for users: `24 of 128 in slots of cuda:0, two_threshold`."""
-        slots = self.engine.loading.slots
+        slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
         return f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
 
@@ -130,7 +130,7 @@ class GpuLayer:
         if not settings.resident:
             return self._draft.narrow(top_k_index, top_k_weights)
         scoring = None if settings.chosen_only else self._router_calls.scoring()
-        resident: NDArray[np.bool_] = np.asarray(self.engine.loading.slots.slot_of(self._index) >= 0)
+        resident: NDArray[np.bool_] = np.asarray(self.engine.cache.slots.slot_of(self._index) >= 0)
         return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings, self._draft.say_once)
 
 

@@ -27,7 +27,7 @@ from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.options import GpuOptions, free_for_slots
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -196,7 +196,7 @@ def open_engine(
     free_bytes = free_for_slots(device.torch_device, kv_bytes) if device.torch_device.type == "cuda" else store.nbytes
     policy = make_policy(options.cache, store.layers, store.num_experts, top_k)
     timings = TimingRecorder(device)
-    loading = open_loading(
+    cache = open_expert_cache(
         device,
         store,
         _slot_plan(options, store, free_bytes),
@@ -205,18 +205,18 @@ def open_engine(
         on_span=timings.on_span,
         on_transfer=timings.on_transfer,
     )
-    if loading is None:
+    if cache is None:
         device.close()
         return None
-    slots = loading.slots
-    layers = EngineLayers(device.torch_device, runtime, packed, routers, [layer.sparsity for layer in loaded], loading.arena)
+    slots = cache.slots
+    layers = EngineLayers(device.torch_device, runtime, packed, routers, [layer.sparsity for layer in loaded], cache.arena)
     layers.time_paths(min(slots.capacity_of(0), store.num_experts), top_k, PathChoices(choices_path()))
     synthetic = SyntheticCalls(layers, top_k)
-    costs = CostModel(warm_up(device, loading, synthetic.executor, synthetic.neurons))
+    costs = CostModel(warm_up(device, cache, synthetic.executor, synthetic.neurons))
     gpu_layers = None
     if options.schedule == "layer_map":
         gpu_layers = [slots.capacity_of(layer) >= slots.num_experts for layer in range(slots.layers)]
-    engine = Engine(device, loading, Scheduler(options.schedule, gpu_layers), costs, policy, options.effective_prefetch, timings)
+    engine = Engine(device, cache, Scheduler(options.schedule, gpu_layers), costs, policy, options.effective_prefetch, timings)
     _fill_slots(engine)
     return engine, layers
 
@@ -239,7 +239,7 @@ def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int) -> Slot
 
 def _fill_slots(engine: Engine) -> None:
     """Load what the cache would keep, so that the first tokens find full slots: the profile's best, else the first experts."""
-    slots, queue = engine.loading.slots, engine.loading.queue
+    slots, queue = engine.cache.slots, engine.cache.queue
     left = slots.plan.total
     for layer in range(slots.layers):
         count = min(slots.capacity_of(layer), slots.num_experts, left)

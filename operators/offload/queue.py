@@ -401,8 +401,8 @@ class TransferQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """The slots of a device, their memory, and the queue that fills them."""
+class ExpertCache:
+    """The expert cache of a device: its slots, their memory, and the queue that fills them."""
 
     slots: SlotTable
     arena: Buffer
@@ -418,7 +418,7 @@ class Loading:
         self.arena.free()
 
 
-def open_loading(
+def open_expert_cache(
     device: Device,
     store: ExpertStore,
     plan: SlotPlan,
@@ -428,7 +428,7 @@ def open_loading(
     chunk_bytes: int | None = None,
     on_span: OnSpan | None = None,
     on_transfer: OnTransfer | None = None,
-) -> Loading | None:
+) -> ExpertCache | None:
     """Allocate the slots of a plan, or as many as the device has room for, and open the queue that fills them.
 
     Returns:
@@ -451,7 +451,7 @@ def open_loading(
         return None
     slots = SlotTable(store.layers, store.num_experts, plan, priority, admission)
     queue = TransferQueue(device, store, slots, arena, chunk_bytes=chunk_bytes, source=source, on_span=on_span, on_transfer=on_transfer)
-    return Loading(slots, arena, queue)
+    return ExpertCache(slots, arena, queue)
 
 
 class Uninterrupted:

@@ -17,7 +17,7 @@ from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
@@ -58,14 +58,14 @@ class EngineRig:
         policy = make_policy(CacheOptions(policy=setting.policy), LAYERS, EXPERTS, TOP_K)  # type: ignore[arg-type]
         timings = TimingRecorder(device)
         slots = SlotPlan(setting.capacity, setting.staging)
-        loading = open_loading(
+        cache = open_expert_cache(
             device, store, slots, policy.priority, chunk_bytes=8192, on_span=timings.on_span, on_transfer=timings.on_transfer
         )
-        assert loading is not None, "the device has room"
-        self.arena = loading.arena
+        assert cache is not None, "the device has room"
+        self.arena = cache.arena
         gpu_layers = [True, *[False] * (LAYERS - 1)] if setting.schedule == "layer_map" else None
         scheduler = Scheduler(setting.schedule, gpu_layers)
-        self.engine = Engine(device, loading, scheduler, CostModel(TABLES), policy, setting.prefetch, timings)
+        self.engine = Engine(device, cache, scheduler, CostModel(TABLES), policy, setting.prefetch, timings)
         self._rng = np.random.default_rng(0)
 
     def call(self, number: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from moegraft.operators.offload.devices.base import Device, Event, Work
 from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
@@ -82,7 +82,7 @@ class Harness:
         self.priorities: NDArray[np.float64] = np.tile(np.arange(experts, dtype=np.float64), (layers, 1))
         self.spans: list[tuple[str, float, float]] = []
         self.measured: list[tuple[int, float]] = []
-        loading = open_loading(
+        cache = open_expert_cache(
             device,
             sentinel_store(layers, experts, expert_bytes),
             SlotPlan(capacity, staging),
@@ -92,9 +92,9 @@ class Harness:
             on_span=lambda track, name, start_ms, end_ms: self.spans.append((name, start_ms, end_ms)),
             on_transfer=lambda nbytes, ms: self.measured.append((nbytes, ms)),
         )
-        assert loading is not None, "an emulated device has room"
-        self.loading = loading
-        self.slots, self.queue, self.arena = loading.slots, loading.queue, loading.arena
+        assert cache is not None, "an emulated device has room"
+        self.cache = cache
+        self.slots, self.queue, self.arena = cache.slots, cache.queue, cache.arena
         self.compute = device.stream("compute")
         self.reads = 0
         self.wrong: list[tuple[int, int, int, bytes]] = []
@@ -177,7 +177,7 @@ class Harness:
         assert len(ready) + slots.available - excess == slots.plan.slots, "every slot is READY or available"
 
     def close(self) -> None:
-        self.loading.close()
+        self.cache.close()
         self.device.close()
 
 

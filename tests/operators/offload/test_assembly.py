@@ -10,7 +10,7 @@ from support.transfer_harness import DEVICES, EMULATED, LINK, Harness, make_devi
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.offload.devices.virtual import EVERY, Faults, VirtualDevice
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
@@ -44,7 +44,7 @@ def test_the_cache_shrinks_with_every_refused_allocation(refused: int, caplog: p
 def test_without_any_memory_all_experts_run_on_the_cpu(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
     device = VirtualDevice(LINK, faults=Faults(allocations=EVERY))
     store = sentinel_store(2, 5, 256)
-    assert open_loading(device, store, SlotPlan(capacity, 2), lambda layer: np.zeros(5)) is None
+    assert open_expert_cache(device, store, SlotPlan(capacity, 2), lambda layer: np.zeros(5)) is None
     assert [record.getMessage() for record in caplog.records] == [
         "emulated:0: no memory for a single expert slot, all experts run on the CPU: emulated:0: injected: 256 bytes refused"
     ]
@@ -111,7 +111,7 @@ def test_a_ring_is_not_filled_before_its_copy_is_done(kind: str) -> None:
 
 def test_a_device_that_cannot_be_copied_to(caplog: pytest.LogCaptureFixture) -> None:
     device = VirtualDevice(LINK, faults=Faults(pins=EVERY, copies=EVERY))
-    assert open_loading(device, sentinel_store(2, 5, 256), SlotPlan((2, 2), 1), lambda layer: np.zeros(5)) is None
+    assert open_expert_cache(device, sentinel_store(2, 5, 256), SlotPlan((2, 2), 1), lambda layer: np.zeros(5)) is None
     assert "experts cannot be copied to it, all of them run on the CPU: emulated:0: injected: a copy of 64 bytes failed" in caplog.text
     assert device.allocated_bytes == 0
 
@@ -120,11 +120,11 @@ def test_a_device_that_cannot_be_copied_to(caplog: pytest.LogCaptureFixture) -> 
 def test_all_memory_is_released(kind: str) -> None:
     device = make_device(kind)
     for _ in range(3):
-        loading = open_loading(device, sentinel_store(2, 5, 4096), SlotPlan((2, 2), 1), lambda layer: np.zeros(5))
-        assert loading is not None
-        transfer = loading.queue.request(0, 1, Urgency.NEXT)
+        cache = open_expert_cache(device, sentinel_store(2, 5, 4096), SlotPlan((2, 2), 1), lambda layer: np.zeros(5))
+        assert cache is not None
+        transfer = cache.queue.request(0, 1, Urgency.NEXT)
         assert transfer is not None
-        loading.close()
+        cache.close()
     if kind != "cuda":
         assert device.allocated_bytes == 0  # type: ignore[attr-defined]
     device.close()
@@ -153,9 +153,9 @@ def test_a_phantom_store_takes_time_and_moves_nothing() -> None:
     device = VirtualDevice(LINK)
     store = ExpertStore.phantom(60, 512, 100_000_000)
     assert HostSource(store, device, 64).form == "pinned"
-    loading = open_loading(device, store, even_plan(60, 60 * 128, 4), lambda layer: np.zeros(512))
-    assert loading is not None
-    transfer = loading.queue.request(59, 511, Urgency.DEMAND)
+    cache = open_expert_cache(device, store, even_plan(60, 60 * 128, 4), lambda layer: np.zeros(512))
+    assert cache is not None
+    transfer = cache.queue.request(59, 511, Urgency.DEMAND)
     assert transfer is not None
     transfer.wait()
     assert device.now_ms() == pytest.approx(100_000)

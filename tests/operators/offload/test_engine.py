@@ -44,7 +44,7 @@ def run(rig: EngineRig, rounds: int = 1) -> None:
 
 
 def assert_nothing_held(rig: EngineRig) -> None:
-    slots = rig.engine.loading.slots
+    slots = rig.engine.cache.slots
     rig.engine.device.synchronize()
     assert not any(slots._pins), "every pin was released"
     for layer in range(LAYERS):
@@ -71,7 +71,7 @@ def test_every_policy_and_prefetch_computes_the_same(kind: str, policy: str, pre
         with engine_rig(Setting("greedy", policy=policy, prefetch=options, kind=kind, device=device)) as rig:
             run(rig, rounds=3)
             assert_nothing_held(rig)
-            landed = rig.engine.loading.queue.statistics.landed
+            landed = rig.engine.cache.queue.statistics.landed
             assert landed > 0, "something was loaded"
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_streams_any_number_of_experts_through_one_slot(kind: str) -> N
     with engine_rig(Setting("on_demand", (0,) * LAYERS, staging=1, prefetch=NO_PREFETCH, kind=kind)) as rig:
         found, expected = rig.call(0, 40, seed=1)
         assert relative_error(found, expected) < rig.limit
-        assert rig.engine.loading.queue.statistics.landed == EXPERTS
+        assert rig.engine.cache.queue.statistics.landed == EXPERTS
         assert rig.engine.statistics.on_cpu == 0
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_streams_any_number_of_experts_through_one_slot(kind: str) -> N
 def test_a_fixed_map_stays(kind: str) -> None:
     with engine_rig(Setting("fixed", prefetch=NO_PREFETCH, kind=kind)) as rig:
         run(rig)
-        assert rig.engine.loading.queue.statistics.requested == 0
+        assert rig.engine.cache.queue.statistics.requested == 0
 
 
 def test_what_is_equal_gives_equal_bits_whatever_is_loaded_ahead() -> None:
@@ -115,7 +115,7 @@ def test_what_is_equal_gives_equal_bits_whatever_is_loaded_ahead() -> None:
         setting = Setting("all_cpu", (EXPERTS,) * LAYERS, prefetch=PrefetchOptions(policy=policy, promote=False))  # type: ignore[arg-type]
         with engine_rig(setting) as rig:
             results.append([rig.call(number, 4, seed=number)[0] for number in range(LAYERS)])
-            assert (rig.engine.loading.queue.statistics.landed > 0) == (policy != "none")
+            assert (rig.engine.cache.queue.statistics.landed > 0) == (policy != "none")
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -127,7 +127,7 @@ def test_prefetched_experts_are_found() -> None:
                 rig.call(number, 1, seed=7 + number)  # the same experts each time
         statistics = rig.engine.statistics
         assert statistics.found > 0.5 * statistics.used
-        assert rig.engine.loading.slots.prefetches_used > 0
+        assert rig.engine.cache.slots.prefetches_used > 0
 
 
 @pytest.mark.parametrize("kind", ["copies", "refused_copies", "launches"])
@@ -207,7 +207,7 @@ def test_plans_know_what_a_launch_takes(first_gpu_ms: float, on_cpu: bool) -> No
     """One token's experts are computed by the CPU before a launch has reached the GPU."""
     with engine_rig(Setting("two_threshold", (EXPERTS,) * LAYERS, prefetch=NO_PREFETCH)) as rig:
         for expert in range(EXPERTS):
-            rig.engine.loading.queue.request(0, expert, Urgency.PROMOTION)
+            rig.engine.cache.queue.request(0, expert, Urgency.PROMOTION)
         rig.engine.device.synchronize()
         rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms))
         rig.call(0, 1, seed=1)

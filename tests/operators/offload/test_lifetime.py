@@ -17,7 +17,7 @@ from support.transfer_harness import DEVICES, Harness, make_device, serve_in_a_p
 
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
-from moegraft.operators.offload.queue import open_loading
+from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
@@ -178,7 +178,7 @@ def test_a_hanging_device_is_reported_and_its_memory_left_alone() -> None:
     harness = Harness(make_device("virtual", hanging), (3, 3))
     harness.queue.request(0, 1, Urgency.NEXT)
     with pytest.raises(DeviceTimeoutError, match="not done after 1000 ms"):
-        harness.loading.close()
+        harness.cache.close()
     assert harness.device.allocated_bytes > 0  # type: ignore[attr-defined]
 
 
@@ -197,9 +197,9 @@ def test_memory_stays_constant_over_many_steps() -> None:
     device = VirtualDevice(notify_ms=0.001)
     values = np.random.default_rng(0).random((layers, experts))
     store = ExpertStore.phantom(layers, experts, 1000)
-    loading = open_loading(device, store, even_plan(layers, 16, 3), lambda layer: values[layer])
-    assert loading is not None
-    slots, queue, compute = loading.slots, loading.queue, device.stream("compute")
+    cache = open_expert_cache(device, store, even_plan(layers, 16, 3), lambda layer: values[layer])
+    assert cache is not None
+    slots, queue, compute = cache.slots, cache.queue, device.stream("compute")
     before: tuple[int, int] | None = None
     for step in range(steps):
         layer, chosen = step % layers, [(step * 7 + shift * 5) % experts for shift in range(2)]
@@ -224,4 +224,4 @@ def test_memory_stays_constant_over_many_steps() -> None:
     assert resident_bytes() - before[1] < 4 << 20
     assert queue.statistics.landed > steps // 4
     assert slots.evictions > steps // 4
-    loading.close()
+    cache.close()

@@ -86,14 +86,14 @@ def no_eviction_while_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capacity: int | tuple[int, ...]) -> None:
     """Experts land while steps run and others leave between them."""
     with captured(Setting("greedy", capacity, kind=kind)) as step:
-        queue, rng = step.rig.engine.loading.queue, np.random.default_rng(0)
+        queue, rng = step.rig.engine.cache.queue, np.random.default_rng(0)
         for seed in range(30):
             for expert in rng.permutation(EXPERTS)[:3].tolist():
                 queue.request(int(rng.integers(LAYERS)), expert, Urgency.PROMOTION)
             assert step.replay(seed) < step.rig.limit, f"step {seed}"
             advance(step.rig.engine.device, 1.0)  # of sampling
         assert step.runs == 1, "Python code runs once alone"
-        slots = step.rig.engine.loading.slots
+        slots = step.rig.engine.cache.slots
         assert not slots._frozen
         if 0 < slots.plan.total < LAYERS * EXPERTS:
             assert slots.evictions > 0, "the table changed between steps"
@@ -135,7 +135,7 @@ def test_a_timeline_shows_every_step() -> None:
 def test_a_fixed_map_stays(kind: str) -> None:
     with captured(Setting("fixed", prefetch=PrefetchOptions(policy="none", promote=False), kind=kind)) as step:
         assert max(step.replay(seed) for seed in range(4)) < step.rig.limit
-        assert step.rig.engine.loading.queue.statistics.requested == 0
+        assert step.rig.engine.cache.queue.statistics.requested == 0
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -146,7 +146,7 @@ def test_what_fails_on_the_cpu_is_raised_after_the_step(kind: str) -> None:
         step = Step(rig, 1)
         with pytest.raises(ValueError, match="expert"):
             step.replay(1)
-        assert not rig.engine.loading.slots._frozen
+        assert not rig.engine.cache.slots._frozen
         with pytest.raises(ValueError, match="expert"):
             step.replay(2)
         rig.layers[1].packed = whole
@@ -161,7 +161,7 @@ def test_a_device_that_fails_is_told_and_steps_go_on(kind: str) -> None:
         with pytest.raises(DeviceError, match="injected: a launch failed"):
             for seed in range(10):
                 step.replay(seed)
-        assert not step.rig.engine.loading.slots._frozen
+        assert not step.rig.engine.cache.slots._frozen
         assert max(step.replay(seed) for seed in range(3)) < 2e-6
 
 
@@ -181,7 +181,7 @@ def test_a_step_captured_in_inference_mode_runs_outside_of_it(kind: str) -> None
         with torch.inference_mode():
             step = Step(rig, 1)
         step._inputs = [tuple(torch.empty_like(each) for each in inputs) for inputs in step._inputs]  # type: ignore[misc]
-        rig.engine.loading.queue.request(0, 5, Urgency.PROMOTION)
+        rig.engine.cache.queue.request(0, 5, Urgency.PROMOTION)
         rig.engine.device.synchronize()
         with torch.no_grad():
             step.graph.replay()

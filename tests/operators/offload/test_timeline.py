@@ -65,7 +65,7 @@ def test_costs_follow_what_is_measured() -> None:
         for step in range(60):
             for number in range(LAYERS):
                 rig.call(number, 1, seed=1000 * step + number)
-        expert_bytes = rig.engine.loading.queue.store.expert_bytes
+        expert_bytes = rig.engine.cache.queue.store.expert_bytes
         true_ms = expert_bytes / 0.025 / 1e6
         assert abs(costs.transfer_ms(expert_bytes) / true_ms - 1) < 0.05
         assert abs(costs.gpu_ms(np.array([1]))[0] / before_ms[0] - 1) > 0.05, "the GPU's as well"

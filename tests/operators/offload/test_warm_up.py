@@ -20,7 +20,7 @@ from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
-from moegraft.operators.offload.queue import Loading, open_loading
+from moegraft.operators.offload.queue import ExpertCache, open_expert_cache
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.sparsity import SparseLayers
@@ -47,12 +47,12 @@ def no_arithmetic(experts: Sequence[int], load: int) -> NoArithmetic:
     return NoArithmetic()
 
 
-def opened(device: VirtualDevice, model: str, slots: int) -> Loading:
+def opened(device: VirtualDevice, model: str, slots: int) -> ExpertCache:
     shape = MODELS[model]
     store = ExpertStore.phantom(2, shape.num_experts, shape.expert_bytes())
-    loading = open_loading(device, store, even_plan(2, slots, 2), lambda layer: np.zeros(shape.num_experts))
-    assert loading is not None
-    return loading
+    cache = open_expert_cache(device, store, even_plan(2, slots, 2), lambda layer: np.zeros(shape.num_experts))
+    assert cache is not None
+    return cache
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -85,13 +85,13 @@ def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring()
 def test_preparing_a_call_is_not_measured() -> None:
     """Synthetic tokens take the host longer than a GPU takes for an expert."""
     device = VirtualDevice(PROFILES["a6000_10core"])
-    loading = opened(device, "deepseek-v2-lite", 4)
+    cache = opened(device, "deepseek-v2-lite", 4)
 
     def slowly(experts: Sequence[int], load: int) -> NoArithmetic:
         device.advance(5.0)
         return NoArithmetic()
 
-    found = warm_up(device, loading, slowly)
+    found = warm_up(device, cache, slowly)
     device = VirtualDevice(PROFILES["a6000_10core"])
     expected = warm_up(device, opened(device, "deepseek-v2-lite", 4), no_arithmetic)
     assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
@@ -151,9 +151,9 @@ def test_long_jobs_end_the_warm_up() -> None:
 
 def test_with_no_slot_there_is_no_gpu() -> None:
     device = VirtualDevice(PROFILES["a6000_10core"])
-    loading = opened(device, "deepseek-v2-lite", 0)
-    loading.slots.freeze()
-    tables = warm_up(device, loading, no_arithmetic)
+    cache = opened(device, "deepseek-v2-lite", 0)
+    cache.slots.freeze()
+    tables = warm_up(device, cache, no_arithmetic)
     assert (tables.gpu_ms == ()) == (tables.transfer_ms == ())
     assert tables.cpu_ms
 

@@ -62,11 +62,11 @@ class Requests:
 
     def __init__(self, engine: Engine) -> None:
         self.calls: list[tuple[LayerStep, list[tuple[int, Urgency]]]] = []
-        run, request = engine.run, engine.loading.queue.request
+        run, request = engine.run, engine.cache.queue.request
         asked: list[tuple[int, Urgency]] = []
 
         def watched_request(layer: int, expert: int, urgency: Urgency) -> Any:
-            if not engine.loading.slots.holds(layer, expert):
+            if not engine.cache.slots.holds(layer, expert):
                 asked.append((expert, urgency))
             return request(layer, expert, urgency)
 
@@ -76,7 +76,7 @@ class Requests:
             self.calls.append((step, list(asked)))
 
         engine.run = watched_run  # type: ignore[method-assign]
-        engine.loading.queue.request = watched_request  # type: ignore[method-assign]
+        engine.cache.queue.request = watched_request  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -114,7 +114,7 @@ def test_transfers_saved_by_joint_verification_are_counted(load: Any) -> None:
     chosen = np.array([[0, 1], [1, 2], [1, 0]])  # three tokens: expert 1 for all, 0 for two
     ahead.drafted(LayerStep.of(1, chosen[:1, :1]), DraftStep(chosen[:1], top_k=1))
     for expert, tokens in enumerate((2, 3, 1)):
-        shared += 0 if engine.loading.slots.holds(1, expert) else tokens - 1
+        shared += 0 if engine.cache.slots.holds(1, expert) else tokens - 1
     ahead.verified(LayerStep.of(1, chosen))
     assert counts.shared_in_verification == shared
     ahead.verified(LayerStep.of(1, chosen))  # a prompt, without a draft
