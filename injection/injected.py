@@ -148,10 +148,11 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = None if torch.compiler.is_compiling() else self.moegraft.context.decode_steps
-        if steps is None:
+        injection = None if torch.compiler.is_compiling() else injection_of(self)  # a class can build stock models as well
+        steps = None if injection is None else injection.context.decode_steps
+        if injection is None or steps is None:
             return base.forward(self, *args, **kwargs)
-        return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=self.moegraft.drafting)
+        return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=injection.drafting)
 
     members: dict[str, Callable[..., Any]] = {"__init__": __init__, "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys}
     if issubclass(base, GenerationMixin):

@@ -102,7 +102,7 @@ def test_the_guide_has_the_figures_of_the_results(bench: Any) -> None:
         if row["target"] == "0.95"
     }
     shown = f"groups of 8 would compute {computed['8', 'False']:.1f} % of the neurons instead of {computed['1', 'False']:.1f} %"
-    assert f"{shown} ({computed['8', 'True']:.1f} % with the hottest neurons put together)" in guide
+    assert f"{shown} ({computed['8', 'True']:.1f} % with the hottest neurons grouped together)" in guide
 
 
 def committed(name: str) -> list[dict[str, str]]:

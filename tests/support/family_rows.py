@@ -313,7 +313,7 @@ ROWS: tuple[FamilyCase, ...] = (
         "LongcatFlashForCausalLM",
         EVERY_HEAD_ITS_KEYS,
         {"num_layers": 2, "ffn_hidden_size": 72, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 8},
-        reason="LongcatFlashExperts) is named so",
+        reason="LongcatFlashExperts) does not hold its experts",
     ),
     _row("step3p7", "Step3p7ForConditionalGeneration", DENSE_THEN_SPARSE, reason=NO_INTERFACE.format("Step3p7Experts")),
     _row("nllb-moe", "", family="nllb_moe", reason="not a causal language model: it has an encoder and a decoder"),

@@ -154,7 +154,7 @@ def test_calls_of_pytorch_over_the_cache(tmp_path: Path, family: str) -> None:
     """Attention as PyTorch computes it, with windows that are full: the start of the cache in its buffer moves."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(EXPERTS_ALONE)
-    assert_equal_steps(new_model(family, str(rules)), prompt(60), [7, *[1] * 50], least=40)
+    assert_equal_steps(new_model(family, str(rules)), prompt(60), [7, *[1] * 50], least=35)
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 8])
@@ -647,11 +647,19 @@ def test_an_interrupted_text(qwen: PreTrainedModel) -> None:
     with layer_by_layer():
         expected = generated(qwen, prompt(7), 30)
     for delay in (0.02, 0.05, 0.11):
-        timer = threading.Timer(delay, signal.raise_signal, (signal.SIGINT,))
-        timer.start()
+        ended = threading.Event()
+
+        def interrupt(wait: float = delay, ended: threading.Event = ended) -> None:
+            while not ended.wait(wait):  # again: Python drops an interrupt that arrives in a callback of its garbage collector
+                signal.raise_signal(signal.SIGINT)
+                wait = 2.0
+
+        sender = threading.Thread(target=interrupt)
+        sender.start()
         with pytest.raises(KeyboardInterrupt):
             generated(qwen, prompt(7), 100_000)
-        timer.join()
+        ended.set()
+        sender.join()
         assert torch.equal(generated(qwen, prompt(7), 30), expected)
 
 
