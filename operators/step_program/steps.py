@@ -60,7 +60,7 @@ _PLAIN_ARGUMENTS = {
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
-_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|local|factor")  # in names of a config
+_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor")  # in names of a config
 _LIBRARIES = ("torch", "transformers", "moegraft")
 # Of a configuration, read in each forward pass.
 _SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
@@ -174,7 +174,10 @@ class StepPrograms:
         read = tuple(getattr(each, name, None) for each in configs for name in _SETTINGS)
         if self._thresholds is None:
             self._thresholds = thresholds(model.config)
-        passed = bisect.bisect(self._thresholds, position + ids.shape[1])
+        total = position + ids.shape[1]
+        passed = bisect.bisect(self._thresholds, total)
+        if {total, total + 1} & set(self._thresholds):
+            return None  # at the edge itself models differ by a token
         kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read
         return _Step(kind, cache, position, inputs, settings)
 
@@ -595,7 +598,7 @@ def thresholds(config: PretrainedConfig) -> list[int]:
             elif type(value) is int and value > MAX_TOKENS and _LENGTH.search(str(name)):
                 yield value
 
-    return sorted({number + side for number in numbers(config.get_text_config().to_dict()) for side in (-1, 0, 1)})
+    return sorted(set(numbers(config.get_text_config().to_dict())))
 
 
 class _ModelState:
