@@ -142,6 +142,16 @@ def cpu_model_pairs() -> str:
     return f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
 
 
+def step_programs() -> str:
+    rows = read("step_programs")
+    head = ["model", "weights", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
+    keys = ("model", "provider", "busy_processes", "layer_by_layer_ms", "p50_program_ms", "ratio")
+    return (
+        "A token on the CPU, layer by layer and as a native program (`benchmarks/step_programs.py`), alternating. Busy processes compete "
+        f"for the cores:\n\n{table(head, ([row[key].removeprefix('ours-') for key in keys] for row in rows))}\n\n{provenance(rows)}"
+    )
+
+
 def speeds() -> str:
     """Return the README's table of speeds, from runs that are interleaved with each peer."""
     layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
@@ -275,6 +285,7 @@ def kv_cache() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
+    "step_programs": step_programs,
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
     "kt_kernel": kt_kernel,
