@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,12 +147,19 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         steps = self.moegraft.context.decode_steps
         return stock(*args, **(kwargs if steps is None else steps.generation(self, args, kwargs)))
 
+    first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
+
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         injection = None if torch.compiler.is_compiling() else injection_of(self)  # a class can build stock models as well
         steps = None if injection is None else injection.context.decode_steps
         if injection is None or steps is None:
             return base.forward(self, *args, **kwargs)
+        if len(args) == 1 and first_argument == "input_ids":
+            (ids,) = args
+            return steps.forward(
+                self, functools.partial(base.forward, self), (), {first_argument: ids, **kwargs}, drafting=injection.drafting
+            )
         return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=injection.drafting)
 
     members: dict[str, Callable[..., Any]] = {"__init__": __init__, "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys}

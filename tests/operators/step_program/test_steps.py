@@ -173,6 +173,17 @@ def test_batches(models: Callable[[str], PreTrainedModel], family: str, rows: in
     assert_equal_steps(models(family), prompt(30, batch=rows), [7, *[1] * 23], least=10)
 
 
+def test_steps_called_with_ids_by_position(qwen: PreTrainedModel) -> None:
+    ids, cache, before = prompt(30), new_cache(qwen), replayed(qwen)
+    with torch.no_grad():
+        found = [qwen(ids[:, :7], past_key_values=cache).logits]
+        found += [qwen(ids[:, token : token + 1], past_key_values=cache).logits for token in range(7, 30)]
+    with layer_by_layer():
+        expected = fed(qwen, ids, [7, *[1] * 23])
+    assert differences(torch.cat(found, 1), expected).max() < 1e-4
+    assert replayed(qwen) - before >= 10
+
+
 def test_batches_of_latent_attention(models: Callable[[str], PreTrainedModel]) -> None:
     assert_equal_steps(models("deepseek_v3"), prompt(30, batch=2), [7, *[1] * 23], least=10)
 
