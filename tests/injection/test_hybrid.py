@@ -107,7 +107,7 @@ def test_layers_are_split_over_two_devices(rules) -> None:  # type: ignore[no-un
     assert found_answer == answer
     engines = engines_of(model)
     assert [engine.device.name for engine in engines] == ["emulated:0", "emulated:1"]
-    layers = [engine.loading.slots.layers for engine in engines]
+    layers = [engine.cache.slots.layers for engine in engines]
     assert sum(layers) == 3 and abs(layers[0] - layers[1]) == 1
     assert all(engine.statistics.steps > 0 for engine in engines)
 
@@ -147,11 +147,11 @@ def test_a_draft_of_resident_experts_loads_nothing(rules, gpu: str) -> None:  # 
     switch = model.moegraft.context.draft_switch
     assert switch.resident_layers == switch.layers > 0
     (engine,) = engines_of(model)
-    before = engine.loading.queue.statistics.requested
+    before = engine.cache.queue.statistics.requested
     with torch.no_grad(), switch.drafting(DraftSettings(top_k=2, resident=True)):
         drafted = model(input_ids=prompt(6).to(model.device)).logits
     assert torch.isfinite(drafted).all()
-    assert engine.loading.queue.statistics.requested == before and engine.statistics.on_cpu < engine.statistics.used
+    assert engine.cache.queue.statistics.requested == before and engine.statistics.on_cpu < engine.statistics.used
     with torch.no_grad():
         whole = model(input_ids=prompt(6).to(model.device)).logits
     assert not torch.allclose(whole, drafted)
