@@ -111,7 +111,8 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     with caplog.at_level(logging.WARNING, "moegraft"), torch.no_grad():
         found = [model(input_ids=each, past_key_values=cache).logits for each in (ids[:, :4], *ids[:, 4:].split(1, dim=1))]
     (notice,) = notices(caplog)
-    assert "a captured step gave logits that are" in notice
+    # transformers 5.17 makes a tensor of the number, which no capture allows; newer releases compute with it.
+    assert "a captured step gave logits that are" in notice or "torch.tensor copies a number from the host" in notice
     assert difference(torch.cat(found, dim=1), expected) < 1e-5
     assert engine_of(model).statistics.replayed == 0
 
