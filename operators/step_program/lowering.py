@@ -1,7 +1,7 @@
 """Turn a fitted step into a native program: ATen calls become the program's small operations, kernel calls its kernels.
 
 A call without a native form stays a call of PyTorch between two runs of the program, so that one unknown operation costs microseconds and
-not the whole program. The memory of temporaries is assigned here, by the operations between which each is alive.
+not the whole program. native_step.py builds the program.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
-from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.step_program.fitting import Affine, FittedCall, FittedStep, Place, StateName
 from moegraft.operators.step_program.recording import NotRecordableError
 
-ARENA = 0  # the buffer of all temporaries
-_ALIGNMENT = 64
-_TYPES = {
+ELEMENT_NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -69,9 +66,7 @@ class Lowering:
         grown: tensors of the cache to which a step appends, by storage after the step: see `CacheTensor`.
     """
 
-    def __init__(self, step: FittedStep, runtime: Runtime, grown: Sequence[CacheTensor]) -> None:
-        self._step = step
-        self._runtime = runtime
+    def __init__(self, step: FittedStep, grown: Sequence[CacheTensor]) -> None:
         self._grown = {tensor.after: tensor for tensor in grown}
         self._buffers = {tensor.before for tensor in grown}
         self.storage_bytes = list(step.storage_bytes)
@@ -94,7 +89,7 @@ class Lowering:
     def small(self, name: str, out: Place, *reads: Operand, numbers: Sequence[float] = ()) -> None:
         """Append an operation whose operands have the sizes that its native form expects."""
         for place in (out, *reads):
-            if isinstance(place, Place) and (place.dtype not in _TYPES or place.dims > 6):
+            if isinstance(place, Place) and (place.dtype not in ELEMENT_NAMES or place.dims > 6):
                 raise _Unsupported
         self.nodes.append(Node("small", [out], list(reads), name, list(numbers)))
 
@@ -110,7 +105,7 @@ class Lowering:
         return copy
 
     def _lower(self, call: FittedCall) -> None:
-        before = len(self.nodes), len(self.storage_bytes)
+        before = len(self.nodes)
         kernel = _KERNELS.get(call.name)
         appends = bool(call.outputs) and call.outputs[0].storage in self._grown and call.name == "cat.default"
         if not appends and any(isinstance(leaf, Place) and leaf.storage in self._buffers for leaf in call.leaves):
@@ -130,7 +125,7 @@ class Lowering:
                 raise _Unsupported
             lower(self, args, kwargs, outputs)
         except (_Unsupported, NotRecordableError):
-            del self.nodes[before[0] :]
+            del self.nodes[before:]
             reads = [leaf for leaf in leaves if isinstance(leaf, Place)]
             self.nodes.append(Node("call", outputs, list(reads), call.name, payload=(call.target, leaves, call.form)))
 
@@ -706,155 +701,3 @@ _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]
     "attention": _kernel_attention,
     "matmul": _kernel_matmul,
 }
-
-
-@dataclass(slots=True)
-class PythonCall:
-    """A call of PyTorch between two runs of the native program, over the program's memory."""
-
-    target: Any
-    leaves: Sequence[Any]
-    form: Any
-    outputs: Sequence[Place]
-
-
-class NativeStep:
-    """The native program of a lowered step.
-
-    Attributes:
-        parts: what a step runs in order: a range of native stages, or a call of PyTorch.
-        arena_bytes: of the temporaries, by position.
-    """
-
-    def __init__(self, lowering: Lowering, runtime: Runtime, kept: Sequence[Place], last_position: int) -> None:
-        self.native = Program(runtime)
-        self.parts: list[tuple[int, int] | PythonCall] = []
-        self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
-        self.origins: Mapping[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
-        self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
-        self._first = 0
-        for node in lowering.nodes:
-            self._emit(node)
-        self._close()
-
-    def operand(self, value: Operand) -> tuple[Any, ...]:
-        """Return an operand in the form of `Program`."""
-        if isinstance(value, Affine):
-            return float(value.base), float(value.slope)
-        if not isinstance(value, Place):
-            return float(value), 0.0
-        buffer, start = self.where(value)
-        offset = value.offset.plus(Affine(start // value.dtype.itemsize))
-        sizes = tuple(size.as_tuple() for size in value.sizes)
-        return buffer, _TYPES[value.dtype], offset.as_tuple(), sizes, tuple(stride.as_tuple() for stride in value.strides)
-
-    def where(self, place: Place) -> tuple[int, int]:
-        """Return the buffer of a place and the first byte of its storage there."""
-        offset = self._offsets.get(place.storage)
-        if offset is not None:
-            return ARENA, offset
-        return self.buffers.setdefault(place.storage, len(self.buffers) + 1), 0
-
-    def _emit(self, node: Node) -> None:
-        if node.kind == "call":
-            self._close()
-            target, leaves, form = node.payload
-            for place in (*node.writes, *(leaf for leaf in leaves if isinstance(leaf, Place))):
-                self.where(place)
-            self.parts.append(PythonCall(target, leaves, form, node.writes))
-            return
-        operands = [self.operand(value) for value in (*node.writes, *node.reads)]
-        native = self.native
-        if node.kind == "small":
-            native.add_small(node.name, operands, node.numbers)
-        elif node.kind == "norm":
-            native.add_norm(node.payload, operands)
-        elif node.kind == "linear":
-            native.add_linears(node.payload, [operands[-1], *operands[:-1]])
-        elif node.kind == "experts":
-            native.add_experts(node.payload, operands)
-        elif node.kind == "router":
-            native.add_router(node.payload, operands)
-        elif node.kind == "attention":
-            native.add_attention(operands, **node.payload)
-        else:
-            native.add_matmul(operands)
-
-    def _close(self) -> None:
-        end = self.native.end_stage()
-        self.parts.append((self._first, end))
-        self._first = end
-
-    def view(self, place: Place, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> torch.Tensor:
-        """Return a tensor over the memory of a place; `tensors` has the bytes of each buffer."""
-        buffer, start = self.where(place)
-        start += self.origins.get(buffer, 0)
-        values = tensors[buffer].view(place.dtype)
-        sizes = [size.at(position, room) for size in place.sizes]
-        strides = [stride.at(position, room) for stride in place.strides]
-        return values.as_strided(sizes, strides, start // place.dtype.itemsize + place.offset.at(position, room))
-
-    def call(self, part: PythonCall, tensors: Mapping[int, torch.Tensor], position: int, room: int) -> None:
-        """Run a call of PyTorch over the program's memory."""
-
-        def given(leaf: Any) -> Any:
-            if isinstance(leaf, Place):
-                return self.view(leaf, tensors, position, room)
-            return leaf.at(position, room) if isinstance(leaf, Affine) else leaf
-
-        args, kwargs = tree_unflatten([given(leaf) for leaf in part.leaves], part.form)
-        found = part.target(*args, **kwargs)
-        results: list[torch.Tensor] = []
-        tree_map(lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None, found)
-        for result, place in zip(results, part.outputs, strict=True):
-            target = self.view(place, tensors, position, room)
-            if target.data_ptr() != result.data_ptr():
-                target.copy_(result)
-
-
-def _assign(lowering: Lowering, kept: Sequence[Place], last_position: int) -> tuple[dict[int, int], int]:
-    """Return the first byte of each temporary in the arena, and the arena's size; temporaries that are alive together do not overlap."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, node in enumerate(lowering.nodes):
-        for storage in node.storages():
-            if storage in lowering.produced:
-                first.setdefault(storage, place)
-                last[storage] = place
-    for output in kept:
-        if output.storage in lowering.produced:
-            first.setdefault(output.storage, 0)
-            last[output.storage] = len(lowering.nodes)
-    free: list[tuple[int, int]] = []  # start, end
-    ending: dict[int, list[int]] = {}
-    offsets: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    top = 0
-    for storage in sorted(first, key=lambda each: first[each]):
-        for done in [place for place in ending if place < first[storage]]:
-            for other in ending.pop(done):
-                free.append((offsets[other], offsets[other] + sizes[other]))
-        free = _joined(free)
-        nbytes = lowering.storage_bytes[storage]
-        size = max(nbytes.at(0), nbytes.at(last_position), 1)
-        size = (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        gap = next((index for index, (start, end) in enumerate(free) if end - start >= size), None)
-        if gap is None:
-            offsets[storage], top = top, top + size
-        else:
-            start, end = free[gap]
-            offsets[storage] = start
-            free[gap : gap + 1] = [(start + size, end)] if end - start > size else []
-        sizes[storage] = size
-        ending.setdefault(last[storage], []).append(storage)
-    return offsets, top
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], end
-        else:
-            joined.append((start, end))
-    return joined

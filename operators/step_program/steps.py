@@ -1,8 +1,9 @@
 """Replay the decode steps of a model on the CPU as native programs.
 
-The first two steps of a kind are recorded while they run as usual, and fitted to each other (fitting.py); the program made of them
-(lowering.py) is compared with the usual step before its results are used. A kind is a number of sequences and tokens, the form of the cache
-and the windows that are full. Whatever cannot be replayed runs as usual, and the reason is logged once.
+The first two steps of a kind run layer by layer and are recorded (recording.py), then fitted to each other (fitting.py) and turned into a
+program (lowering.py, native_step.py). A program is compared with the same step layer by layer before its results are used. A kind is a
+number of sequences and tokens, the form of the cache, and which windows are full. A step that cannot be replayed runs layer by layer, and
+the reason is logged once.
 
 The cache stays transformers' own: a program writes new tokens to buffers with room for more, and the tensors of the cache become views of
 them. A cache that something else has changed is copied to buffers again.
@@ -41,7 +42,8 @@ from moegraft.operators.step_program.fitting import (
     fit,
     storage_bytes,
 )
-from moegraft.operators.step_program.lowering import ARENA, CacheTensor, ForeignCacheError, Lowering, NativeStep, PythonCall
+from moegraft.operators.step_program.lowering import CacheTensor, ForeignCacheError, Lowering
+from moegraft.operators.step_program.native_step import ARENA, NativeStep, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 
 logger = logging.getLogger(__name__)
@@ -70,11 +72,11 @@ _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
 class StepPrograms:
-    """Runs the decode steps of one model on the CPU, which asks at every forward pass.
+    """The native programs of one model's decode steps; the model calls `forward` for every forward pass.
 
     Args:
-        runtime: of the model's operators.
-        draft: drafts are computed as usual.
+        runtime: the runtime of the model's operators, whose kernel calls are recorded.
+        draft: the switch that is on while a draft is drawn; drafts run layer by layer.
     """
 
     def __init__(self, runtime: Runtime, draft: DraftSwitch) -> None:
@@ -105,9 +107,11 @@ class StepPrograms:
         return arguments
 
     def fixed_cache(self, model: PreTrainedModel, cache: Any, tokens: int) -> Any:
+        """Return `cache`: programs need none of fixed size."""
         return cache
 
     def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
+        """Return `cache`, which can grow."""
         return cache
 
     def release(self) -> None:
@@ -356,7 +360,7 @@ class _StepProgram:
         for name, place in fitted.after.items():
             if not self._is_grown(name) and place.storage != fitted.before[name].storage:
                 raise NotRecordableError(f"a tensor of the cache ({name[1]}) is replaced in each step")
-        self._lowering = Lowering(fitted, runtime, self._grown)
+        self._lowering = Lowering(fitted, self._grown)
         self.exact = all(
             weights in ("float32", "float64")
             for node in self._lowering.nodes
