@@ -161,7 +161,7 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
     del stock
     wrong: list[str] = []
     for decode in ("eager", "graph"):
-        with injected(name, gpu, decode) as model, notices() as said:
+        with injected(name, gpu, decode) as model, notices() as messages:
             answer(model, ids, 4)
             found, found_logits, ms = answer(model, ids, count)
             same = next((at for at, (one, other) in enumerate(zip(found, tokens, strict=True)) if one != other), count)
@@ -183,12 +183,12 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
                 "used": sum(each.used for each in statistics),
                 "recoveries": sum(each.recoveries for each in statistics),
                 "sampling_repeats": sampled[0] == sampled[1],
-                "notices": sorted(set(said)),
+                "notices": sorted(set(messages)),
             }
             if not error <= LIMITS[dtype]:
                 wrong.append(f"{decode}: logits are {error:.2%} off")
             if decode == "graph" and not replayed:
-                wrong.append(f"no step was captured: {'; '.join(said) or 'no reason is logged'}")
+                wrong.append(f"no step was captured: {'; '.join(messages) or 'no reason is logged'}")
     if wrong:
         raise RuntimeError(f"{name}: {'; '.join(wrong)}")
 
@@ -247,7 +247,7 @@ def one_system(session: Session, name: str, ratio: float, prompts: tuple[int, ..
     arguments.gpu = gpu_of(session)
     expected = _expected(arguments.gpu, arguments.scale, arguments.layers, arguments.weights, arguments.threads)
     start = time.perf_counter()
-    with system(name, SHAPE, ratio, arguments) as model, notices() as said:
+    with system(name, SHAPE, ratio, arguments) as model, notices() as messages:
         error = float((_probe(model) - expected).norm() / expected.norm())
         about = {"model": f"{SHAPE}, {arguments.layers} layers, 1/{arguments.scale} of the widths", "weights": arguments.weights}
         about |= {"system": name, "cache_ratio": ratio}
@@ -256,8 +256,8 @@ def one_system(session: Session, name: str, ratio: float, prompts: tuple[int, ..
             yield from hybrid_gpu.measure(model, about, Namespace(**{**vars(arguments), "prompts": [tokens]}))
         for engine in engines_of(model):
             yield {**about, **{f"engine: {key}": value for key, value in engine.report().items()}}
-        if said:
-            yield {**about, "notices": sorted(set(said))}
+        if messages:
+            yield {**about, "notices": sorted(set(messages))}
     if not error <= hybrid_gpu.TOLERANCE:
         raise RuntimeError(f"{name}: logits are {error:.1%} off those of all_cpu")
 

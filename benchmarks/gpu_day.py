@@ -491,9 +491,9 @@ def sanitizer(session: Session) -> None:
             first = log.seek(0, os.SEEK_END)
             code = subprocess.run([*head, *pytest], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
             log.seek(first)
-            said = log.read().decode(errors="replace")
-        found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", said)
-        yield {"tool": tool, "exit_code": code, "errors": sum(int(one or other) for one, other in found), "end": said[-600:]}
+            printed = log.read().decode(errors="replace")
+        found = re.findall(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", printed)
+        yield {"tool": tool, "exit_code": code, "errors": sum(int(one or other) for one, other in found), "end": printed[-600:]}
         if code:
             raise RuntimeError(f"{tool} ended with exit code {code}; see {SANITIZER}")
 

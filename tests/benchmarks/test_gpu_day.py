@@ -261,8 +261,8 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypat
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], message: str, day: Any) -> None:
-    code, rows, said = day("out", *arguments)
-    assert code == 2 and not rows and message in said
+    code, rows, printed = day("out", *arguments)
+    assert code == 2 and not rows and message in printed
 
 
 def test_an_output_of_another_call_is_not_overwritten(day: Any) -> None:
