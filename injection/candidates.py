@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast
@@ -70,17 +68,15 @@ def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, reg
     pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
     found: list[Candidate] = []
     refused: RuleErrors | None = None
-    with TemporaryDirectory() as folder:
-        for choice in _choices(target, packs_linears=pattern is not None):
-            path = Path(folder) / "rules.yaml"
-            path.write_text(_rules(choice, pattern, load), encoding="utf-8")
-            try:
-                planned = plan(meta_model, path, registry=registry)
-            except RuleErrors as error:
-                refused = error
-                continue
-            figures = forecast(meta_model, planned, load, target, registry, cache=cache)
-            found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
+    for choice in _choices(target, packs_linears=pattern is not None):
+        try:
+            rules = read_rules("rules.yaml", registry=registry, text=_rules(choice, pattern, load))
+            planned = plan(meta_model, rules, registry=registry)
+        except RuleErrors as error:
+            refused = error
+            continue
+        figures = forecast(meta_model, planned, load, target, registry, cache=cache)
+        found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
     if not found:
         assert refused is not None, "every candidate is planned or refused"
         raise UnsupportedModelError(f"no rules can be written for {meta_model.model_class}: {refused.diagnostics[0].message}")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moegraft.injection.rules.rule import layer_of
 from moegraft.injection.verify import Verification
 from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, Calibration
+from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PER_BAR = PER_OCTAVE // 8  # bins in one bar
 
@@ -54,7 +59,7 @@ def plot_errors(found: Verification, path: Path) -> None:
     axes.set(xlabel="layer", ylabel="relative error", yscale="log", title=f"injected against stock, {found.tokens} tokens")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150, format="png")
+    _save(figure, path)
 
 
 def plot_activations(calibration: Calibration, path: Path) -> None:
@@ -88,4 +93,9 @@ def plot_activations(calibration: Calibration, path: Path) -> None:
     title = f"expert {expert}, {int(found.routed[expert]):,} tokens; {int((counts == 0).sum())} of {len(counts)} neurons never active"
     neurons.set_title(title, fontsize="medium")
     neurons.legend()
-    figure.savefig(path, dpi=150, format="png")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with new_file(path) as file:
+        figure.savefig(file, dpi=150, format="png")

@@ -191,6 +191,13 @@ class Operator(nn.Module, ABC):
         """Return `options` with another sparsity; None where the operator cannot leave neurons out."""
         return None
 
+    def weight_samples(self) -> Iterator[bytes]:
+        """Yield bytes that differ where the operator's weights do, without those that are parameters or buffers of PyTorch.
+
+        `moegraft.operators.weights.sampled` takes them from packed bytes.
+        """
+        return iter(())
+
     @property
     def weight_type(self) -> str | None:
         """The type of the weights that the operator computes with; None where it is not known."""

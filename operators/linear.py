@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
@@ -18,7 +18,7 @@ from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
+from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -76,6 +76,7 @@ class QuantizedLinear(Operator):
         self._device = device
         self._packed: PackedLinear | None = None
         self._on_gpu: PackedLinearOnGpu | None = None
+        self._bias_bytes = b""  # to tell weights apart
         self._number = register(self)
 
     @classmethod
@@ -132,6 +133,12 @@ class QuantizedLinear(Operator):
     def weight_type(self) -> str:
         return self.options.weights
 
+    def weight_samples(self) -> Iterator[bytes]:
+        packed = self._packed.buffer if self._packed is not None else self._on_gpu.packed if self._on_gpu is not None else None
+        assert packed is not None, "called after load"
+        yield sampled(packed.reshape(1, -1))
+        yield self._bias_bytes
+
     def placement(self) -> str:
         where = f"the CPU ({describe(self._runtime)})" if self._device.type == "cpu" else str(self._device)
         return f"linear: {self.name}, {self.options.weights} on {where}"
@@ -152,6 +159,7 @@ class QuantizedLinear(Operator):
         bias = self._read(source, "bias", (self.out_features,)).float() if self.has_bias else None
         if bias is not None:
             packed.pack_bias(as_array(bias))
+            self._bias_bytes = as_array(bias).tobytes()
             advance(bias.numel() * source.dtype.itemsize)
         if self._device.type == "cpu":
             self._packed = packed

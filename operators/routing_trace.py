@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
 from moegraft.operators.routing import RoutedCall, watch_routing
 
@@ -127,7 +128,7 @@ class Trace:
         Raises:
             OSError: the file cannot be written.
         """
-        with path.open("wb") as file:  # numpy would append a suffix to a name
+        with new_file(path) as file:
             np.savez_compressed(
                 file,
                 format=np.int64(FORMAT),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from moegraft.operators.atomic_file import write_file
 from moegraft.operators.errors import ThresholdsError
 from moegraft.operators.weights import WeightSource
 
@@ -172,7 +172,7 @@ def weights_hash(source: WeightSource, num_experts: int) -> str:
 
 
 def write_thresholds(thresholds: Thresholds, path: Path) -> None:
-    """Replace the file atomically, so that a reader never finds an incomplete one.
+    """Write the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -181,12 +181,7 @@ def write_thresholds(thresholds: Thresholds, path: Path) -> None:
     text = json.dumps(_rounded(body), indent=1, allow_nan=False)
     # Each list of numbers takes one line: the quantiles of 48 layers are 5,000 numbers.
     text = re.sub(r"\[[-+.,\s\de]+\]", lambda found: " ".join(found[0].split()), text)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        scratch.write_text(text + "\n", encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_file(path, text + "\n")
 
 
 def _rounded(value: Any) -> Any:

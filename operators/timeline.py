@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from moegraft.operators.atomic_file import write_file
 
 LANES = ("rounds", "plan", "GPU", "CPU", "link")  # from top to bottom
 
@@ -97,4 +98,4 @@ def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> 
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
+    write_file(path, json.dumps(chrome_trace(timelines)))

@@ -49,6 +49,7 @@ def imported_modules(file: Path) -> list[str]:
 # What injection may know of operators: their interface, and what several of them share. No particular operator, engine or draft.
 INTERFACE = {
     "activations",
+    "atomic_file",
     "base",
     "cache_form",
     "context",

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.injection.checkpoint.files import Checkpoint, LazyTensor
+from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
+from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
 
 Method = Literal["fp8", "mxfp4"]
+Block = tuple[int, int]
 FP8_SCALE = "_scale_inv"
+DEFAULT_BLOCK = (128, 128)  # transformers', for settings without a block size
 MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_CODE_BYTES = 16  # that share a scale
 # The 16 values of a float of 1 sign, 2 exponent and 1 mantissa bits (OCP Microscaling Formats 1.0, section 5.3.3).
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
 
 
 def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """Return the quantisation settings of a config; None if its weights are not quantised."""
+    """Return the quantisation settings of a config; None if its weights are not quantised.
+
+    Raises:
+        CheckpointError: the settings are no mapping.
+    """
     found: Any = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     if not found:
         return None
+    if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
+        raise CheckpointError(f"{config.name_or_path}/config.json: quantization_config must be a mapping, not {found!r:.100}")
     settings: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
     return settings
 
@@ -39,7 +49,7 @@ def dequantised(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoi
     """Return the checkpoint with each pair of codes and scales as one bfloat16 tensor.
 
     Raises:
-        CheckpointError: scales are missing, or have the wrong shape.
+        CheckpointError: the settings are wrong, or scales are missing or of the wrong shape or dtype.
     """
     method = method_of(settings)
     assert method is not None, "refuse_quantised accepts only these methods"
@@ -47,20 +57,52 @@ def dequantised(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoi
     if method == "mxfp4":
         _pair_mxfp4(tensors)
     else:
-        block = settings.get("weight_block_size") or (1, 1)
-        _pair_fp8(tensors, (int(block[0]), int(block[1])))
+        _pair_fp8(tensors, _block_size(checkpoint, settings))
     return Checkpoint(checkpoint.folder, tensors)
 
 
-def _pair_fp8(tensors: dict[str, LazyTensor], block: tuple[int, int]) -> None:
-    for key in [key for key, tensor in tensors.items() if tensor.stored_dtype.startswith("F8_")]:
+def _block_size(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Block | None:
+    """Return the rows and columns that share a scale; None where a matrix has one scale, or one for each row."""
+    block: Any = settings.get("weight_block_size", DEFAULT_BLOCK)
+    if block is None:
+        return None
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: weight_block_size must be two positive integers, such as [128, 128], not {block!r:.100}"
+        )
+    return block[0], block[1]
+
+
+def _pair_fp8(tensors: dict[str, LazyTensor], block: Block | None) -> None:
+    for key in [key for key, tensor in tensors.items() if tensor.stored_dtype in ("F8_E4M3", "F8_E5M2")]:
         weight, scales = tensors[key], tensors.pop(key + FP8_SCALE, None)
         if scales is None:
             raise CheckpointError(f"{weight.origin}: the scales of this float8 weight, {key + FP8_SCALE}, are missing; download it again")
-        expected = [*weight.shape[:-2], *(-(-size // each) for size, each in zip(weight.shape[-2:], block, strict=True))]
-        if len(scales.shape) > 1 and list(scales.shape) != expected:
-            raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {tuple(expected)} for blocks of {block}")
-        tensors[key] = LazyTensor(weight.key, weight.file, _Float8(weight, scales, block))
+        if len(weight.shape) < 2:
+            raise CheckpointError(f"{weight.origin}: shape {weight.shape}, and only matrices can be float8; download it again")
+        if scales.dtype is None and scales.stored_dtype != "F8_E8M0":
+            raise CheckpointError(f"{scales.origin}: scales of dtype {scales.stored_dtype}, which is no floating-point one")
+        tensors[key] = LazyTensor(weight.key, weight.file, _Float8(weight, scales, _block_of(weight, scales, block)))
+
+
+def _block_of(weight: LazyTensor, scales: LazyTensor, block: Block | None) -> Block:
+    """Return the rows and columns of a weight that share a scale.
+
+    Raises:
+        CheckpointError: the scales have another shape than the weight and the settings require.
+    """
+    *lead, rows, columns = weight.shape
+    if block is None:
+        known = {(*lead, 1, 1): (rows, columns), (*lead, rows, 1): (1, columns)}
+        if scales.shape in ((), (1,)):
+            return rows, columns
+        form = f"{(*lead, 1, 1)} or {(*lead, rows, 1)}"
+    else:
+        known = {(*lead, -(-rows // block[0]), -(-columns // block[1])): block}
+        form = f"{next(iter(known))} for blocks of {block}"
+    if scales.shape not in known:
+        raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {form} for a weight of shape {weight.shape}")
+    return known[scales.shape]
 
 
 def _pair_mxfp4(tensors: dict[str, LazyTensor]) -> None:
@@ -69,18 +111,28 @@ def _pair_mxfp4(tensors: dict[str, LazyTensor]) -> None:
         codes, scales = tensors.pop(key), tensors.pop(name + MXFP4_SCALES, None)
         if scales is None:
             raise CheckpointError(f"{codes.origin}: the scales of these codes, {name + MXFP4_SCALES}, are missing; download it again")
-        if len(codes.shape) != 4 or scales.shape != codes.shape[:3]:
+        for tensor in (codes, scales):
+            if tensor.stored_dtype != "U8":
+                raise CheckpointError(f"{tensor.origin}: dtype {tensor.stored_dtype}, expected U8")
+        if len(codes.shape) != 4 or codes.shape[3] != MXFP4_CODE_BYTES:
+            raise CheckpointError(f"{codes.origin}: shape {codes.shape}, expected (experts, rows, groups, {MXFP4_CODE_BYTES})")
+        if scales.shape != codes.shape[:3]:
             raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {codes.shape[:3]} for codes of shape {codes.shape}")
         tensors[name] = LazyTensor(name, codes.file, _Mxfp4(codes, scales))
 
 
 @dataclass(frozen=True, slots=True)
-class _Float8:
-    """Float8 weights (..., rows, cols) with a scale per block of rows and columns (DeepSeek-V3, section 3.3.2), or one for all."""
+class _Float8(Conversion):
+    """Float8 weights (..., rows, columns) with a scale for each block of rows and columns (DeepSeek-V3, section 3.3.2)."""
 
     weight: LazyTensor
     scales: LazyTensor
-    block: tuple[int, int]
+    block: Block
+
+    @property
+    def extents(self) -> list[Extent]:
+        scales = [replace(extent, meaning=f"{extent.meaning} for blocks of {self.block}") for extent in self.scales.extents]
+        return [*self.weight.extents, *scales]
 
     def get_shape(self) -> list[int]:
         return list(self.weight.shape)
@@ -89,19 +141,16 @@ class _Float8:
         return "BF16"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        if index is not ... and not (isinstance(index, int) and len(self.weight.shape) > 2):
+            return self[...][index]  # within a matrix, scales have other indices than weights
         weight = self.weight[index].float()
-        scales = self.scales[...] if len(self.scales.shape) < 2 else self.scales[index]
-        return (weight * self._spread(scales.float(), weight.shape)).bfloat16()
-
-    def _spread(self, scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        if scales.dim() < 2:
-            return scales
-        rows, columns = (scales.repeat_interleave(self.block[0], -2)[..., : shape[-2], :], self.block[1])
-        return rows.repeat_interleave(columns, -1)[..., : shape[-1]]
+        scales = (self.scales[...].reshape(1, 1) if len(self.scales.shape) < 2 else self.scales[index]).float()
+        rows = scales.repeat_interleave(self.block[0], -2)[..., : weight.shape[-2], :]
+        return (weight * rows.repeat_interleave(self.block[1], -1)[..., : weight.shape[-1]]).bfloat16()
 
 
 @dataclass(frozen=True, slots=True)
-class _Mxfp4:
+class _Mxfp4(Conversion):
     """GPT-OSS's experts: codes (E, rows, groups, 16) uint8, two per byte, the low half first; scales (E, rows, groups), powers of two.
 
     The parameter is the transpose, (E, groups * 32, rows). bfloat16 represents every value exactly.
@@ -109,6 +158,10 @@ class _Mxfp4:
 
     codes: LazyTensor
     scales: LazyTensor
+
+    @property
+    def extents(self) -> list[Extent]:
+        return [*self.codes.extents, *self.scales.extents]
 
     def get_shape(self) -> list[int]:
         experts, rows, groups, half = self.codes.shape

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -32,17 +33,45 @@ ITEM_BYTES = {
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
 }
+
+
+class Conversion(ABC):
+    """Values computed from stored tensors, with the interface of a safetensors slice; what it returns has memory of its own."""
+
+    @property
+    @abstractmethod
+    def extents(self) -> list[Extent]:
+        """The stored bytes that the values depend on."""
+
+    @abstractmethod
+    def get_shape(self) -> list[int]: ...
+
+    @abstractmethod
+    def get_dtype(self) -> str: ...
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
 class LazyTensor:
-    """One tensor of a mapped file, with the interface of a safetensors slice: `[...]` or `[i]` reads it."""
+    """One tensor of a mapped file, with the interface of a safetensors slice: `[...]` or `[i]` reads it.
+
+    Attributes:
+        begin: the offset of its bytes in the file.
+        on_read: called with the number of bytes that were read.
+        kept: whether what is read outlives the loading. It is then copied: to use a view of the mapping ends the process once the file
+            is truncated.
+    """
 
     key: str
     file: Path
-    _slice: Any  # safetensors' PySafeSlice, which has no public type
-    on_read: Callable[[int], None] | None = field(default=None)
+    _slice: Any  # safetensors' PySafeSlice, which has no public type, or a `Conversion`
+    begin: int = 0
+    on_read: Callable[[int], None] | None = None
+    kept: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,6 +95,13 @@ class LazyTensor:
     def origin(self) -> str:
         return f"{self.file}: {self.key}"
 
+    @property
+    def extents(self) -> list[Extent]:
+        """The stored bytes that its values depend on."""
+        if isinstance(self._slice, Conversion):
+            return self._slice.extents
+        return [Extent(self.file, self.begin, self.nbytes, f"{self.key} {self.stored_dtype} {self.shape}")]
+
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
@@ -83,7 +119,7 @@ class LazyTensor:
             raise CheckpointError(f"{self.origin}: cannot be read ({error}); download the file again") from error
         if self.on_read is not None:
             self.on_read(tensor.nbytes)
-        return tensor
+        return tensor.clone() if self.kept and not isinstance(self._slice, Conversion) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +144,6 @@ class Checkpoint:
             found = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
             raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(found)}; {SUPPORTED}")
         return stored_bytes.most_common(1)[0][0]
-
-
-STRIPES, STRIPE_BYTES = 16, 1 << 16
-
-
-def fingerprint(tensors: Sequence[LazyTensor]) -> str:
-    """Return a hash that changes with the tensors: their names, dtypes and shapes, and each file's size, time and 16 stripes of bytes."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.key} {tensor.stored_dtype} {tensor.shape} {tensor.file.name};".encode())
-    for path in sorted({tensor.file for tensor in tensors}):
-        status = path.stat()
-        digest.update(f"{status.st_size} {status.st_mtime_ns};".encode())
-        with path.open("rb") as file:
-            for stripe in range(STRIPES):
-                file.seek(stripe * max(0, status.st_size - STRIPE_BYTES) // (STRIPES - 1))
-                digest.update(file.read(STRIPE_BYTES))
-    return digest.hexdigest()
 
 
 SUPPORTED = "float32, float16 and bfloat16 safetensors are supported"
@@ -159,8 +177,14 @@ def _open_file(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{path}: the file is missing; download it again")
     try:
         handle = safe_open(path, framework="pt")
-        return {key: LazyTensor(key, path, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))  # checked by safe_open, which does not give the offsets
+        return {
+            key: LazyTensor(key, path, handle.get_slice(key), 8 + length + header[key]["data_offsets"][0])
+            for key in handle.keys()  # noqa: SIM118 (no mapping)
+        }
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
 
 

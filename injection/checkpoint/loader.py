@@ -80,7 +80,7 @@ class CheckpointLoader:
     def load_rest(self, model_class: type[PreTrainedModel], advance: Callable[[int], None], **options: Any) -> PreTrainedModel:
         """Load everything but the operators' weights with transformers' own loader; `advance(bytes)` is called as tensors are read."""
         for tensor in self._rest.values():
-            tensor.on_read = advance
+            tensor.on_read, tensor.kept = advance, True
         given = {name: value for name, value in options.items() if value is not None}
         try:
             loaded: Any = model_class.from_pretrained(

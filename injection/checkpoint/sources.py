@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, fingerprint
+from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
+from moegraft.injection.checkpoint.identity import stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
@@ -166,7 +167,7 @@ class CheckpointExperts:
 
     @property
     def fingerprint(self) -> str | None:
-        return fingerprint(self._all_tensors)
+        return stored_identity(extent for tensor in self._all_tensors for extent in tensor.extents)
 
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()
@@ -265,7 +266,8 @@ class CheckpointLinear:
 
     @property
     def fingerprint(self) -> str | None:
-        return fingerprint([self._tensors[key] for target in self._targets.values() for key in target.all_keys])
+        tensors = [self._tensors[key] for target in self._targets.values() for key in target.all_keys]
+        return stored_identity(extent for tensor in tensors for extent in tensor.extents)
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._targets)

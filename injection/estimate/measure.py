@@ -6,7 +6,6 @@ Measurements are saved in the user's cache folder; they are valid for the machin
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
+from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
@@ -215,28 +215,25 @@ def _overhead_ms() -> float:
     return _best_fifth_s(lambda: model(token, past_key_values=cache, use_cache=True)) / OVERHEAD_LAYERS * 1e3
 
 
-def measurements_path() -> Path:
-    """Return `$XDG_CACHE_HOME/moegraft/measurements.json`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "measurements.json"
+FILE_NAME = "measurements.json"  # in the user's cache folder
 
 
 def save(measured: Measurements) -> Path:
-    """Write the measurements to `measurements_path()` and return it.
+    """Write the measurements and return their file.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    path = measurements_path()
+    path = user_cache(FILE_NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"made_with": _made_with(), "measured": asdict(measured)}, indent=1), encoding="utf-8")
+    write_file(path, json.dumps({"made_with": _made_with(), "measured": asdict(measured)}, indent=1))
     return path
 
 
 def load() -> Measurements | None:
     """Return the saved measurements; None if there are none for this machine and these versions."""
     try:
-        data = json.loads(measurements_path().read_text(encoding="utf-8"))
+        data = json.loads(user_cache(FILE_NAME).read_text(encoding="utf-8"))
         if data["made_with"] != _made_with():
             return None
         measured = data["measured"]

@@ -17,6 +17,7 @@ from moegraft.injection.rules.document import (
     Node,
     ScalarNode,
     Value,
+    parse_document,
     read_document,
     substitute,
     why_unprintable,
@@ -193,11 +194,14 @@ SUFFIXES = (".yaml", ".yml")
 MAX_CHAIN = 16
 
 
-def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry) -> RuleFile:
+def read_rules(
+    source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry, text: str | None = None
+) -> RuleFile:
     """Read a rule file, and check everything that can be checked without a model.
 
     Args:
         source: a path, or the name of a shipped file such as `cpu`.
+        text: the content, where the file is not written yet.
         vars: values for `${...}`; they override those in the file and in the files that it extends.
         registry: the operators that rules may name.
 
@@ -205,7 +209,7 @@ def read_rules(source: str | os.PathLike[str], *, vars: Mapping[str, object] | N
         RuleErrors: every mistake of the file, and of the files that it extends, with line and column.
     """
     findings = Findings()
-    headers = _read_chain(_find(source, findings), findings)
+    headers = _read_chain(_find(source, findings) if text is None else Path(source), findings, text)
     variables = _merge_vars(headers, vars or {}, findings)
     rules: list[Rule] = []
     requires: list[Requirement] = []
@@ -262,9 +266,10 @@ def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
     return did_you_mean(stem, shipped).replace("known are", "shipped are")
 
 
-def _read_chain(path: Path, findings: Findings) -> list[Header]:
+def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header]:
     """Return the file's header, then that of the file it extends, and so on."""
-    headers = [read_header(read_document(path, findings), findings)]
+    document = read_document(path, findings) if text is None else parse_document(text, str(path), findings)
+    headers = [read_header(document, findings)]
     seen = [path.resolve()]
     while (extended := headers[-1].extends) is not None:
         assert isinstance(extended.value, str), "read_header checks it"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
@@ -35,12 +37,13 @@ from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for
+from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+logger = logging.getLogger(__name__)
 StoredType = Literal["float32", "float16", "bfloat16"]
 STORED_TYPES: dict[torch.dtype, StoredType] = {
     torch.float32: "float32",
@@ -62,7 +65,8 @@ class HybridExpertsOptions:
             files (4.5 and 6.6 bits) are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the CPU
             without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
-            the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory.
+            the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory. Where the
+            folder cannot be written, experts are packed in memory, which is logged.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
             changes the model's answers.
         gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
@@ -124,6 +128,7 @@ class HybridExperts(Operator):
         options: HybridExpertsOptions,
         runtime: Runtime,
         draft: DraftSwitch,
+        warn: Callable[[str], None],
         sparsity: LayerSparsity | None = None,
         engines: ModelEngines | None = None,
     ) -> None:
@@ -134,6 +139,7 @@ class HybridExperts(Operator):
         self.num_experts = layout.num_experts
         self._runtime = runtime
         self._draft = draft
+        self._warn = warn
         self._packed: PackedExperts | None = None
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
@@ -185,7 +191,7 @@ class HybridExperts(Operator):
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
         context.replays_steps = context.replays_steps and options.decode != "eager"
-        return cls(read_layout(module), options, runtime, draft, sparsity, engines)
+        return cls(read_layout(module), options, runtime, draft, partial(context.warn_once, logger), sparsity, engines)
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
@@ -227,6 +233,10 @@ class HybridExperts(Operator):
         """The type of the packed weights, None before they are loaded."""
         return None if self._packed is None else self._packed.weight_type
 
+    def weight_samples(self) -> Iterator[bytes]:
+        assert self._packed is not None, "called after load"
+        yield sampled(self._packed.buffer.reshape(self.num_experts, -1))
+
     def placement(self) -> str:
         runtime = self._runtime
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
@@ -237,20 +247,27 @@ class HybridExperts(Operator):
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        weight_type = _weight_type(self.options, source.dtype)
-        fingerprint = source.fingerprint
-        if self.options.cache_dir is not None and fingerprint is None:
-            warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
-        if self.options.cache_dir is None or fingerprint is None:
-            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=self.sparsity is not None)
+        weight_type, sparse = _weight_type(self.options, source.dtype), self.sparsity is not None
+        cache_dir = self.options.cache_dir
+        fingerprint = None if cache_dir is None else source.fingerprint
+        if cache_dir is None or fingerprint is None:
+            if cache_dir is not None:
+                warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
+            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=sparse)
             self._pack(packed, source, advance)
         else:
-            cache = PackedCache(self.options.cache_dir)
-            key = key_for(fingerprint, self.layout, weight_type, sparse=self.sparsity is not None)
+            read = 0
+
+            def count(size: int) -> None:
+                nonlocal read
+                read += size
+                advance(size)
+
+            key = key_for(fingerprint, self.layout, weight_type, sparse=sparse)
+            cache = PackedCache(cache_dir, self._warn)
             found = cache.open(key, self.layout)
-            if found is not None:
-                advance(self._source_bytes(source))
-            packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, advance))
+            packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, count))
+            advance(self._source_bytes(source) - read)
         self._packed = packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:

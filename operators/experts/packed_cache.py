@@ -1,8 +1,12 @@
 """Packed experts on disk: one file per layer, mapped at the next start, so that loading packs nothing and processes share pages.
 
 The name of a file is a hash of everything that its bytes depend on, including the checkpoint's fingerprint, so a stale file is never found.
-Its header holds a checksum per expert, verified at every open; a damaged file is rebuilt. Experts are packed directly into the mapping of a
-new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk.
+Its header holds a checksum per expert, verified at every open; a damaged file is replaced. Experts are packed directly into the mapping of
+a new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk. Of several processes that need
+a file, one packs and the others wait for it.
+
+A file is complete when it appears, read-only, and never changed: a replaced or removed one stays as it was for the processes that map it.
+What changes or truncates a file in place, which only its owner can, is not noticed while it is mapped, and truncation ends the process.
 """
 
 from __future__ import annotations
@@ -10,22 +14,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import BinaryIO
 
 import numpy as np
 
 from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
-from moegraft.operators.errors import CheckpointError
+from moegraft.operators.atomic_file import NotNeededError, new_file, sweep
+from moegraft.operators.errors import NotEnoughMemoryError, error_sentence
 from moegraft.operators.layout import ExpertsLayout
+from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
@@ -35,6 +43,12 @@ CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s per thread; several threads also ove
 Fill = Callable[[PackedExperts], None]
 
 
+@cache
+def _converters() -> str:
+    """The versions of what converts stored weights before they are packed."""
+    return ", ".join(f"{name} {version(name)}" for name in ("moegraft", "transformers", "gguf"))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheKey:
     """Everything that the packed bytes of a layer depend on."""
@@ -42,8 +56,9 @@ class CacheKey:
     fingerprint: str  # of the source's stored weights and the module's name
     weight_type: str
     layout: str
-    sparse: bool = False
-    layout_version: int = LAYOUT_VERSION
+    sparse: bool
+    layout_version: int
+    converters: str
 
     @property
     def digest(self) -> str:
@@ -52,11 +67,7 @@ class CacheKey:
 
 def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False) -> CacheKey:
     """Return the key of one layer; `fingerprint` is its `WeightSource`'s, `sparse` selects the layout of its `PackedExperts`."""
-    return CacheKey(fingerprint, weight_type, repr(layout), sparse)
-
-
-def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
-    return layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type, sparse=key.sparse)
+    return CacheKey(fingerprint, weight_type, repr(layout), sparse, LAYOUT_VERSION, _converters())
 
 
 def check_folder(cache_dir: str) -> None:
@@ -72,77 +83,97 @@ def check_folder(cache_dir: str) -> None:
 
 
 class PackedCache:
-    """The cache files in one folder, which is created when the first file is written."""
+    """The cache files in one folder, which is created when the first file is written.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    Args:
+        warn: logs why files cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], warn: Callable[[str], None] = logger.warning) -> None:
         self.folder = Path(folder).expanduser()
+        self._warn = warn
 
     def path(self, key: CacheKey) -> Path:
         return self.folder / f"{key.digest}.experts"
 
     def open(self, key: CacheKey, layout: ExpertsLayout) -> PackedExperts | None:
-        """Return the mapped experts; None if there is no file, or if it is damaged, which is logged."""
-        path = self.path(key)
-        if not path.is_file():
-            return None
-        start = time.perf_counter()
+        """Return the mapped experts; None if there is no file, or if it cannot be used, which is logged."""
+        sweep(self.folder)
+        path, start = self.path(key), time.perf_counter()
         try:
-            checksums = _read_header(path, key)
-            packed = _map(path, key, layout, mode="r")
+            with path.open("rb") as file:
+                checksums = _read_header(file, key)
+                packed = _map(file, key, layout)
             if _checksums(packed) != checksums:
                 raise _DamagedError("checksums do not match")
-        except (_DamagedError, OSError, ValueError) as error:
-            logger.warning("%s: damaged cache file (%s); rebuilding it from the checkpoint", path, error)
+        except FileNotFoundError:
+            return None
+        except (_DamagedError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = error_sentence(error) if isinstance(error, OSError) else f"{path}: damaged cache file ({error})"
+            logger.warning("%s; packing the experts again", reason)
             return None
         seconds = time.perf_counter() - start
         logger.info("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
         return packed
 
     def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:
-        """Pack a layer into a new file and map it; the file appears under its name only when it is complete.
+        """Pack a layer into a new file and map it. Where another process is packing it, wait for that and map its file.
+
+        Where the file cannot be written, pack the experts in memory, with a warning.
 
         Raises:
-            CheckpointError: the folder cannot be written, or the disk is full.
+            NotEnoughMemoryError: the file cannot be written, and the experts do not fit in memory.
         """
-        path = self.path(key)
-        # A random name, because threads share a process id, and so may containers that share a folder.
-        scratch = path.with_suffix(f".{uuid4().hex}.part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with scratch.open("wb") as file:
-                _reserve(file.fileno(), HEADER_BYTES + _packed_bytes(key, layout))
-            packed = _map(scratch, key, layout, mode="r+")
-            fill(packed)
-            _write_header(scratch, key, _checksums(packed))
-            scratch.replace(path)
+            with new_file(self.path(key)) as file:
+                found = self.open(key, layout)
+                if found is not None:
+                    raise NotNeededError
+                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o444)
+                os.posix_fallocate(file.fileno(), 0, _file_bytes(key, layout))  # or a full disk would end the process while it packs
+                packed = _map(file, key, layout, writable=True)
+                fill(packed)
+                file.write(_header(key, _checksums(packed)))
+                found = _map(file, key, layout)
+            assert found is not None, "mapped by this process or by the one that was waited for"
+            return found
         except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: cannot write the packed experts ({error}); free disk space or remove cache_dir from the rule"
+            return self._in_memory(key, layout, fill, error)
+
+    def _in_memory(self, key: CacheKey, layout: ExpertsLayout, fill: Fill, error: OSError) -> PackedExperts:
+        reason = f"cannot write packed experts to cache_dir {self.folder} ({error.strerror or error})"
+        needed, free = _packed_bytes(key, layout), probe_machine().available_bytes
+        if needed > free:
+            raise NotEnoughMemoryError(
+                f"{reason}, and memory has {free / (1 << 30):.2f} GiB free for a layer of {needed / (1 << 30):.2f} GiB; "
+                "free disk space, or name a folder that can be written"
             ) from error
-        finally:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                scratch.unlink()
-        return _map(path, key, layout, mode="r")
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Allocate the file where the system can: a full disk must raise an error here, not crash while packing into the mapping."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.truncate(descriptor, size)
+        self._warn(f"{reason}: they are packed in memory, and packed again at the next start")
+        packed = PackedExperts(layout.shape, layout.gate, key.weight_type, sparse=key.sparse)
+        fill(packed)
+        return packed
 
 
 class _DamagedError(Exception):
     """A cache file cannot be used; the message gives the reason."""
 
 
-def _map(path: Path, key: CacheKey, layout: ExpertsLayout, *, mode: Any) -> PackedExperts:
-    size = _packed_bytes(key, layout)
-    if path.stat().st_size != HEADER_BYTES + size:
-        raise _DamagedError(f"expected {HEADER_BYTES + size} bytes, found {path.stat().st_size}")
-    buffer = np.memmap(path, dtype=np.uint8, mode=mode, offset=HEADER_BYTES, shape=(size,))
-    return PackedExperts(layout.shape, layout.gate, key.weight_type, np.asarray(buffer), sparse=key.sparse)
+def _file_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
+    return HEADER_BYTES + _packed_bytes(key, layout)
+
+
+def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
+    return layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, key.weight_type, sparse=key.sparse)
+
+
+def _map(file: BinaryIO, key: CacheKey, layout: ExpertsLayout, *, writable: bool = False) -> PackedExperts:
+    expected, found = _file_bytes(key, layout), os.fstat(file.fileno()).st_size
+    if found != expected:
+        raise _DamagedError(f"expected {expected} bytes, found {found}")
+    mapped = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    buffer = np.frombuffer(mapped, np.uint8, offset=HEADER_BYTES)
+    return PackedExperts(layout.shape, layout.gate, key.weight_type, buffer, sparse=key.sparse)
 
 
 def _checksums(packed: PackedExperts) -> list[int]:
@@ -151,19 +182,16 @@ def _checksums(packed: PackedExperts) -> list[int]:
         return list(pool.map(zlib.crc32, blocks))
 
 
-def _write_header(path: Path, key: CacheKey, checksums: list[int]) -> None:
+def _header(key: CacheKey, checksums: list[int]) -> bytes:
     body = json.dumps({"key": asdict(key), "checksums": checksums}).encode()
     header = MAGIC + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
     assert len(header) <= HEADER_BYTES, "the header has 10 digits per expert: enough for thousands"
-    with path.open("r+b") as file:
-        file.write(header)
-        os.fsync(file.fileno())
+    return header
 
 
-def _read_header(path: Path, key: CacheKey) -> list[int]:
+def _read_header(file: BinaryIO, key: CacheKey) -> list[int]:
     start = len(MAGIC) + 8
-    with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
+    head = file.read(HEADER_BYTES)
     body = head[start : start + int.from_bytes(head[len(MAGIC) : len(MAGIC) + 4], "little")]
     if not head.startswith(MAGIC) or zlib.crc32(body) != int.from_bytes(head[len(MAGIC) + 4 : start], "little"):
         raise _DamagedError("incomplete header")

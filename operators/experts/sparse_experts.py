@@ -26,7 +26,7 @@ from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupporte
 from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
-from moegraft.operators.weights import WeightSource
+from moegraft.operators.weights import WeightSource, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,6 +150,10 @@ class SparseExperts(Operator):
 
     def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
         return whole([self.sparsity])
+
+    def weight_samples(self) -> Iterator[bytes]:
+        assert self._arena is not None, "called after load"
+        yield sampled(self._arena)
 
     def placement(self) -> str:
         dtype = "stored" if self._dtype is None else _type_name(self._dtype)

@@ -58,6 +58,7 @@ class PackedLinearOnGpu:
         self.matrix: PackedMatrix = packed_matrix(weight_type, padded, columns, outputs=rows)
         if bias is not None:
             self.matrix = self.matrix._replace(bias_word=0)
+        self.packed = packed
         views = PackedBytes.of(packed, weight_type)
         self._bytes = views if bias is None else PackedBytes(views.units, views.scales, bias)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from uuid import uuid4
+
+from moegraft.operators.atomic_file import new_file, user_cache
+from moegraft.operators.errors import error_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,12 @@ def bucket_of(tokens: int) -> int:
     return 1 << max(0, tokens - 1).bit_length()
 
 
-def choices_path() -> Path:
-    """Return `$XDG_CACHE_HOME/moegraft/sparse_paths.json`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "sparse_paths.json"
+def choices_path() -> Path | None:
+    """Return the file in the user's cache folder; None if the user has none."""
+    try:
+        return user_cache("sparse_paths.json")
+    except FileNotFoundError:
+        return None
 
 
 def default_path(tokens: int) -> str:
@@ -125,14 +127,12 @@ def _read(file: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _write(file: Path, times: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Add times to the file atomically; if the folder cannot be written, the next process measures again."""
-    scratch = file.with_name(f".{file.name}.{uuid4().hex}.part")
-    with suppress(OSError):
+    """Add times to the file; if the folder cannot be written, the next process measures again."""
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        others = _read(file)
-        merged = {case: {**others.get(case, {}), **times.get(case, {})} for case in {**others, **times}}
-        try:
-            scratch.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
-            scratch.replace(file)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with new_file(file) as new:
+            others = _read(file)  # no other process writes it now
+            merged = {case: {**others.get(case, {}), **times.get(case, {})} for case in {**others, **times}}
+            new.write(json.dumps(merged, indent=1, sort_keys=True).encode())
+    except OSError as error:
+        logger.warning("%s: the choice of kernels is not saved: %s", file, error_sentence(error))

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import dequantize
 from numpy.typing import NDArray
 
+from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weights import Codes, SuperBlocks
 
@@ -57,6 +58,7 @@ class BlockTensor:
     Attributes:
         shape: outermost dimension first, as in PyTorch; GGUF files have the reverse.
         data: the mapped values; for blocks and bfloat16, the bytes along the last dimension.
+        begin: the offset of their bytes in the file.
     """
 
     name: str
@@ -64,6 +66,11 @@ class BlockTensor:
     block_type: BlockType
     shape: tuple[int, ...]
     data: NDArray[Any]
+    begin: int
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.file, self.begin, self.data.nbytes, f"{self.name} {self.block_type.name} {self.shape}")
 
     @property
     def origin(self) -> str:

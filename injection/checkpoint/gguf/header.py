@@ -117,7 +117,7 @@ class _Reader:
             self._where = f"tensor {name!r}"
             if name in found:
                 self._refuse("this name occurs twice")
-            found[name] = BlockTensor(name, self._path, block_type, shape, self._values(shape, block_type, start + offset))
+            found[name] = BlockTensor(name, self._path, block_type, shape, self._values(shape, block_type, start + offset), start + offset)
         return GgufFile(self._path, fields, found)
 
     def _refuse(self, reason: str) -> NoReturn:

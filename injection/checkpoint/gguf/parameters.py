@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.files import DTYPES, LazyTensor, fingerprint
-from moegraft.injection.checkpoint.gguf.blocks import WHOLE, BlockTensor, Index
+from moegraft.injection.checkpoint.files import DTYPES, Conversion, LazyTensor
+from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
+from moegraft.injection.checkpoint.identity import Extent, stored_identity
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
@@ -19,14 +21,18 @@ from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Stored:
-    """The storage of one parameter, with the interface of a safetensors slice: `get_shape`, `get_dtype` and `[...]`."""
+class Stored(Conversion):
+    """The storage of one parameter."""
 
     shape: tuple[int, ...]
 
     @property
-    def tensors(self) -> Sequence[BlockTensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def tensors(self) -> Sequence[BlockTensor]: ...
+
+    @property
+    def extents(self) -> list[Extent]:
+        return [tensor.extent for tensor in self.tensors]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,9 +43,6 @@ class Stored:
 
     def get_dtype(self) -> str:
         return DTYPE_NAMES[self.dtype]
-
-    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class Plain(Stored):
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         values = self.tensor.read().reshape(self.shape)
-        return values if self.rows is None else values[torch.from_numpy(self.rows)]
+        if self.rows is not None:
+            return values[torch.from_numpy(self.rows)]
+        return values.clone() if self.tensor.block_type in FLOATS else values
 
     @property
     def is_matrix(self) -> bool:
@@ -163,8 +168,8 @@ class GgufExperts:
 
     @property
     def fingerprint(self) -> str | None:
-        stored = [Plain(tensor, tensor.shape) for part in self._parts.values() for tensor in part.tensors]
-        return "gguf " + fingerprint(list(map(lazy, stored)))
+        parts = [(f"{name} {part.rows}", tensor.extent) for name, part in self._parts.items() for tensor in part.tensors]
+        return stored_identity(replace(extent, meaning=f"{part} {extent.meaning}") for part, extent in parts)
 
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()
@@ -194,7 +199,7 @@ class GgufLinear:
 
     @property
     def fingerprint(self) -> str | None:
-        return "gguf " + fingerprint(list(map(lazy, self._parts.values())))
+        return stored_identity(extent for part in self._parts.values() for extent in part.extents)
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parts)

@@ -14,12 +14,15 @@ import jinja2
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import why_not_appendable
+from moegraft.operators.atomic_file import write_file
 from moegraft.operators.errors import MoegraftError
+from moegraft.operators.weights import sampled
 
 Role = Literal["system", "user", "assistant"]
 
@@ -200,7 +203,7 @@ def _shared_tokens(held: list[int], wanted: list[int]) -> int:
 
 
 SUFFIX = ".safetensors"
-FORMAT = "moegraft chat 1"
+FORMAT = "moegraft chat 2"
 ROLES = ("system", "user", "assistant")
 
 
@@ -239,8 +242,7 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
         "token_ids": json.dumps(chat.token_ids),
         "layer_tokens": json.dumps(lengths),
     }
-    with path.open("xb") as file:
-        file.write(save(tensors, about))
+    write_file(path, save(tensors, about), replace=False)
 
 
 def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
@@ -255,14 +257,14 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
         with safe_open(os.fspath(path), framework="pt") as file:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
-                raise SavedChatError(f"{path}: not a chat; give a file that /save NAME{SUFFIX} wrote")
+                raise SavedChatError(f"{path}: not a chat of this version; give a file that /save NAME{SUFFIX} wrote")
             if about["fingerprint"] != fingerprint(model):
                 raise SavedChatError(f"{path}: saved with another model, other rules or another --dtype; use the same, or start a new chat")
             messages = [_message(entry) for entry in json.loads(about["messages"])]
             token_ids = [int(token) for token in json.loads(about["token_ids"])]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
         return SavedChat(messages, token_ids, _cache(model, tensors, json.loads(about["layer_tokens"]), len(token_ids)))
-    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise SavedChatError(f"{path}: this saved chat is damaged ({error})") from error
     except ValueError as error:
         if isinstance(error, SavedChatError):
@@ -276,22 +278,32 @@ def _message(entry: Any) -> Message:
     return Message(entry["role"], entry["content"])
 
 
-SAMPLED = 64  # elements of each parameter: enough to tell fine-tunes apart, and read in milliseconds
+# Of the config; the rest of it decides what a model computes.
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a SHA-256 of what keys and values depend on: the config, a sample of every parameter, and the operators' weights."""
+    """Return a SHA-256 of what a model's keys and values depend on. It is the same on another machine.
+
+    It covers the config, the operators' options and thresholds, and up to 16 KiB, in 64 stripes, of each parameter and stored buffer, of
+    each packed matrix, and of each expert. Training changes almost all values of what it changes; an edit of single values between the
+    stripes is not noticed.
+    """
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float32).contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(sample.numpy().tobytes())
+    for name, tensor in nn.Module.state_dict(model).items():  # an injected model's own method warns of what is missing in it
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            rows = tensor.detach().reshape(len(tensor) if tensor.dim() == 3 else 1, -1)  # one for each expert of a fused parameter
+            digest.update(sampled(rows.contiguous().view(torch.uint8)))
     injection = injection_of(model)
     for swap in injection.plan.swaps if injection is not None else ():
         digest.update(f"{swap.module} {swap.operator} {swap.operator_type.identity(swap.options)}".encode())
+    for path, operator in injection.operators.items() if injection is not None else ():
+        threshold = "" if operator.sparsity is None else f"{operator.sparsity.threshold:.3g}"
+        digest.update(f"{path} {operator.weight_type} {threshold}".encode())
+        for sample in operator.weight_samples():
+            digest.update(sample)
     return digest.hexdigest()
 
 
@@ -306,15 +318,31 @@ def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: li
     layers: list[Any] = cache.layers
     if why_not_appendable(model) is not None or len(lengths) != len(layers):
         raise ValueError(f"{len(lengths)} layers do not fit this model")
-    for index, (layer, length) in enumerate(zip(layers, lengths, strict=True)):
+    for index, (layer, own, length) in enumerate(zip(layers, _one_token(model).layers, lengths, strict=True)):
         if not length:
             continue
-        keys, values = tensors[f"{index}.keys"].to(model.device), tensors[f"{index}.values"].to(model.device)
         sliding = type(layer) is DynamicSlidingWindowLayer
         held = min(tokens, layer.sliding_window - 1) if sliding else tokens
-        if length != tokens or any(states.ndim != 4 or states.shape[0] != 1 or states.shape[2] != held for states in (keys, values)):
-            raise ValueError(f"layer {index} does not hold {tokens} tokens")
-        layer.update(keys, values)
+        states = []
+        for name, like in (("keys", own.keys), ("values", own.values)):
+            found = tensors[f"{index}.{name}"]
+            expected = (1, like.shape[1], held, like.shape[3])
+            if length != tokens or tuple(found.shape) != expected or found.dtype != like.dtype:
+                raise ValueError(
+                    f"{name} of layer {index} are {tuple(found.shape)} {found.dtype} for {length} of {tokens} tokens, "
+                    f"and the model's are {expected} {like.dtype}"
+                )
+            states.append(found.to(like.device))
+        layer.update(*states)
         if sliding:
             layer.cumulative_length = tokens
+    return cache
+
+
+@torch.no_grad()
+def _one_token(model: PreTrainedModel) -> Any:
+    """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys and values."""
+    call: Any = model
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     return cache

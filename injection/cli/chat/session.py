@@ -15,6 +15,7 @@ from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, Ch
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChat, read_chat, write_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.output import Terminal
+from moegraft.operators.atomic_file import write_file
 from moegraft.operators.errors import MoegraftError, error_sentence
 
 
@@ -75,8 +76,7 @@ def _save(chat: Chat, argument: str) -> None:
         if path.suffix == ".safetensors":
             chat.save(path)
         else:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(_as_text(chat, as_json=path.suffix == ".json") + "\n")
+            write_file(path, _as_text(chat, as_json=path.suffix == ".json") + "\n", replace=False)
     except FileExistsError:
         chat.terminal.complain(f"{path} exists and was not changed; give another name")
     except OSError as error:

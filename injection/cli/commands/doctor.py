@@ -9,6 +9,7 @@ import typer
 
 from moegraft.injection.cli.options import PROGRAM, JsonOption
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
+from moegraft.operators.errors import error_sentence
 
 if TYPE_CHECKING:
     from moegraft.injection.doctor import Facts, Problem
@@ -44,16 +45,15 @@ def doctor(
 
 
 def measure_and_save(terminal: Terminal) -> Measurements:
-    """Measure this machine's rates and save them.
-
-    Raises:
-        OSError: the cache folder cannot be written.
-    """
+    """Measure this machine's rates and save them; where they cannot be saved, a warning gives the reason."""
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.measure import measure
 
     measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
-    terminal.notice(f"saved in {store.save(measured)}")
+    try:
+        terminal.notice(f"saved in {store.save(measured)}")
+    except OSError as error:
+        terminal.notice(f"not saved, so that the next command measures again: {error_sentence(error)}", style="yellow")
     if measured.busy:
         terminal.notice(
             f"other programs were running (load {measured.load:.1f} per core): measure again when they are done", style="yellow"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -30,6 +29,7 @@ from moegraft.injection.cli.options import (
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
+from moegraft.operators.atomic_file import write_file
 
 if TYPE_CHECKING:
     from moegraft.injection.candidates import Candidate
@@ -61,7 +61,7 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
     findings = (*diagnostics(outcomes), *checked)
     ok = mapped > 0 and not any(found.severity == "error" for found in checked)
     if ok and output != STANDARD_OUTPUT:
-        output.write_text(text, encoding="utf-8")
+        write_file(output, text)
     if json:
         write_json(terminal, _converted_as_json(outcomes, findings, ok, output, text))
     else:
@@ -85,14 +85,11 @@ def _check(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "rules.yaml"
-        path.write_text(text, encoding="utf-8")
-        try:
-            rules = read_rules(path, registry=registry)
-            return plan(meta_model, rules, registry=registry).notices if meta_model is not None else rules.notices
-        except RuleErrors as error:
-            return error.diagnostics
+    try:
+        rules = read_rules("rules.yaml", registry=registry, text=text)
+        return plan(meta_model, rules, registry=registry).notices if meta_model is not None else rules.notices
+    except RuleErrors as error:
+        return error.diagnostics
 
 
 def _write_converted(
@@ -219,7 +216,7 @@ def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal
     chosen = choose(tried, wanted.goal)
     text = file_text(chosen, tried, meta_model, _about(wanted, meta_model, target), wanted.goal) if chosen else None
     if text is not None and wanted.output != STANDARD_OUTPUT:
-        wanted.output.write_text(text, encoding="utf-8")
+        write_file(wanted.output, text)
     if json:
         write_json(terminal, _as_json(chosen, tried, meta_model, wanted.output, text))
     elif chosen is not None and text is not None:
