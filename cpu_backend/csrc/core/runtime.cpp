@@ -50,7 +50,8 @@ Runtime::~Runtime() {
 void Runtime::check_process() const {
   if (getpid() != owner_)
     throw std::runtime_error(
-        "this Runtime was made before a fork and its threads stayed in the parent process; create a new Runtime in the child");
+        "this Runtime was made before a fork and its threads stayed in the parent process; create a new Runtime, or load the model, in the "
+        "child process, or start processes by spawn");
 }
 
 void Runtime::forward(const ForwardArgs& args, const OpenMp* shared) {
