@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as serialised
 from support.families import prompt
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -151,3 +153,115 @@ def test_scales_of_another_shape(form: Form, scales: str, tmp_path: Path) -> Non
     save(form, tmp_path)
     message = edit(tmp_path, lambda tensors: tensors.update({scales: tensors[scales][:1].clone()}))
     assert f"{WEIGHTS}: {scales}: shape (1, " in message
+
+
+UP = "model.layers.1.mlp.experts.2.up_proj.weight"
+SQUARE = "model.layers.0.self_attn.o_proj.weight"  # (64, 64)
+SCALE = "_scale_inv"
+
+
+def reconfigure(folder: Path, **settings: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**config["quantization_config"], **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("block", [[0, 0], [128], [128, 128, 128], [-1, 128], ["a", 1], [True, 2], "128", 128, {}, [1.5, 2]], ids=str)
+def test_block_sizes_that_are_none(block: object, tmp_path: Path) -> None:
+    save(FP8, tmp_path)
+    reconfigure(tmp_path, weight_block_size=block)
+    with pytest.raises(CheckpointError, match=r"config\.json: weight_block_size must be two positive integers, such as"):
+        optimize_and_load(tmp_path, "cpu-exact", dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "block", "scales", "expected"),
+    [
+        (SQUARE, [BLOCK, BLOCK], torch.ones(64), "(2, 2) for blocks of (32, 32)"),  # of each row or of each column?
+        (SQUARE, [BLOCK, BLOCK], torch.ones(7), "(2, 2) for blocks of (32, 32)"),
+        (SQUARE, [BLOCK, BLOCK], torch.ones(1), "(2, 2) for blocks of (32, 32)"),
+        (SQUARE, None, torch.ones(64), "(1, 1) or (64, 1)"),
+        (SQUARE, None, torch.ones(1, 64), "(1, 1) or (64, 1)"),
+        (SQUARE, None, torch.ones(3), "(1, 1) or (64, 1)"),
+        (UP, [BLOCK, BLOCK], torch.ones(2, 3), "(2, 2) for blocks of (32, 32)"),
+        (UP, [BLOCK, BLOCK], torch.ones(2, 2, dtype=torch.int32), "no floating-point one"),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value)[-16:],
+)
+def test_scales_that_could_mean_something_else(key: str, block: object, scales: torch.Tensor, expected: str, tmp_path: Path) -> None:
+    save(FP8, tmp_path)
+    reconfigure(tmp_path, weight_block_size=block)
+
+    def change(tensors: Tensors) -> None:
+        if block is None:  # all others have one scale
+            tensors.update({name: torch.tensor(0.5) for name in tensors if name.endswith(SCALE)})
+        tensors[f"{key}{SCALE}"] = scales
+
+    message = edit(tmp_path, change)
+    assert f"{WEIGHTS}: {key}{SCALE}: " in message and expected in message
+
+
+@pytest.mark.parametrize("form", ["one number", "a list of one", "one for each row"])
+def test_one_scale_for_a_matrix_or_for_each_row(form: str, tmp_path: Path) -> None:
+    stock = save(FP8, tmp_path)
+    reconfigure(tmp_path, weight_block_size=None)
+    tensors, meant = load_file(tmp_path / WEIGHTS), stock.state_dict()
+    for name in [name for name in tensors if name.endswith(SCALE)]:
+        weight = tensors[name.removesuffix(SCALE)]
+        rows = torch.rand(len(weight), 1, generator=torch.Generator().manual_seed(len(name))) / 100
+        scale = {"one number": rows[0, 0].clone(), "a list of one": rows[0].clone(), "one for each row": rows}[form]
+        tensors[name] = scale
+        tensors[name.removesuffix(SCALE)] = weight
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("version: 1\nrules:\n- match: {name: '^lm_head$'}\n  replace: {class: quantized_linear}\n")
+    found = optimize_and_load(tmp_path, rules, dtype="float32", progress=False).get_parameter(SQUARE)
+    expected = (tensors[SQUARE].float() * tensors[f"{SQUARE}{SCALE}"]).bfloat16().float()
+    assert torch.equal(found, expected) and not torch.equal(found, meant[SQUARE])
+
+
+def shard(folder: Path, apart: str) -> None:
+    """Move the tensors whose names end with `apart` to a file of their own."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = {"model-00001-of-00002.safetensors": False, "model-00002-of-00002.safetensors": True}
+    where = {}
+    for file, moved in files.items():
+        own = {key: tensor for key, tensor in tensors.items() if key.endswith(apart) == moved}
+        save_file(own, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(own, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.mark.parametrize(
+    ("form", "apart", "change"),
+    [(FP8, SCALE, "scales"), (MXFP4, "_scales", "scales"), (FP8, SCALE, "block size")],
+    ids=["fp8 scales", "mxfp4 scales", "fp8 block size"],
+)
+def test_a_cache_of_experts_depends_on_all_that_is_read(form: Form, apart: str, change: str, tmp_path: Path) -> None:
+    """Scales in another shard than the codes, edited in place with the old time restored, and the settings."""
+    model, rules = tmp_path / "model", tmp_path / "rules.yaml"
+    save(form, model)
+    shard(model, apart)
+
+    def logits(cache: str) -> torch.Tensor:
+        rules.write_text(f"- match: {{kind: experts}}\n  replace: {{class: hybrid_experts{cache}}}\n")
+        with torch.no_grad():
+            found: torch.Tensor = optimize_and_load(model, rules, dtype="float32", progress=False)(prompt(12)).logits
+        return found
+
+    cached = f", kwargs: {{cache_dir: '{tmp_path / 'cache'}'}}"
+    before = logits(cached)
+    if change == "scales":
+        path = model / "model-00002-of-00002.safetensors"
+        status, tensors = path.stat(), load_file(path)
+        for key, tensor in tensors.items():
+            tensors[key] = tensor + 1 if form is MXFP4 else tensor * 2
+        with path.open("r+b") as file:
+            file.write(serialised(tensors, {"format": "pt"}))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    else:
+        reconfigure(model, weight_block_size=[BLOCK + 1, BLOCK + 1])  # as many blocks
+    after = logits(cached)
+    assert torch.equal(after, logits("")) and not torch.equal(after, before)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import shutil
 import string
 import subprocess
 from collections.abc import Callable
@@ -12,8 +15,16 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChatError
@@ -174,6 +185,102 @@ def test_a_saved_chat_of_another_model_or_a_damaged_one_is_refused(loaded: Loade
         open_chat(loaded).resume(tmp_path / "other.safetensors")
     with pytest.raises(FileNotFoundError):
         open_chat(loaded).resume(tmp_path / "none.safetensors")
+
+
+@pytest.fixture(scope="module")
+def tuned(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns a checkpoint in which only the tensor of a name is trained further; all have biases."""
+    original = tmp_path_factory.mktemp("original")
+    shutil.copytree(chat_folder, original, dirs_exist_ok=True)
+    config = Qwen3MoeConfig.from_pretrained(chat_folder, attention_bias=True)
+    torch.manual_seed(5)
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(original)
+
+    def changed(name: str) -> Path:
+        if not name:
+            return original
+        folder = tmp_path_factory.mktemp("tuned")
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+        tensors = load_file(original / "model.safetensors")
+        tensors[name] = tensors[name] * 1.01
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.experts.1.down_proj.weight",  # packed: no parameter of the injected model
+        "model.layers.0.mlp.experts.3.gate_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.bias",
+        "model.layers.0.mlp.gate.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+@pytest.mark.parametrize("rules", ["cpu", "cpu-exact"])
+def test_a_saved_chat_of_a_fine_tune_is_refused(name: str, rules: str, tuned: Callable[[str], Path], tmp_path: Path) -> None:
+    chat = open_chat(load_model(ModelOptions(model=str(tuned("")), rules=rules), QUIET))
+    chat.turn("hello")
+    chat.save(tmp_path / "talk.safetensors")
+    with pytest.raises(SavedChatError, match="another model"):
+        open_chat(load_model(ModelOptions(model=str(tuned(name)), rules=rules), QUIET)).resume(tmp_path / "talk.safetensors")
+    copied = tmp_path / "copied"  # the same weights in other files
+    shutil.copytree(tuned(""), copied)
+    open_chat(load_model(ModelOptions(model=str(copied), rules=rules), QUIET)).resume(tmp_path / "talk.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["loaded", "sliding"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda states: states.repeat(1, 2, 1, 1),  # heads
+        lambda states: states[..., :-2].contiguous(),  # their size
+        lambda states: states.half(),
+        lambda states: states.flatten(1, 2),
+        lambda states: states[:, :, :-1].contiguous(),  # tokens
+    ],
+    ids=["heads", "head size", "dtype", "dimensions", "tokens"],
+)
+@pytest.mark.parametrize("name", ["0.keys", "1.values"])
+def test_keys_and_values_of_another_form_are_refused(
+    kind: str, change: Callable[[torch.Tensor], torch.Tensor], name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    chat, path = open_chat(request.getfixturevalue(kind)), tmp_path / "talk.safetensors"
+    chat.turn("hello")
+    chat.save(path)
+    with safe_open(path, framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors[name] = change(tensors[name])
+    save_file(tensors, tmp_path / "changed.safetensors", about)
+    with pytest.raises(SavedChatError, match=f"{name.split('.')[1]} of layer {name[0]} are .* and the model's are"):
+        open_chat(request.getfixturevalue(kind)).resume(tmp_path / "changed.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json", "txt"])
+def test_a_chat_is_saved_once_the_disk_has_room_again(
+    suffix: str, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, path = open_chat(loaded), tmp_path / f"talk.{suffix}"
+    chat.turn("hello")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        run_command(chat, f"/save {path}")
+    assert f"not saved: {path}: No space left on device" in shown(chat)
+    assert list(tmp_path.iterdir()) == []
+    run_command(chat, f"/save {path}")
+    assert f"saved 2 messages to {path}" in shown(chat)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_drafting_continues_from_chunks_and_kept_caches(chat_folder: Path, tmp_path: Path) -> None:
