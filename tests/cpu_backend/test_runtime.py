@@ -309,6 +309,60 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
+AFTER_TORCH = """
+import multiprocessing, os, sys
+import numpy as np
+import torch
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+packed = PackedExperts(ExpertsShape(1, 32, 32), GateSpec(), "float32")
+for part in ("gate", "up", "down"):
+    packed.pack(0, part, np.ones((32, 32), np.float32))
+batch = [np.ones((1, 32), np.float32), np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)]
+numbers = torch.arange(1 << 20, dtype=torch.float32)
+
+def computed(shared=True):
+    torch.set_num_threads(2)
+    assert numbers.sqrt().sum() > 0  # on two threads of OpenMP
+    runtime, out = Runtime(2), np.empty((1, 32), np.float32)
+    assert runtime.shares_threads == shared, runtime.shares_threads
+    runtime.forward(packed, *batch, out)
+    return float(out[0, 0])
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        out = np.empty((1, 32), np.float32)
+        Runtime(2).forward(packed, *batch, out)  # with one thread of OpenMP, as the loader has set
+        return float(out[0, 0])
+
+if __name__ == "__main__":
+    expected = computed()
+    for _ in range(3):  # the parent goes on between forks, and children fork as well
+        child = os.fork()
+        if child == 0:
+            assert computed() == expected
+            grandchild = os.fork()
+            if grandchild == 0:
+                os._exit(0 if computed() == expected else 1)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert computed() == expected
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.apply(computed) == expected
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork")
+    assert [float(found) for found in loader] == [expected] * 2
+    print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_new_runtime_after_a_fork_once_torch_has_computed() -> None:
+    """GCC's OpenMP library would wait for ever for the parent's threads."""
+    done = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_runtime_in_a_forked_child_raises() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
