@@ -166,7 +166,7 @@ def reconfigure(folder: Path, **settings: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("block", [[0, 0], [128], [128, 128, 128], [-1, 128], ["a", 1], [True, 2], "128", 128, {}, [1.5, 2]], ids=str)
+@pytest.mark.parametrize("block", [[0, 0], [128], ["a", 1], 128], ids=str)
 def test_block_sizes_that_are_none(block: object, tmp_path: Path) -> None:
     save(FP8, tmp_path)
     reconfigure(tmp_path, weight_block_size=block)
@@ -179,11 +179,8 @@ def test_block_sizes_that_are_none(block: object, tmp_path: Path) -> None:
     [
         (SQUARE, [BLOCK, BLOCK], torch.ones(64), "(2, 2) for blocks of (32, 32)"),  # of each row or of each column?
         (SQUARE, [BLOCK, BLOCK], torch.ones(7), "(2, 2) for blocks of (32, 32)"),
-        (SQUARE, [BLOCK, BLOCK], torch.ones(1), "(2, 2) for blocks of (32, 32)"),
         (SQUARE, None, torch.ones(64), "(1, 1) or (64, 1)"),
         (SQUARE, None, torch.ones(1, 64), "(1, 1) or (64, 1)"),
-        (SQUARE, None, torch.ones(3), "(1, 1) or (64, 1)"),
-        (UP, [BLOCK, BLOCK], torch.ones(2, 3), "(2, 2) for blocks of (32, 32)"),
         (UP, [BLOCK, BLOCK], torch.ones(2, 2, dtype=torch.int32), "no floating-point one"),
     ],
     ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else str(value)[-16:],
@@ -201,7 +198,7 @@ def test_scales_that_could_mean_something_else(key: str, block: object, scales: 
     assert f"{WEIGHTS}: {key}{SCALE}: " in message and expected in message
 
 
-@pytest.mark.parametrize("form", ["one number", "a list of one", "one for each row"])
+@pytest.mark.parametrize("form", ["one number", "one for each row"])
 def test_one_scale_for_a_matrix_or_for_each_row(form: str, tmp_path: Path) -> None:
     stock = save(FP8, tmp_path)
     reconfigure(tmp_path, weight_block_size=None)
@@ -209,7 +206,7 @@ def test_one_scale_for_a_matrix_or_for_each_row(form: str, tmp_path: Path) -> No
     for name in [name for name in tensors if name.endswith(SCALE)]:
         weight = tensors[name.removesuffix(SCALE)]
         rows = torch.rand(len(weight), 1, generator=torch.Generator().manual_seed(len(name))) / 100
-        scale = {"one number": rows[0, 0].clone(), "a list of one": rows[0].clone(), "one for each row": rows}[form]
+        scale = {"one number": rows[0, 0].clone(), "one for each row": rows}[form]
         tensors[name] = scale
         tensors[name.removesuffix(SCALE)] = weight
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})

@@ -213,22 +213,20 @@ def tuned(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return changed
 
 
-@pytest.mark.parametrize("rules", ["cpu", "cpu-exact"])
-def test_a_saved_chat_of_a_fine_tune_is_refused(rules: str, tuned: Callable[[str], Path], tmp_path: Path) -> None:
-    chat = open_chat(load_model(ModelOptions(model=str(tuned("")), rules=rules), QUIET))
+def test_a_saved_chat_of_a_fine_tune_is_refused(tuned: Callable[[str], Path], tmp_path: Path) -> None:
+    chat = open_chat(load_model(ModelOptions(model=str(tuned("")), rules="cpu"), QUIET))
     chat.turn("hello")
     chat.save(tmp_path / "talk.safetensors")
     for name in [
         "model.layers.1.mlp.experts.1.down_proj.weight",  # packed: no parameter of the injected model
         "model.layers.1.self_attn.k_proj.weight",
         "model.layers.0.self_attn.v_proj.bias",
-        "model.layers.0.mlp.gate.weight",
     ]:
         with pytest.raises(SavedChatError, match="another model"):
-            open_chat(load_model(ModelOptions(model=str(tuned(name)), rules=rules), QUIET)).resume(tmp_path / "talk.safetensors")
+            open_chat(load_model(ModelOptions(model=str(tuned(name)), rules="cpu"), QUIET)).resume(tmp_path / "talk.safetensors")
     copied = tmp_path / "copied"  # the same weights in other files
     shutil.copytree(tuned(""), copied)
-    open_chat(load_model(ModelOptions(model=str(copied), rules=rules), QUIET)).resume(tmp_path / "talk.safetensors")
+    open_chat(load_model(ModelOptions(model=str(copied), rules="cpu"), QUIET)).resume(tmp_path / "talk.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["loaded", "sliding"])
