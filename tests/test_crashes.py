@@ -45,7 +45,7 @@ FAULTS = {
     "a read-only folder": (ERROR, errno.EROFS, True),
     "a short write": (SHORT, 0, False),
 }
-MOST = 4  # operations of each fault in the short form, about
+MOST = 3  # operations of each fault in the short form, about
 SHORT_FAULTS = ("killed", "killed within a write", "a full disk", "a failing disk", "a short write")
 
 

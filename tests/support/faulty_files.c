@@ -20,14 +20,14 @@ static long at, count;
 
 /* From now on, operation `first` (from 0) on files under `under` meets the fault: `what` of the enumeration; `error`: an errno, or a signal;
  * `stays`: so do all later ones that need space. Returns nothing. */
-void faulty_files(const char *under, int what, int error, long first, int stays) {
+void faulty_files(const char* under, int what, int error, long first, int stays) {
   snprintf(folder, sizeof folder, "%s", under);
   kind = what, number = error, at = first, lasting = stays, count = 0;
 }
 
 long faulty_files_count(void) { return count; }
 
-static int is_under(const char *path) {
+static int is_under(const char* path) {
   char whole[PATH_MAX];
   if (!folder[0]) return 0;
   if (path[0] != '/') {
@@ -60,7 +60,7 @@ static int fault(int space, int writes) {
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-static int opened(int (*next)(int, const char *, int, ...), int base, const char *path, int flags, mode_t mode) {
+static int opened(int (*next)(int, const char*, int, ...), int base, const char* path, int flags, mode_t mode) {
   if ((flags & O_ACCMODE) != O_RDONLY && is_under(path) && fault(flags & O_CREAT, 0) == ERROR) {
     errno = number;
     return -1;
@@ -68,29 +68,29 @@ static int opened(int (*next)(int, const char *, int, ...), int base, const char
   return next(base, path, flags, mode);
 }
 
-#define OPEN(name)                                         \
-  int name(const char *path, int flags, ...) {             \
-    va_list rest;                                          \
-    va_start(rest, flags);                                 \
-    const mode_t mode = va_arg(rest, mode_t);              \
-    va_end(rest);                                          \
+#define OPEN(name)                                            \
+  int name(const char* path, int flags, ...) {                \
+    va_list rest;                                             \
+    va_start(rest, flags);                                    \
+    const mode_t mode = va_arg(rest, mode_t);                 \
+    va_end(rest);                                             \
     return opened(NEXT(openat), AT_FDCWD, path, flags, mode); \
   }
 OPEN(open)
 OPEN(open64)
 
-#define OPENAT(name)                                       \
-  int name(int base, const char *path, int flags, ...) {   \
-    va_list rest;                                          \
-    va_start(rest, flags);                                 \
-    const mode_t mode = va_arg(rest, mode_t);              \
-    va_end(rest);                                          \
-    return opened(NEXT(name), base, path, flags, mode);    \
+#define OPENAT(name)                                     \
+  int name(int base, const char* path, int flags, ...) { \
+    va_list rest;                                        \
+    va_start(rest, flags);                               \
+    const mode_t mode = va_arg(rest, mode_t);            \
+    va_end(rest);                                        \
+    return opened(NEXT(name), base, path, flags, mode);  \
   }
 OPENAT(openat)
 OPENAT(openat64)
 
-ssize_t write(int descriptor, const void *bytes, size_t size) {
+ssize_t write(int descriptor, const void* bytes, size_t size) {
   const int met = is_open_under(descriptor) ? fault(1, 1) : NONE;
   if (met == ERROR) {
     errno = number;
@@ -101,10 +101,10 @@ ssize_t write(int descriptor, const void *bytes, size_t size) {
   return done;
 }
 
-#define FAILING(space, descriptor)                                   \
-  if (is_open_under(descriptor) && fault(space, 0) == ERROR) {       \
-    errno = number;                                                  \
-    return -1;                                                       \
+#define FAILING(space, descriptor)                             \
+  if (is_open_under(descriptor) && fault(space, 0) == ERROR) { \
+    errno = number;                                            \
+    return -1;                                                 \
   }
 
 int fsync(int descriptor) {
@@ -127,7 +127,7 @@ int posix_fallocate64(int descriptor, off64_t begin, off64_t size) {
   return NEXT(posix_fallocate64)(descriptor, begin, size);
 }
 
-int rename(const char *from, const char *to) {
+int rename(const char* from, const char* to) {
   if (is_under(to) && fault(0, 0) == ERROR) {
     errno = number;
     return -1;
@@ -135,7 +135,7 @@ int rename(const char *from, const char *to) {
   return NEXT(rename)(from, to);
 }
 
-int mkdir(const char *path, mode_t mode) {
+int mkdir(const char* path, mode_t mode) {
   if (is_under(path) && fault(1, 0) == ERROR) {
     errno = number;
     return -1;
