@@ -137,8 +137,8 @@ def kt_kernel() -> str:
 
 def cpu_model_pairs() -> str:
     rows = read("cpu_model_pairs")
-    head = ["weights", "phase", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80"]
-    keys = ("weights", "phase", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio")
+    head = ["weights", "context", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80", "of the limit of reading"]
+    keys = ("weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
     return f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
 
 
@@ -162,8 +162,8 @@ def speeds() -> str:
         found = [float(row["p50_ms"]) for row in layer if (row["provider"], row["weights"], row["tokens"]) == wanted]
         return f"{min(found):.2f}" if found else "-"
 
-    def decode(weights: str, phase: str) -> str:
-        row = next((row for row in pairs if (row["weights"], row["phase"]) == (weights, phase)), None)
+    def decode(weights: str, context: str) -> str:
+        row = next((row for row in pairs if (row["weights"], row["context"]) == (weights, context)), None)
         return f"{float(row['ours_tokens_s']):.0f} / {float(row['llama_cpp_tokens_s']):.0f}" if row else "-"
 
     def prompt(weights: str) -> str:
@@ -172,8 +172,8 @@ def speeds() -> str:
         return " / ".join(f"{found[name]:.0f}" for name in (f"ours-{weights}", f"llama.cpp-{weights}") if name in found) + stock
 
     body = [
-        ["decode, tokens/s after 8 tokens, moegraft / llama.cpp", *(decode(weights, "decode") for weights in formats)],
-        ["decode, tokens/s after 512 tokens, moegraft / llama.cpp", *(decode(weights, "decode-512") for weights in formats)],
+        ["decode, tokens/s after 8 tokens, moegraft / llama.cpp", *(decode(weights, "8") for weights in formats)],
+        ["decode, tokens/s after 2048 tokens, moegraft / llama.cpp", *(decode(weights, "2048") for weights in formats)],
         ["prompt of 512, tokens/s, moegraft / llama.cpp / transformers", *(prompt(weights) for weights in formats)],
         *(
             [
