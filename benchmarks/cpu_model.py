@@ -136,7 +136,7 @@ class Phases:
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """The times at which `generate` passes on a prompt and each new token."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def phases_of(model: PreTrainedModel) -> Phases:
     prompt = torch.randint(0, 8192, (1, LONGEST), generator=torch.Generator().manual_seed(1))
 
     def decode(tokens: int, context: int) -> float:
-        clock = _Clock()
+        clock = Clock()
         model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
         _, first, *_, last = clock.times
         return last - first
