@@ -136,9 +136,9 @@ def kt_kernel() -> str:
 
 
 def cpu_model_pairs() -> str:
-    rows = read("cpu_model_pairs")
-    head = ["weights", "context", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80", "of the limit of reading"]
-    keys = ("weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
+    rows = read("cpu_model_pairs") + read("cpu_model_pairs_24")
+    head = ["layers", "weights", "context", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80", "of the read limit"]
+    keys = ("layers", "weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
     return f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
 
 
@@ -231,8 +231,8 @@ def serve() -> str:
     keys = ("provider", "clients", "p50_tokens_per_s", "p20_tokens_per_s", "p80_tokens_per_s", "p50_first_ms")
     others = max(float(row["others_share"]) for row in rows)
     return (
-        f"The bundled model with `{rows[0]['rules']}` and {rows[0]['threads']} thread, with the clients on the same cores. Other processes "
-        f"took at most {others:.1%} of the cores. With 1 client both rows run the same code, and their difference is noise.\n\n"
+        f"The bundled model with `cpu` and {rows[0]['threads']} thread, with the clients on the same cores. Other processes took at most "
+        f"{others:.1%} of the cores. With 1 client 'together' and 'one by one' run the same code, and their difference is noise.\n\n"
         f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
     )
 
