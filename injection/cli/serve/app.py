@@ -8,7 +8,9 @@ import hashlib
 import hmac
 import json
 import logging
+from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -59,7 +61,6 @@ def _hash(text: str) -> str:
 
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.2  # how often to check whether the client has disconnected
 OPEN = ("/", "/favicon.ico", "/health")  # routes without a key
 
 
@@ -80,9 +81,30 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
 
+class Mailbox:
+    """Passes pieces of answers from the engine's thread to the event loop, which is woken once for all that are posted meanwhile."""
+
+    def __init__(self) -> None:
+        self._posted = deque[tuple[asyncio.Queue[Piece], Piece]]()
+        self._woken = False
+
+    def post(self, loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+        """Put `piece` into the queue `pieces` of `loop`; called by the engine's thread."""
+        self._posted.append((pieces, piece))
+        if not self._woken and not loop.is_closed():
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is posted from here on wakes the loop again
+        while self._posted:
+            pieces, piece = self._posted.popleft()
+            pieces.put_nowait(piece)
+
+
 def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     """Create the application; the caller closes the service."""
-    app = FastAPI(title="moegraft", openapi_url=None)
+    app, mailbox = FastAPI(title="moegraft", openapi_url=None), Mailbox()
     _add_errors(app)
     if api_key:
         app.add_middleware(KeyCheck, api_key=api_key)
@@ -121,11 +143,11 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(service, "chat", request)
+        return await _complete(service, mailbox, "chat", request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _complete(service, "text", request)
+        return await _complete(service, mailbox, "text", request)
 
     return app
 
@@ -181,16 +203,11 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def _complete(service: Service, kind: Kind, request: Request) -> Response:
+async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Request) -> Response:
     asked = read_request(kind, await _body(request, service.limits.max_body))
-    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-
-    def listen(piece: Piece) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
+    pieces = asyncio.Queue[Piece]()
     # In a thread, as encoding a long prompt would stop the streams of other requests.
-    job = await asyncio.to_thread(service.job, asked, listen)
+    job = await asyncio.to_thread(service.job, asked, partial(mailbox.post, asyncio.get_running_loop(), pieces))
     try:
         service.engine.submit(job)
     except QueueFullError:
@@ -210,19 +227,24 @@ async def _complete(service: Service, kind: Kind, request: Request) -> Response:
 
 
 async def _pieces(request: Request, job: Job, pieces: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
-    """Yield the pieces of an answer; cancel the job when the client disconnects."""
+    """Yield the pieces of an answer, those that are waiting as one; cancel the job when the client disconnects."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        job.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        while True:
-            try:
-                piece = await asyncio.wait_for(pieces.get(), POLL_S)
-            except TimeoutError:
-                piece = Piece("")
-            if await request.is_disconnected():
-                return
-            yield piece
-            if piece.ending is not None:
-                return
+        ending = None
+        while ending is None:
+            waiting = [await pieces.get()]
+            while not pieces.empty():
+                waiting.append(pieces.get_nowait())
+            ending = waiting[-1].ending
+            yield Piece("".join(piece.text for piece in waiting), ending)
     finally:
+        watching.cancel()
         job.cancel()  # no effect on an answer that has ended
 
 

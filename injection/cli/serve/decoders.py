@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import Batch, cut
-from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job
+from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.injected import decode_steps_of, injection_of
 from moegraft.injection.prefill import read_ahead
 
@@ -24,20 +25,40 @@ def usable(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1).isfinite()  # a NaN is the largest of its row
 
 
-def choose(logits: torch.Tensor, ask: Ask, numbers: torch.Generator) -> int:
-    """Return the token that `logits` (V,) float32 and the options of a request give: the likeliest, or a random one."""
-    if ask.greedy:
-        return int(logits.argmax())
-    scores = logits / ask.temperature
-    if 0 < ask.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(ask.top_k).values[-1], -torch.inf)
-    if ask.top_p < 1:
-        ordered, index = scores.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        left_out = probabilities.cumsum(-1) - probabilities >= ask.top_p
-        left_out[0] = False  # the likeliest token always stays
-        scores = scores.scatter(0, index[left_out], -torch.inf)
-    return int(torch.multinomial(scores.softmax(-1), 1, generator=numbers))
+def choose(logits: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
+    """Return a token for each job from its row of `logits` (B, V) float32: the likeliest, or a random one by the options of its request.
+
+    A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer.
+    """
+    tokens: list[int] = logits.argmax(-1).tolist()
+    alike: dict[tuple[int, bool], list[int]] = {}  # rows in which tokens are chosen in the same order
+    for row, job in enumerate(jobs):
+        if not job.ask.greedy:
+            alike.setdefault((job.ask.top_k, job.ask.top_p < 1), []).append(row)
+    for (top_k, nucleus), rows in alike.items():
+
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=logits.device)[:, None]
+
+        scores = logits if len(rows) == len(jobs) else logits[rows]
+        scores = scores / column((jobs[row].ask.temperature for row in rows), torch.float32)
+        index = None  # of the tokens from the likeliest to the unlikeliest
+        if 0 < top_k < scores.shape[-1]:
+            scores, index = scores.topk(top_k)
+        elif nucleus:
+            scores, index = scores.sort(descending=True, stable=True)
+        cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:].contiguous()
+        if nucleus:  # up to the first token with which the share is reached
+            shares = torch.minimum(column(jobs[row].ask.top_p for row in rows), total)
+            total = cumulative.gather(-1, torch.searchsorted(cumulative, shares))
+        drawn = column(jobs[row].random.random() for row in rows) * total
+        # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
+        found = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        chosen = found if index is None else index.gather(-1, found)
+        for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 class _Tokens(BaseStreamer):
@@ -215,7 +236,6 @@ class BatchedDecoder:
     def _drop_texts(self) -> None:
         self._batch = Batch(self._model)
         self._jobs: list[Job] = []
-        self._numbers: list[torch.Generator] = []
 
     @property
     def jobs(self) -> list[Job]:
@@ -251,8 +271,8 @@ class BatchedDecoder:
     def _decode(self) -> None:
         try:
             logits = self._batch.step([job.token_ids[-1] for job in self._jobs])
-            good = usable(logits).tolist()
-            likeliest = logits.argmax(-1).tolist()  # for all greedy requests at once
+            good = usable(logits)
+            tokens = choose(logits if good.all() else logits.where(good[:, None], 0.0), self._jobs)
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except Exception as error:  # any error must leave other prompts and waiting requests running
@@ -268,13 +288,12 @@ class BatchedDecoder:
             with job.failing_alone():
                 if not good[row]:
                     raise BadLogitsError
-                job.take(likeliest[row] if job.ask.greedy else choose(logits[row], job.ask, self._numbers[row]))
+                job.take(tokens[row])
             if job.ending is not None:
                 self._leave(row)
 
     def _leave(self, row: int) -> None:
         job = self._jobs.pop(row)
-        self._numbers.pop(row)
         if job.ending != "failed" or job.kept_tokens:
             try:
                 self._keep(job, self._batch.copy(row))
@@ -314,12 +333,10 @@ class BatchedDecoder:
             raise
         if end < len(job.token_ids):
             return
-        logits = output.logits[0, -1].float()
-        if not usable(logits):
+        logits = output.logits[:, -1].float()
+        if not usable(logits).all():
             raise BadLogitsError
-        numbers = torch.Generator(device=logits.device).manual_seed(job.seed)
-        if not job.take(choose(logits, job.ask, numbers)):
+        if not job.take(choose(logits, [job])[0]):
             self._batch.add(cache)
             self._jobs.append(job)
-            self._numbers.append(numbers)
             self._reading = self._read = None

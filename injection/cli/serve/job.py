@@ -102,6 +102,7 @@ class Job:
     Attributes:
         error: the message for the client if the answer failed.
         work: the counts of the model's work from the job's first step to its last, by name; None until its end.
+        random: the answer's own random numbers, from its seed.
         together: whether other jobs ran at the same time, so that `work` includes theirs.
     """
 
@@ -112,6 +113,7 @@ class Job:
         self.listener = listener
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
+        self.random = random.Random(self.seed)
         self.kept_tokens = 0  # tokens of the prompt in the cache of an earlier request
         self.completion_tokens = 0
         self.ending: Ending | None = None
