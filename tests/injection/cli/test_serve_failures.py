@@ -273,12 +273,13 @@ def test_text_that_cannot_be_decoded_ends_its_request(model: LoadedModel, monkey
 
 
 def test_a_listener_that_cannot_be_reached_is_answered_no_further(loaded: LoadedModel) -> None:
-    def unreachable(piece: object) -> None:
+    def unreachable(number: int, piece: object) -> None:
         raise RuntimeError("the loop is closed")
 
     with serving(loaded) as server:
-        job = server.service.job(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
-        server.service.engine.submit(job)
+        [choice] = server.service.choices(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
+        job = choice.job
+        server.service.engine.submit([job])
         until(lambda: job.ending is not None)
         assert job.ending == "cancelled" and job.completion_tokens < 10
         assert said(server, "hello")
