@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import Batch, cut
+from moegraft.injection.cli.serve.constraints import Constraint
 from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job, TokenScore
 from moegraft.injection.injected import decode_steps_of, injection_of
 from moegraft.injection.prefill import read_ahead
@@ -27,8 +28,10 @@ def usable(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1).isfinite()  # a NaN is the largest of its row
 
 
-def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int]) -> torch.Tensor:
-    """Return `logits` (V,) with the penalties and biases of a request; `token_ids` are its prompt and the answer so far."""
+def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constraint: Constraint | None = None) -> torch.Tensor:
+    """Return `logits` (V,) with the penalties, biases and grammar of a request; `token_ids` are its prompt and the answer so far."""
+    if constraint is not None:
+        logits = constraint.restrict(logits, token_ids[len(ask.token_ids) :])
     penalty = ask.repetition_penalty or 1.0
     answer = Counter(token_ids[len(ask.token_ids) :]) if ask.presence_penalty or ask.frequency_penalty else {}
     if penalty == 1.0 and not answer and not ask.logit_bias:
@@ -52,7 +55,7 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
     A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer.
     """
     given = logits.unbind()
-    changed = [adjusted(row, job.ask, job.token_ids) for row, job in zip(given, jobs, strict=True)]
+    changed = [adjusted(row, job.ask, job.token_ids, job.constraint) for row, job in zip(given, jobs, strict=True)]
     if any(row is not old for row, old in zip(changed, given, strict=True)):
         logits = torch.stack(changed)
     tokens: list[int] = logits.argmax(-1).tolist()
@@ -143,13 +146,15 @@ class _Usable(LogitsProcessor):
 
 
 class _Adjusted(LogitsProcessor):
-    """Applies the penalties and biases of a request that `generate` does not have."""
+    """Applies the penalties, biases and grammar of a request that `generate` does not have."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = replace(ask, repetition_penalty=None)
+    def __init__(self, job: Job) -> None:
+        self._ask = replace(job.ask, repetition_penalty=None)
+        self._constraint = job.constraint
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.stack([adjusted(row, self._ask, ids) for row, ids in zip(scores, input_ids.tolist(), strict=True)])
+        rows = zip(scores, input_ids.tolist(), strict=True)
+        return torch.stack([adjusted(row, self._ask, ids, self._constraint) for row, ids in rows])
 
 
 class SequentialDecoder:
@@ -196,7 +201,7 @@ class SequentialDecoder:
                 past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
-                logits_processor=[_Usable(job), _Adjusted(job.ask)],
+                logits_processor=[_Usable(job), _Adjusted(job)],
                 max_new_tokens=job.ask.max_tokens,
                 max_length=None,
                 num_beams=1,

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.options import is_greedy
+from moegraft.injection.cli.serve.constraints import Constraint
 
 
 class StopText:
@@ -134,6 +135,7 @@ class Job:
 
     Args:
         raw: whether the text has special tokens, which mark reasoning and calls of tools.
+        constraint: the grammar that the answer follows.
     """
 
     def __init__(
@@ -144,9 +146,11 @@ class Job:
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         self.ask = ask
         self.listener = listener
+        self.constraint = constraint
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
         self.random = random.Random(self.seed)

@@ -19,7 +19,6 @@ MOST_STOPS = 16
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "audio": (None,),
 }
@@ -37,7 +36,7 @@ OF_NO_EFFECT = (
 TAKEN = (
     *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "echo"),
-    *("tools", "tool_choice", "parallel_tool_calls"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar"),
 )
 MOST_ANSWERS = 16  # to one request
 MOST_LOGPROBS = 20
@@ -61,7 +60,8 @@ class Request:
     Attributes:
         messages: as chat templates take them; calls of tools have their arguments as objects.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
-        single_tool_call: whether an answer ends with its first call of a tool.
+        single_tool_call: whether calls of tools after an answer's first are left out.
+        form: the JSON Schema or the grammar that an answer follows; None: any text.
     """
 
     kind: Kind
@@ -86,6 +86,7 @@ class Request:
     echo: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
     single_tool_call: bool = False
+    form: dict[str, Any] | str | None = None
 
 
 def read_request(kind: Kind, body: bytes) -> Request:
@@ -134,7 +135,29 @@ def read_request(kind: Kind, body: bytes) -> Request:
         echo=echo,
         tools=_tools(kind, data) if chooses_tools else [],
         single_tool_call=_typed(data, "parallel_tool_calls", bool) is False,
+        form=_form(data),
     )
+
+
+def _form(data: Mapping[str, Any]) -> dict[str, Any] | str | None:
+    asked, grammar = _typed(data, "response_format", dict) or {"type": "text"}, _typed(data, "grammar", str)
+    kind = asked.get("type")
+    if grammar is not None:
+        if kind != "text":
+            raise RequestError(400, "response_format and grammar contradict each other; give one of them", param="grammar")
+        return readable(grammar)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = asked.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        says = (
+            "response_format is none of {'type': 'text'}, {'type': 'json_object'}, {'type': 'json_schema', 'json_schema': {'schema': ...}}"
+        )
+        raise RequestError(400, says, param="response_format")
+    return schema
 
 
 def _logprobs(kind: Kind, data: Mapping[str, Any]) -> int | None:

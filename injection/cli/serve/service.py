@@ -16,6 +16,7 @@ from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
@@ -56,6 +57,7 @@ class Service:
         self.ends = end_tokens(loaded)
         embeddings: Any = loaded.model.get_input_embeddings()
         self._vocabulary: int = embeddings.weight.shape[0]
+        self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
         self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
         self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
@@ -87,7 +89,7 @@ class Service:
         found = []
         for index in range(request.n):
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
-            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None)
+            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None, constraint=self._constraint(request))
             parser = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))
@@ -97,6 +99,19 @@ class Service:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
             found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
         return found
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """
+        Raises:
+            RequestError: the grammar or the schema cannot be followed.
+        """
+        if request.form is None:
+            return None
+        name = "grammar" if isinstance(request.form, str) else "response_format"
+        try:
+            return self._grammars.constraint(request.form)
+        except GrammarError as error:
+            raise RequestError(422, f"{name}: {error}", param=name) from error
 
     def tokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens of `prompt` (or `content`, as llama.cpp names it), or of `messages` by the chat template.

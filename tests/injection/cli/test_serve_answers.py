@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import jsonschema
 import pytest
 import torch
 from support.serving import PATIENCE_S, Server, ask, openai, serving, until
@@ -266,3 +268,48 @@ def test_a_full_queue_refuses_before_it_reads_the_body(loaded: LoadedModel) -> N
             assert server.service.engine.rejected == 1
     finally:
         hook.remove()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "degrees": {"type": "integer", "minimum": -9, "maximum": 9}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("way", ["together", "one by one"])
+def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> None:
+    """The model is random and says lowercase letters, so that any JSON comes from the constraint alone."""
+    if way == "one by one":
+        alone = copy.deepcopy(loaded.model)
+        alone.generation_config.no_repeat_ngram_size = 1000
+        loaded = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    with serving(loaded) as server, ThreadPoolExecutor(4) as pool:
+        alone_text = ask(server, "hello", max_tokens=30).choices[0].message.content
+        free = pool.submit(ask, server, "hello", max_tokens=30)
+        asked = [pool.submit(ask, server, "hello", max_tokens=80, temperature=1.2, seed=s, response_format=form) for s in range(3)]
+        for reply in asked:
+            choice = reply.result().choices[0]
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+            assert choice.finish_reason == "stop"
+        assert free.result().choices[0].message.content == alone_text, "others are not restricted"
+        several = ask(server, "hello", n=2, max_tokens=80, response_format=form)
+        assert all(json.loads(choice.message.content) for choice in several.choices)
+        said = ask(server, "hello", max_tokens=80, extra_body={"grammar": 'start: "yes " /[0-9]{3}/ | "no"'}).choices[0].message.content
+        assert re.fullmatch("yes [0-9]{3}|no", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"grammar": "start: other"}, "unknown name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strnig"}}}}, "strnig"),
+        ({"response_format": {"type": "xml"}}, "response_format is none of"),
+        ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "contradict"),
+    ],
+)
+def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=says):
+        ask(server, "hello", extra_body=options)
