@@ -22,8 +22,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run generated tests in their long form: up to an hour each, instead of seconds")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on a CUDA GPU where there is one")
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether generated tests run in their long form."""
+    return bool(pytestconfig.getoption("--long"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

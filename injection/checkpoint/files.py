@@ -155,9 +155,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: the file is missing; download it again")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: the file is missing; download it again")
         handle = safe_open(path, framework="pt")
         return {key: LazyTensor(key, path, handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:

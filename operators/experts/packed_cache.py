@@ -91,7 +91,7 @@ class PackedCache:
             packed = _map(path, key, layout, mode="r")
             if _checksums(packed) != checksums:
                 raise _DamagedError("checksums do not match")
-        except (_DamagedError, OSError, ValueError) as error:
+        except (_DamagedError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             logger.warning("%s: damaged cache file (%s); rebuilding it from the checkpoint", path, error)
             return None
         seconds = time.perf_counter() - start

@@ -262,7 +262,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
             token_ids = [int(token) for token in json.loads(about["token_ids"])]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
         return SavedChat(messages, token_ids, _cache(model, tensors, json.loads(about["layer_tokens"]), len(token_ids)))
-    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (SafetensorError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise SavedChatError(f"{path}: this saved chat is damaged ({error})") from error
     except ValueError as error:
         if isinstance(error, SavedChatError):
@@ -273,6 +273,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
 def _message(entry: Any) -> Message:
     if entry["role"] not in ROLES or not isinstance(entry["content"], str):
         raise ValueError("a message without role or text")
+    entry["content"].encode()  # a lone surrogate could be neither shown nor tokenised
     return Message(entry["role"], entry["content"])
 
 
