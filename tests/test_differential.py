@@ -96,9 +96,9 @@ class Types:
         return {self.experts, self.linear or "float32"} <= set(EXACT)
 
 
-def rules_for(types: Types, chance: random.Random) -> str:
+def rules_for(types: Types, sparse: bool, chance: random.Random) -> str:
     options = [f"weights: {types.experts}"]
-    if chance.random() < 0.2:
+    if sparse:
         options.append("sparsity: {target: 0, scope: routed}")  # another layout, which leaves nothing out here
     elif chance.random() < 0.2:
         ratio, schedule = chance.choice((0.0, 0.3, 1.0)), chance.choice(("two_threshold", "greedy", "on_demand", "fixed"))
@@ -120,12 +120,12 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, types: Types, linears: set[str]) -> None:
+def round_weights(model: PreTrainedModel, types: Types, sparse: bool, linears: set[str]) -> None:
     """Give the model the weights as the operators will hold them."""
     for path, module in model.named_modules():
         if why_unsupported(module) is None:
             layout = read_layout(module)
-            packed = PackedExperts(layout.shape, layout.gate, types.experts)
+            packed = PackedExperts(layout.shape, layout.gate, types.experts, sparse=sparse)
             for part in layout.parts():
                 if part.endswith("_bias"):
                     continue
@@ -205,17 +205,22 @@ def difference(number: int, folder: Path) -> str | None:
     case, stock, ids = stock_of(number, chance)
     types = Types(chance.choice((*EXACT, "int8", "int4")), chance.choice((None, None, "float16", "bfloat16", "int8", "int4")))
     rules = folder / "rules.yaml"
-    rules.write_text(rules_for(types, chance))
+    sparse = chance.random() < 0.2
+    rules.write_text(rules_for(types, sparse, chance))
     label = f"configuration {number}: {case.model_type} {dict(case.text)}\n{rules.read_text()}"
     try:
         planned = optimize_and_load(stock, rules, dry_run=True)
     except MoegraftError as error:
         return None if "gate function" in str(error) or "matches no module" in str(error) else f"{label}{error}"
     linears = {swap.module for swap in planned.swaps if swap.operator == "quantized_linear"}
-    round_weights(stock, types, linears)
+    round_weights(stock, types, sparse, linears)
     length = ids.shape[1] - STEPS
     exact = copy.deepcopy(stock).double()
-    in_float32 = stock(input_ids=ids).logits
+    ways: dict[str, Callable[[PreTrainedModel], torch.Tensor]] = {
+        "logits": lambda model: model(input_ids=ids).logits,
+        "logits of steps": lambda model: steps(model, ids, length),
+    }
+    in_float32 = {name: way(stock) for name, way in ways.items()} if types.exact else {}
     injected: PreTrainedModel = optimize_and_load(stock, rules, progress=False, threads=chance.choice((1, 2)))
     operators = {path: module for path, module in injected.named_modules() if isinstance(module, HybridExperts | QuantizedLinear)}
     with recorded(operators) as calls:
@@ -235,15 +240,12 @@ def difference(number: int, folder: Path) -> str | None:
                 return f"{label}{kind.__name__} of {weight_type}: off by {off:.1e}"
     if not types.exact:
         return None
-    reference = exact(input_ids=ids).logits.double()
-    usual = relative_error(in_float32, reference)
-    if usual > UNSTABLE:
-        return None
-    limit = max(LOGITS_TOLERANCE, 20 * usual)
-    for what, found in (("logits", logits), ("steps", steps(injected, ids, length))):
-        off = relative_error(found, reference)
-        if not off <= limit:
-            return f"{label}{what} off by {off:.1e}, and stock in float32 by {usual:.1e}"
+    for name, way in ways.items():
+        reference = way(exact).double()
+        usual = relative_error(in_float32[name], reference)
+        off = relative_error(way(injected), reference)
+        if usual <= UNSTABLE and not off <= max(LOGITS_TOLERANCE, 20 * usual):
+            return f"{label}{name} off by {off:.1e}, and stock in float32 by {usual:.1e}"
     return None
 
 

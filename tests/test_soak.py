@@ -140,32 +140,38 @@ def test_generating_again_and_again(name: str, rules: str, long: bool) -> None:
 OURS = tuple(f"{ROOT}/{folder}/" for folder in ("injection", "operators", "cpu_backend"))
 
 
-class Lines:
-    """Counts the lines of the project that run, and presses Ctrl-C at one of them."""
+class Points:
+    """Counts the points of the project's code at which Python handles signals, and presses Ctrl-C at one of them.
 
-    def __init__(self, at: int | None = None) -> None:
+    They are the beginnings of functions and the ends of calls of functions in C.
+    """
+
+    def __init__(self, at: int | None = None, file: str = "", function: str | None = None) -> None:
         self.count = 0
         self._at = at
+        self._file = file
+        self._function = function
 
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> Lines | None:
-        if event == "call":
-            return self if "moegraft" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OURS) else None
-        self.count += 1
-        if self.count == self._at:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return self
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event in ("call", "c_return") and ("moegraft" in name or name.startswith(OURS)) and name.endswith(self._file):
+            if self._function not in (None, frame.f_code.co_name):
+                return
+            self.count += 1
+            if self.count == self._at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
 
 
-def traced(act: Callable[[], object], lines: Lines) -> bool:
+def stopped(act: Callable[[], object], points: Points) -> bool:
     """Whether `act` was interrupted."""
-    sys.settrace(lines)
+    sys.setprofile(points)
     try:
         act()
     except KeyboardInterrupt:
         return True
     finally:
-        sys.settrace(None)
+        sys.setprofile(None)
     return False
 
 
@@ -185,7 +191,7 @@ def timed(act: Callable[[], object], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize(("name", "rules"), MODELS)
-@pytest.mark.parametrize("how", ["at lines", "at times"])
+@pytest.mark.parametrize("how", ["at points", "at times"])
 def test_interrupted_texts(how: str, name: str, rules: str, long: bool) -> None:
     """After Ctrl-C anywhere in a text the model answers as before, and its steps are replayed as before."""
     model = injected(build_model(case_of(name)), rules)
@@ -195,16 +201,16 @@ def test_interrupted_texts(how: str, name: str, rules: str, long: bool) -> None:
     def text() -> None:
         generated(model, prompt(chance.randint(1, 9), batch=chance.randint(1, 2), seed=3))
 
-    lines = Lines()
+    points = Points()
     began = time.perf_counter()
     text()
     seconds = time.perf_counter() - began
-    traced(text, lines)
+    stopped(text, points)
     interrupts = INTERRUPTS[long] // (2 * len(MODELS))
     caught, threads = 0, threading.active_count()
     for _ in range(interrupts):
-        if how == "at lines":
-            caught += traced(text, Lines(chance.randint(1, lines.count)))
+        if how == "at points":
+            caught += stopped(text, Points(chance.randint(1, points.count)))
         else:
             caught += timed(text, chance.uniform(1e-4, seconds))
         assert generated(model, ids) == expected
@@ -214,6 +220,22 @@ def test_interrupted_texts(how: str, name: str, rules: str, long: bool) -> None:
     assert generated(model, ids) == expected
     assert replayed(model) > before, model.moegraft.context.decode_steps.statistics()
     assert threading.active_count() == threads
+
+
+def test_interrupted_steps(long: bool) -> None:
+    """Ctrl-C at each point of what replays steps, from the recording of the first to their replay, has no lasting effect."""
+    name, rules = MODELS[0]
+    ids = prompt(7)
+    place = ("/steps.py", None if long else "forward")  # where a step begins and ends
+    every = Points(None, *place)
+    model = injected(build_model(case_of(name)), rules)
+    expected = generated(model, ids)
+    stopped(lambda: generated(model, ids), every)
+    for at in range(1, (every.count if long else 8) + 1):
+        points = Points(at, *place)
+        stopped(lambda points=points: generated(model, ids), points)  # type: ignore[misc]
+        before = replayed(model)
+        assert generated(model, ids) == expected and replayed(model) > before, at
 
 
 def test_interrupted_loads(long: bool, tmp_path: Path) -> None:
@@ -230,11 +252,11 @@ def test_interrupted_loads(long: bool, tmp_path: Path) -> None:
         injected(tmp_path / "model", str(rules))
 
     expected = generated(injected(tmp_path / "model", str(rules)), ids)
-    lines = Lines()
-    traced(load, lines)
+    points = Points()
+    stopped(load, points)
     held = Held.now()
     for number in range(INTERRUPTS[long] // 6):
-        traced(load, Lines(chance.randint(1, lines.count)))
+        stopped(load, Points(chance.randint(1, points.count)))
         assert not list((tmp_path / "cache").glob("*.part"))
         if number % 10 == 0:
             assert generated(injected(tmp_path / "model", str(rules)), ids) == expected
