@@ -101,8 +101,15 @@ def build_meta_model(
     if weights and gguf is None:
         source = dequantising(source)
     stored = stored_dtype(source)
-    rest = parse_dtype(dtype) or parse_dtype(source.config.dtype) or stored
+    rest = parse_dtype(dtype) or _own_dtype(source) or stored
     return MetaModel(source, meta_skeleton(source, rest), stored, rest, weights or gguf is not None)
+
+
+def _own_dtype(source: ModelSource) -> torch.dtype | None:
+    try:
+        return parse_dtype(source.config.dtype)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{source.folder / 'config.json'}: {error}") from error
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -93,22 +95,60 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
         CheckpointError: there is no config, or it cannot be read.
         UnsupportedModelError: this version of transformers does not know the model type.
     """
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json in this folder; name the folder of a Hugging Face checkpoint")
+    _check_config(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{folder / 'config.json'}: {_first_sentence(error)}") from error
+        raise UnsupportedModelError(f"{path}: {error_sentence(error)}") from error
     except StrictDataclassError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
-    except (OSError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: not a readable model config ({_first_sentence(error)})") from error
+        raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from error
+    except _CONFIG_ERRORS as error:
+        raise CheckpointError(f"{path}: not a readable model config ({error_sentence(error)})") from error
     assert isinstance(config, PretrainedConfig), f"AutoConfig returned a {type(config).__name__}"
     return config
 
 
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+# What the classes of transformers raise for values that they do not expect.
+_CONFIG_ERRORS = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
+MAX_LAYERS = 512  # four times those of the deepest models; a layer takes milliseconds even on meta
+MAX_INTEGER = (1 << 31) - 1
+_ANY_INTEGER = re.compile(r"max_len")  # where it is a limit that is not used, configs have 10^30
+_LAYERS = re.compile(r"(layers|layer|depth|blocks)$")
+
+
+def _check_config(path: Path) -> None:
+    """Refuse what no model class checks before it computes with it.
+
+    Raises:
+        CheckpointError: the file is no JSON mapping, or has a value that no model has.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a readable model config ({error_sentence(error)})") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path}: not a readable model config (a mapping is expected, not a {type(body).__name__})")
+    architectures, auto_map = body.get("architectures") or [], body.get("auto_map") or {}
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"{path}: 'architectures' must be a list of class names; download the file again")
+    if not isinstance(auto_map, dict):
+        raise CheckpointError(f"{path}: 'auto_map' must be a mapping; download the file again")
+    waiting: list[tuple[str, object]] = list(body.items())
+    while waiting:
+        name, value = waiting.pop()
+        if name == "quantization_config" and value is not None and not isinstance(value, dict):
+            raise CheckpointError(f"{path}: '{name}' must be a mapping; download the file again")
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, inner) for inner in value]
+        elif (
+            isinstance(value, int) and not _ANY_INTEGER.search(name) and abs(value) > (MAX_LAYERS if _LAYERS.search(name) else MAX_INTEGER)
+        ):
+            raise CheckpointError(f"{path}: '{name}' is {str(value)[:100]}, more than any model has; download the file again")
 
 
 def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
@@ -215,9 +255,9 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = source.model_class._from_config(deepcopy(source.config), dtype=dtype)
-    except (ImportError, ValueError, TypeError, AttributeError) as error:
+    except _CONFIG_ERRORS as error:
         name = source.model_class.__name__
-        raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {_first_sentence(error)}") from error
+        raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {error_sentence(error)}") from error
     return skeleton
 
 

@@ -4,7 +4,13 @@ import os
 
 
 class MoegraftError(ValueError):
-    """Base of every error that the input causes; programs print its message alone and exit with code 2."""
+    """Base of every error that the input causes; programs print its message alone and exit with code 2.
+
+    Surrogates of the message, from damaged JSON or a file name that is not UTF-8, are escaped, so that it can always be printed.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
 
 
 class RuleFileError(MoegraftError):

@@ -212,16 +212,16 @@ def read_thresholds(path: Path) -> Thresholds:
         raise ThresholdsError(f"{path}: its thresholds are for {criterion!r}, but operators compare {CRITERION}")
     try:
         return _parsed(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ThresholdsError(f"{path}: damaged ({error}); write it again with moegraft calibrate") from error
 
 
 def _parsed(body: dict[str, Any]) -> Thresholds:
-    layers = {name: LayerThresholds(**{**layer, "quantiles": tuple(layer["quantiles"])}) for name, layer in body["layers"].items()}
+    layers = {name: LayerThresholds(**{**layer, "quantiles": _numbers(layer["quantiles"])}) for name, layer in body["layers"].items()}
     # Older files have the scope under the key `counts`.
     held_out = [HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()}) for row in body["held_out"]]
     given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(held_out)}
-    found = Thresholds(**{**given, "all_layers": tuple(body["all_layers"]), "grid": tuple(body["grid"])})
+    found = Thresholds(**{**given, "all_layers": _numbers(body["all_layers"]), "grid": _numbers(body["grid"])})
     _check_numbers("grid", found.grid, len(found.grid), least=0.0)
     _check_numbers("all_layers", found.all_layers, len(found.grid))
     for name, layer in layers.items():
@@ -233,6 +233,11 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     if not (isinstance(found.top_k, int) and found.top_k > 0):
         raise ValueError(f"top_k is {found.top_k!r}")
     return found
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    """Return a list of numbers with integers as floats: NumPy has no logarithm of long integers."""
+    return tuple(float(value) if type(value) is int else value for value in values)
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:

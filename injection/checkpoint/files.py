@@ -173,9 +173,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: the file is missing; download it again")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: the file is missing; download it again")
         handle = safe_open(path, framework="pt")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

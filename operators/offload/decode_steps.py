@@ -77,18 +77,16 @@ class DecodeSteps:
         """Return `plain(*args, **arguments)`, the model's own forward pass, or the result of a replayed step in its place."""
         ids = arguments.get("input_ids")
         single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not args and not torch.is_grad_enabled()
-        if not single or self._tuner.winner == "eager" or not self._lock.acquire(blocking=False):
+        if not single or self._tuner.winner == "eager" or self._lock.locked():
             self._tuner.pause()
             return plain(*args, **arguments)
-        try:
+        with self._lock:  # an interrupt right after `acquire` would leave it locked
             reason = self._why_eager(model, arguments, drafting=drafting)
             if reason is not None:
                 self._log(reason)
             elif self._mode == "auto" and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
                 reason = "measured"
             return plain(**arguments) if reason is not None else self._forward(plain, arguments)
-        finally:
-            self._lock.release()
 
     def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `generate`'s arguments, with a static cache where steps may be captured and the caller names no other."""

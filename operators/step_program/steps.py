@@ -94,13 +94,11 @@ class StepPrograms:
     def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
         """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
         step = None if args else self._described(model, arguments)
-        if step is None or not self._lock.acquire(blocking=False):
+        if step is None or self._lock.locked():  # another thread computes a step, which nothing waits for
             self._after_prompt = True
             return plain(*args, **arguments)
-        try:
+        with self._lock:  # an interrupt right after `acquire` would leave it locked
             return self._step(model, step, partial(plain, **arguments), plain)
-        finally:
-            self._lock.release()
 
     def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of `generate`: any cache that grows will do."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pybind11
 import pytest
 from support import ROOT
 
@@ -99,3 +103,72 @@ def test_no_sanitizer_reports_an_error(flag: str, vector: bool, tmp_path: Path) 
     program = build(tmp_path, [flag, "-fno-sanitize-recover=all"], vector)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def sanitized_package(folder: Path, flags: list[str]) -> Path:
+    """Build the extension with `flags`, bindings included, into a copy of the package; return the folder to import it from."""
+    package = folder / "source" / "moegraft"
+    (package / "cpu_backend").mkdir(parents=True)
+    for name in ("injection", "operators", "rules"):
+        (package / name).symlink_to(ROOT / name)
+    for file in (ROOT / "cpu_backend").glob("*.py*"):
+        (package / "cpu_backend" / file.name).symlink_to(file)
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    names = [source.relative_to(CSRC).as_posix() for source in CSRC.rglob("*.cpp")]
+    includes = [f"-I{CSRC}", f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
+    common = ["g++", "-std=c++17", "-O1", "-g1", "-pthread", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", *includes, *flags]
+
+    def compile_one(name: str) -> Path:
+        target = folder / f"{name.replace('/', '-')}.o"
+        subprocess.run([*common, *ISA_FLAGS.get(name, []), "-c", str(CSRC / name), "-o", str(target)], check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, [name for name in names if x86 or name not in ISA_FLAGS]))
+    library = package / "cpu_backend" / f"_kernel{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run([*common, "-shared", *map(str, objects), "-o", str(library), "-ldl"], check=True)
+    return package.parent
+
+
+# Everything that calls the extension with shapes of its own, on its threads and on PyTorch's.
+THROUGH_PYTHON = (
+    *("tests/cpu_backend", "tests/operators/step_program", "tests/operators/cpu_ops", "tests/operators/test_linear.py"),
+    *("tests/operators/experts", "tests/operators/offload/test_schedules.py", "tests/test_differential.py"),
+)
+
+
+def test_no_sanitizer_reports_an_error_in_python(long: bool, tmp_path: Path) -> None:
+    """Address and undefined behaviour, in the tests of whatever calls the extension."""
+    if not long:
+        pytest.skip("takes half an hour: pytest --long")
+    flag = "-fsanitize=address,undefined"
+    if not supported(flag, tmp_path):
+        pytest.skip(f"this compiler has no {flag}")
+    source = sanitized_package(tmp_path, [flag, "-fno-sanitize-recover=all", "-fno-sanitize=vptr"])
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    settings = {
+        "LD_PRELOAD": " ".join(done.stdout.strip() for done in found),
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(source),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--deselect",
+        "tests/cpu_backend/test_sanitizers.py",
+    ]
+    done = subprocess.run(
+        [*command, *THROUGH_PYTHON], cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=3600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]

@@ -222,8 +222,8 @@ class _Reader:
 
     def _values(self, shape: tuple[int, ...], block_type: BlockType, begin: int) -> NDArray[Any]:
         block, block_bytes = GGML_QUANT_SIZES[block_type]
-        if 0 in shape:
-            self._refuse("a dimension of 0")
+        if not shape or 0 in shape:
+            self._refuse("a dimension of 0" if shape else "no dimensions")
         if math.prod(shape[-1:]) % block:
             self._refuse(f"rows of {math.prod(shape[-1:])} values are no multiple of the block size, {block}")
         size = math.prod(shape) // block * block_bytes

@@ -287,6 +287,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
 def _message(entry: Any) -> Message:
     if entry["role"] not in ROLES or not isinstance(entry["content"], str):
         raise ValueError("a message without role or text")
+    entry["content"].encode()  # a lone surrogate could be neither shown nor tokenised
     return Message(entry["role"], entry["content"])
 
 
