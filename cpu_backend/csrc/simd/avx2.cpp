@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -132,10 +133,19 @@ struct Avx2 {
   }
 };
 
+// Tokens from which the matrix kernel is faster than the tiles.
+constexpr int kLeastTokens[kFormats] = {kNeverMatrix, kNeverMatrix, 7, 7, 12, kNeverMatrix, kNeverMatrix, kNeverMatrix};
+
+Kernels make() {
+  Kernels kernels = vector_kernels<Avx2>("avx2");
+  kernels.matrix = float_matrix_kernels<Avx2>(kLeastTokens);
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static const Kernels kernels = vector_kernels<Avx2>("avx2");
+  static const Kernels kernels = make();
   return kernels;
 }
 

@@ -3,6 +3,7 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -23,10 +24,19 @@ struct Avx512 : Avx512Base {
   }
 };
 
+// Tokens from which the matrix kernel is faster than the tiles.
+constexpr int kLeastTokens[kFormats] = {kNeverMatrix, kNeverMatrix, 13, 13, 16, kNeverMatrix, kNeverMatrix, kNeverMatrix};
+
+Kernels make() {
+  Kernels kernels = vector_kernels<Avx512>("avx512");
+  kernels.matrix = float_matrix_kernels<Avx512>(kLeastTokens);
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels = vector_kernels<Avx512>("avx512");
+  static const Kernels kernels = make();
   return kernels;
 }
 
