@@ -1,5 +1,6 @@
 // Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
 // errors, a shutdown with work pending, and the schedules. Prints nothing and returns 0 on success.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -342,6 +343,23 @@ void matrix_paths(const std::string& isa) {
       matrix.forward(call.args);
       tiles.forward(expected.args);
       expect(close(call.out, expected.out), "experts by the matrix kernel");
+    }
+  }
+  // A token's result does not depend on the others: in one pass of each width and in several.
+  for (const WeightType type : {WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4, WeightType::kQ4K, WeightType::kQ6K}) {
+    const int size = 256;
+    const auto experts = make_experts({1, size, size, true, false}, {type, type});
+    std::vector<float> alone;
+    for (const int tokens : {1, 16, 33, 65, 100}) {
+      Call call(*experts, tokens, 1);
+      std::fill(call.ids.begin(), call.ids.end(), 0);
+      std::fill(call.weights.begin(), call.weights.end(), 1.0f);
+      const auto place = static_cast<std::ptrdiff_t>(tokens / 2) * size;  // the first token of the first call, among others
+      std::copy_n(values(size, 77).begin(), size, call.hidden.begin() + place);
+      matrix.forward(call.args);
+      const std::vector<float> found(call.out.begin() + place, call.out.begin() + place + size);
+      if (tokens == 1) alone = found;
+      expect(found == alone, "the bits of a token beside others");
     }
   }
   const int cols = 2048 + 45;  // two parts

@@ -3,7 +3,6 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
-#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -14,19 +13,10 @@ struct Avx512Vnni : Avx512Base {
   static I dot_int4(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
 };
 
-// Tokens from which the matrix kernel is faster than the tiles.
-constexpr int kLeastTokens[kFormats] = {kNeverMatrix, kNeverMatrix, 13, 13, kNeverMatrix, kNeverMatrix, kNeverMatrix, kNeverMatrix};
-
-Kernels make() {
-  Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
-  kernels.matrix = float_matrix_kernels<Avx512Vnni>(kLeastTokens);
-  return kernels;
-}
-
 }  // namespace
 
 const Kernels& avx512_vnni_kernels() {
-  static const Kernels kernels = make();
+  static const Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
   return kernels;
 }
 

@@ -105,7 +105,7 @@ Kernels kernels_for(const std::string& isa, std::optional<int> matrix_tokens) {
       std::array<bool, kFormats> found{};
       for (int format = 0; format < kFormats; ++format)
         found[static_cast<std::size_t>(format)] =
-            kernels.matrix.serves(static_cast<Format>(format), kNeverMatrix - 1) && matrix_is_right(kernels, static_cast<Format>(format));
+            kernels.matrix.multiply[format] != nullptr && matrix_is_right(kernels, static_cast<Format>(format));
       return found;
     }();
     for (int format = 0; format < kFormats; ++format)
