@@ -119,7 +119,7 @@ def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str
     """Yield, by weight type, the default instruction set for all numbers of tokens, then the others except the scalar one."""
     for weight_type in weight_types:
         packed = pack(weights, weight_type)
-        best = Runtime(threads).tile_isas[part_type(weight_type, "gate")]
+        best = Runtime(threads).isa
         for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
             runtime = Runtime(threads, isa)
 

@@ -242,15 +242,18 @@ class Runtime:
 
     Args:
         threads: number of threads; 0 for one per physical core, within the process's affinity and its container's CPU quota.
-        isa: an instruction set of `available_isas()` for everything; by default that of the environment variable MOEGRAFT_ISA, or else the
-            fastest of this CPU for each weight type.
+        isa: an instruction set of `available_isas()`; by default that of the environment variable MOEGRAFT_ISA, or else the last one,
+            without matrix kernels that fail a self-test.
         share_threads: whether to use PyTorch's threads; False runs all work on the runtime's own threads.
+        matrix_tokens: the tokens of an expert, or of a linear layer's input, from which on the matrix kernel computes; by default a
+            measured number for each weight type, and 0 for never. What a token gets depends on the kernel (by about 1 % with integer
+            weights) but not on the tokens beside it: with 0 or 1 it does not depend on the batch.
 
     Raises:
-        ValueError: an invalid number of threads, an unknown or unavailable instruction set.
+        ValueError: an invalid number of threads or tokens, an unknown or unavailable instruction set.
     """
 
-    def __init__(self, threads: int = 0, isa: str | None = None, share_threads: bool = True) -> None: ...
+    def __init__(self, threads: int = 0, isa: str | None = None, share_threads: bool = True, matrix_tokens: int | None = None) -> None: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -258,10 +261,10 @@ class Runtime:
         """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""
     @property
     def isa(self) -> str:
-        """The instruction set in use; `avx512_bf16+amx` where some weight types use another one than the others."""
+        """The instruction set in use."""
     @property
-    def tile_isas(self) -> dict[str, str]:
-        """The instruction set for bfloat16 activations, by weight type."""
+    def matrix_tokens(self) -> dict[str, int]:
+        """The least tokens of the matrix kernel by weight type, for bfloat16 activations; types that it does not serve are missing."""
     @staticmethod
     def available_isas() -> list[str]: ...
     @staticmethod
@@ -386,8 +389,8 @@ class Runtime:
 
 def activations() -> list[str]: ...
 def default_threads() -> int: ...
-def select_isas(features: set[str], wanted: str = "") -> tuple[str, dict[str, str]]:
-    """Return `Runtime.isa` and `Runtime.tile_isas` for a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
+def select_isa(features: set[str], wanted: str = "") -> tuple[str, dict[str, int]]:
+    """Return `Runtime.isa` and `Runtime.matrix_tokens` for a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
 
     Raises:
         ValueError: an unknown feature; an instruction set that is unknown or not on such a CPU.

@@ -53,8 +53,8 @@ class Facts:
 
     Attributes:
         cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty if they cannot be read.
-        isa: the instruction set in use; `avx512_bf16+amx` where weight types differ.
-        tile_isas: the instruction set in use by weight type.
+        isa: the instruction set in use.
+        matrix_tokens: the tokens of an expert from which on the matrix kernel computes, by weight type; others use vector tiles alone.
         default_isa: the instruction set that is used unless MOEGRAFT_ISA forces another.
         forced_isa: the value of MOEGRAFT_ISA; None if it is not set.
         quota_cores: the cores that a container's CPU quota allows; None without a quota.
@@ -72,7 +72,7 @@ class Facts:
     cpu_flags: frozenset[str]
     instruction_sets: tuple[InstructionSet, ...]
     isa: str
-    tile_isas: Mapping[str, str]
+    matrix_tokens: Mapping[str, int]
     default_isa: str
     forced_isa: str | None
     cores: int
@@ -109,7 +109,7 @@ def gather() -> Facts:
         cpu_flags=frozenset(cpu_info("flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
         instruction_sets=tuple(instruction_sets()),
         isa=kernel.isa,
-        tile_isas=kernel.tile_isas,
+        matrix_tokens=kernel.matrix_tokens,
         default_isa=kernel.default_isa,
         forced_isa=os.environ.get("MOEGRAFT_ISA"),
         cores=machine.cores,

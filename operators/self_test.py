@@ -17,7 +17,7 @@ from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
 SUPER_BLOCK_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
-TOKENS = 27  # about 18 per expert: a full tile of every instruction set and a partial one
+TOKENS = 90  # about 60 per expert: full and partial tiles of every instruction set, and several passes of matrix kernels
 # The reference uses the packed weights, so the error comes from rounded activations: bfloat16 with bfloat16 weights, else int8 or float32.
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2}
 
@@ -56,13 +56,13 @@ class KernelInUse:
 
     Attributes:
         isa: the instruction set in use: the environment variable MOEGRAFT_ISA, or else `default_isa`.
-        tile_isas: the instruction set in use, by weight type.
-        default_isa: the kernel's choice for this CPU; `avx512_bf16+amx` where it differs by weight type.
+        matrix_tokens: the tokens of an expert from which on its matrix kernel computes, by weight type; others use vector tiles alone.
+        default_isa: the kernel's choice for this CPU.
         threads: the default number of threads: physical cores within affinity and quota.
     """
 
     isa: str
-    tile_isas: Mapping[str, str]
+    matrix_tokens: Mapping[str, int]
     default_isa: str
     threads: int
 
@@ -73,7 +73,7 @@ def kernel_in_use() -> KernelInUse:
         MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
     """
     runtime = open_runtime(threads=1)
-    return KernelInUse(runtime.isa, runtime.tile_isas, Runtime.default_isa(), Runtime().threads)
+    return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), Runtime().threads)
 
 
 def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:

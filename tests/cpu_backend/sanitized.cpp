@@ -1,5 +1,6 @@
 // Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
 // errors, a shutdown with work pending, and the schedules. Prints nothing and returns 0 on success.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/float_conversion.h"
@@ -253,7 +255,7 @@ std::vector<std::byte> typed(ActivationType type, std::size_t count, unsigned se
   return all;
 }
 
-void attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind kind) {
+std::vector<std::byte> attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind kind) {
   const int heads = 6, kv_heads = 2, keys = 141, dim = 35, value_dim = 21;
   const auto view = [](const std::vector<std::byte>& data, int of_heads, int rows, int columns) {
     return HeadsView{data.data(), static_cast<std::int64_t>(of_heads) * rows * columns, static_cast<std::int64_t>(rows) * columns, columns};
@@ -270,6 +272,7 @@ void attention_of(Runtime& runtime, ActivationType type, int queries, MaskKind k
   const MaskView mask = {kind, kind == MaskKind::kBool ? shown.data() : added.data(), 0, 0, keys, 1};
   runtime.attention({type, view(query, heads, queries, dim), view(key, kv_heads, keys, dim), view(value, kv_heads, keys, value_dim),
                      out.data(), mask, sinks.data(), 2, heads, kv_heads, queries, keys, dim, value_dim, 0.2f, 0.0f});
+  return out;
 }
 
 void attention_paths(const std::string& isa) {
@@ -313,28 +316,85 @@ void small_parts(const std::string& isa) {
   }
 }
 
-// The selected tiles of a CPU with AMX and their numbers of tokens; no tile runs, so any CPU will do.
-void tiles_of_two_instruction_sets() {
-#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
-  const SelectedKernels selected = select_kernels({true, true, true, true, true, true}, "");
+// The matrix kernels of an instruction set, from one token on, against its vector tiles. A build with MOEGRAFT_EMULATED_AMX runs the AMX
+// kernels over emulated tiles here.
+void matrix_paths(const std::string& isa) {
+  const Kernels& kernels = select_kernels(detect_cpu(), isa);
   for (int format = 0; format < kFormats; ++format) {
-    const Kernels& from = format == static_cast<int>(Format::kBFloat16Dot) ? amx_kernels() : avx512_bf16_kernels();
-    expect(selected.table.tile[format] == from.tile[format], "the tile of a format");
-    expect(selected.table.max_tokens[format] == from.max_tokens[format], "the tokens of a tile");
+    if (kernels.matrix.multiply[format] == nullptr) continue;
+    expect(matrix_is_right(kernels, static_cast<Format>(format)), "a matrix kernel against sums in double");
+    Kernels wrong = kernels;
+    wrong.matrix.multiply[format] = [](const MatrixArgs& args) { args.out[0] = 0.0f; };
+    expect(!matrix_is_right(wrong, static_cast<Format>(format)), "the self-test finds a wrong kernel");
   }
-#endif
+  if (kernels.matrix.begin == nullptr) return;
+  Runtime matrix(3, isa, false, 1), tiles(3, isa, false, 0);
+  const auto close = [](const std::vector<float>& found, const std::vector<float>& expected) {
+    double errors = 0.0, squares = 0.0;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      errors += std::pow(static_cast<double>(found[i]) - expected[i], 2);
+      squares += std::pow(static_cast<double>(expected[i]), 2);
+    }
+    return errors <= 4e-4 * squares;  // 2 %: tiles round activations to 8 bits
+  };
+  const std::pair<WeightTypes, int> cases[] = {{{WeightType::kBFloat16, WeightType::kBFloat16}, 72},
+                                               {{WeightType::kInt8, WeightType::kInt4}, 104},
+                                               {{WeightType::kQ4K, WeightType::kQ6K}, 256}};
+  for (const auto& [types, size] : cases) {
+    const auto experts = make_experts({2, size, size, true, true}, types);
+    for (const int tokens : {1, 37, 90}) {
+      Call call(*experts, tokens, 2), expected(*experts, tokens, 2);
+      matrix.forward(call.args);
+      tiles.forward(expected.args);
+      expect(close(call.out, expected.out), "experts by the matrix kernel");
+    }
+  }
+  // A token's result does not depend on the others: in one pass of each width and in several.
+  for (const WeightType type : {WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4, WeightType::kQ4K, WeightType::kQ6K}) {
+    const int size = 256;
+    const auto experts = make_experts({1, size, size, true, false}, {type, type});
+    std::vector<float> alone;
+    for (const int tokens : {1, 16, 33, 65, 100}) {
+      Call call(*experts, tokens, 1);
+      std::fill(call.ids.begin(), call.ids.end(), 0);
+      std::fill(call.weights.begin(), call.weights.end(), 1.0f);
+      const auto place = static_cast<std::ptrdiff_t>(tokens / 2) * size;  // the first token of the first call, among others
+      std::copy_n(values(size, 77).begin(), size, call.hidden.begin() + place);
+      matrix.forward(call.args);
+      const std::vector<float> found(call.out.begin() + place, call.out.begin() + place + size);
+      if (tokens == 1) alone = found;
+      expect(found == alone, "the bits of a token beside others");
+    }
+  }
+  const int cols = 2048 + 45;  // two parts
+  PackedLinear linear(45, cols, WeightType::kInt8);
+  const auto weights = values(45 * static_cast<std::size_t>(cols), 5), x = values(20 * static_cast<std::size_t>(cols), 3);
+  linear.pack({weights.data(), WeightType::kFloat32, 45, cols});
+  std::vector<float> out(20 * 45), expected(out.size());
+  matrix.linear({&linear, x.data(), out.data(), ActivationType::kFloat32, 20});
+  tiles.linear({&linear, x.data(), expected.data(), ActivationType::kFloat32, 20});
+  expect(close(out, expected), "a linear layer by the matrix kernel");
+  const auto floats = [](const std::vector<std::byte>& halves) {
+    std::vector<float> all(halves.size() / 2);
+    scalar_kernels().widen(ActivationType::kBFloat16, halves.data(), all.data(), static_cast<int>(all.size()));
+    return all;
+  };
+  for (const MaskKind kind : {MaskKind::kNone, MaskKind::kCausal})
+    expect(close(floats(attention_of(matrix, ActivationType::kBFloat16, 50, kind)),
+                 floats(attention_of(tiles, ActivationType::kBFloat16, 50, kind))),
+           "attention by the matrix kernel");
 }
 
 }  // namespace
 
 int main() {
-  tiles_of_two_instruction_sets();
   for (const std::string& isa : available_isas()) {
     every_path(isa);
     sparse_paths(isa);
     super_blocks_of_both_parts(isa);
     attention_paths(isa);
     small_parts(isa);
+    matrix_paths(isa);
   }
   tickets_and_errors();
   callers_take_turns();

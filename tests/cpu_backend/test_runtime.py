@@ -18,7 +18,7 @@ import torch
 from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
-from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isas
+from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isa
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -29,7 +29,7 @@ def test_instruction_sets_are_listed() -> None:
     assert Runtime.available_isas()[0] == Runtime.compiled_isas()[0] == "scalar"
     assert set(Runtime.available_isas()) <= set(Runtime.compiled_isas())
     assert Runtime(1).isa == Runtime.default_isa() or "MOEGRAFT_ISA" in os.environ
-    assert set(Runtime.default_isa().split("+")) <= set(Runtime.available_isas())
+    assert Runtime.default_isa() in Runtime.available_isas()
 
 
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
@@ -38,43 +38,51 @@ EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 
 @pytest.mark.skipif("amx" not in Runtime.compiled_isas(), reason="this architecture has one instruction set")
 @pytest.mark.parametrize(
-    ("features", "wanted", "isa", "bfloat16", "others"),
+    ("features", "wanted", "isa", "matrix"),
     [
-        (set(), "", "scalar", "scalar", "scalar"),
-        ({"avx2"}, "", "avx2", "avx2", "avx2"),
-        ({"avx2", "avx512"}, "", "avx512", "avx512", "avx512"),
-        ({"avx512", "vnni"}, "", "scalar", "scalar", "scalar"),  # a hypervisor may hide a feature that the others need
-        ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", "avx512_vnni", "avx512_vnni"),
-        (ZEN_4, "", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
-        (EMERALD_RAPIDS, "", "avx512_bf16+amx", "amx", "avx512_bf16"),
-        (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
-        (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", "avx512_vnni", "avx512_vnni"),
-        (EMERALD_RAPIDS, "amx", "amx", "amx", "amx"),
-        (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", "avx512_bf16", "avx512_bf16"),
-        (EMERALD_RAPIDS, "scalar", "scalar", "scalar", "scalar"),
+        (set(), "", "scalar", set()),
+        ({"avx2"}, "", "avx2", {"bfloat16", "int8"}),
+        ({"avx2", "avx512"}, "", "avx512", {"int8"}),
+        ({"avx512", "vnni"}, "", "scalar", set()),  # a hypervisor may hide a feature that the others need
+        ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", set()),
+        (ZEN_4, "", "avx512_bf16", set()),
+        (EMERALD_RAPIDS, "", "amx", {"bfloat16", "int8", "int4", "q4_k", "q6_k"}),
+        (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", set()),
+        (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", set()),
+        (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", set()),
+        (EMERALD_RAPIDS, "scalar", "scalar", set()),
     ],
 )
-def test_each_weight_type_has_its_fastest_instruction_set(features: set[str], wanted: str, isa: str, bfloat16: str, others: str) -> None:
-    name, tiles = select_isas(features, wanted)
-    assert name == isa
-    assert tiles == {"bfloat16": bfloat16} | dict.fromkeys(("float32", "float16", "int8", "int4", "q4_k", "q6_k"), others)
+def test_each_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, matrix: set[str]) -> None:
+    name, tokens = select_isa(features, wanted)
+    assert name == isa and set(tokens) == matrix
+    assert all(least > 1 for least in tokens.values())  # single tokens are decoded by vector tiles
 
 
 def test_an_unavailable_instruction_set_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"
     ):
-        select_isas(EMERALD_RAPIDS - {"tile_permission"}, "amx")
+        select_isa(EMERALD_RAPIDS - {"tile_permission"}, "amx")
     with pytest.raises(ValueError, match=r"unknown instruction set 'mmx'; this CPU has scalar$"):
-        select_isas(set(), "mmx")
+        select_isa(set(), "mmx")
     with pytest.raises(ValueError, match="unknown CPU feature 'sse9'"):
-        select_isas({"sse9"})
+        select_isa({"sse9"})
 
 
 def test_a_requested_instruction_set_computes_everything() -> None:
     for isa in Runtime.available_isas():
         runtime = Runtime(1, isa=isa)
-        assert runtime.isa == isa and set(runtime.tile_isas.values()) == {isa}
+        assert runtime.isa == isa
+
+
+def test_the_least_tokens_of_the_matrix_kernel_can_be_chosen() -> None:
+    default = Runtime(1)
+    assert Runtime(1, matrix_tokens=7).matrix_tokens.keys() >= default.matrix_tokens.keys()
+    assert set(Runtime(1, matrix_tokens=7).matrix_tokens.values()) <= {7}
+    assert Runtime(1, matrix_tokens=0).matrix_tokens == {}
+    with pytest.raises(ValueError, match="matrix_tokens is -1; it must be at least 0"):
+        Runtime(1, matrix_tokens=-1)
 
 
 def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.k_quants import any_blocks, dequantised, quantise
-from support.kernel_cases import PARTS, ROUNDING, Layer, as_array, make_batch, relative_error, sqnr_db
+from support.k_quants import any_blocks, dequantised
+from support.kernel_cases import PARTS, ROUNDING, as_array, make_batch, relative_error, sqnr_db
+from support.kernel_cases import make_super_block_layer as make_layer
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
 
@@ -22,36 +23,6 @@ SHAPES = [
     (70, 3, 5, 512, 256),  # several tiles an expert, of unequal length
     (40, 1, 16, 256, 256),  # some experts with no token
 ]
-
-
-def make_layer(
-    weight_type: str, num_experts: int, hidden: int, intermediate: int, *, gated: bool = True, bias: bool = False, random: bool = False
-) -> Layer:
-    """Pack super-blocks, and parts of other types from floats."""
-    rng = np.random.default_rng(0)
-    packed = PackedExperts(ExpertsShape(num_experts, hidden, intermediate, gated, bias), GateSpec(), weight_type)
-    sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
-    parts = PARTS if gated else PARTS[1:]
-    weights, biases = {}, {}
-    for part in parts:
-        kind, size = packed.weight_type_of(part), (num_experts, *sizes[part])
-        values = rng.standard_normal(size, dtype=np.float32) / np.float32(size[-1] ** 0.5)
-        if kind in TYPES:
-            blocks = any_blocks(size, kind, seed=len(weights)) if random else quantise(values, kind)
-            values = dequantised(blocks, kind)
-        for expert in range(num_experts):
-            if kind in TYPES:
-                packed.pack_super_blocks(expert, part, blocks[expert])
-            else:
-                packed.pack(expert, part, values[expert])
-        if bias:
-            biases[part] = torch.from_numpy(rng.standard_normal(size[:2], dtype=np.float32))
-            for expert in range(num_experts):
-                packed.pack_bias(expert, part, biases[part][expert].numpy())
-        weights[part] = torch.from_numpy(values)
-    layer = Layer(packed.shape, packed.gate_spec, weights, biases, packed)
-    layer.seen = {part: torch.stack([torch.from_numpy(packed.unpack(e, part)) for e in range(num_experts)]) for part in parts}
-    return layer
 
 
 @pytest.mark.parametrize("weight_type", TYPES)
@@ -179,9 +150,10 @@ def test_instruction_sets_agree(runtimes: dict[str, Runtime], weight_type: str, 
     layer = make_layer(weight_type, 4, 512, 256, random=True)
     batch = make_batch(tokens, 2, layer)
     oracle = layer.forward(runtimes["scalar"], *batch).double()
-    for isa, runtime in runtimes.items():
+    for isa in runtimes:
+        tiles = Runtime(threads=2, isa=isa, matrix_tokens=0)  # the matrix kernel does not round activations to 8 bits
         # An activation at the boundary between two codes may be rounded either way.
-        assert relative_error(layer.forward(runtime, *batch), oracle) <= 5e-3, isa
+        assert relative_error(layer.forward(tiles, *batch), oracle) <= 5e-3, isa
 
 
 def test_packed_bytes_per_expert() -> None:

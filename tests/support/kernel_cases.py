@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.reference import reference_experts
+from moegraft.operators.weights import SUPER_BLOCK_BYTES
 
 WEIGHT_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 PARTS = ("gate", "up", "down")
@@ -89,6 +90,38 @@ def make_layer(
             if bias:
                 packed.pack_bias(expert, part, biases[part][expert].numpy())
     layer = Layer(shape, spec, weights, biases, packed)
+    layer.seen = {part: torch.stack([torch.from_numpy(packed.unpack(e, part)) for e in range(num_experts)]) for part in parts}
+    return layer
+
+
+def make_super_block_layer(
+    weight_type: str, num_experts: int, hidden: int, intermediate: int, *, gated: bool = True, bias: bool = False, random: bool = False
+) -> Layer:
+    """Pack super-blocks, and parts of other types from floats. Skips the test without the package gguf."""
+    from support.k_quants import any_blocks, dequantised, quantise
+
+    rng = np.random.default_rng(0)
+    packed = PackedExperts(ExpertsShape(num_experts, hidden, intermediate, gated, bias), GateSpec(), weight_type)
+    sizes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    parts = PARTS if gated else PARTS[1:]
+    weights, biases = {}, {}
+    for part in parts:
+        kind, size = packed.weight_type_of(part), (num_experts, *sizes[part])
+        values = rng.standard_normal(size, dtype=np.float32) / np.float32(size[-1] ** 0.5)
+        if kind in SUPER_BLOCK_BYTES:
+            blocks = any_blocks(size, kind, seed=len(weights)) if random else quantise(values, kind)
+            values = dequantised(blocks, kind)
+        for expert in range(num_experts):
+            if kind in SUPER_BLOCK_BYTES:
+                packed.pack_super_blocks(expert, part, blocks[expert])
+            else:
+                packed.pack(expert, part, values[expert])
+        if bias:
+            biases[part] = torch.from_numpy(rng.standard_normal(size[:2], dtype=np.float32))
+            for expert in range(num_experts):
+                packed.pack_bias(expert, part, biases[part][expert].numpy())
+        weights[part] = torch.from_numpy(values)
+    layer = Layer(packed.shape, packed.gate_spec, weights, biases, packed)
     layer.seen = {part: torch.stack([torch.from_numpy(packed.unpack(e, part)) for e in range(num_experts)]) for part in parts}
     return layer
 

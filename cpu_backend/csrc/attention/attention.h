@@ -15,6 +15,7 @@
 #include "core/memory.h"
 #include "core/thread_pool.h"
 #include "core/types.h"
+#include "experts/segment_product.h"
 #include "simd/kernels.h"
 
 namespace moegraft {
@@ -150,7 +151,7 @@ class AttentionRowsJob final : public Job {
   AlignedMemory* scratch_ = nullptr;
 };
 
-// Attention of many queries, by the register tiles of the linear layers. Keys are packed as the rows of one weight matrix, transposed values
+// Attention of many queries, by the products of the linear layers (segment_product.h). Keys are packed as the rows of one weight matrix, transposed values
 // as the rows of another, and every tile of queries passes over both (the order of FlashAttention: Dao et al. 2022, arXiv:2205.14135).
 
 class AttentionTilesJob final : public Job {
@@ -164,6 +165,7 @@ class AttentionTilesJob final : public Job {
  private:
   struct Worker;
   struct Rows;  // the rows of a unit
+  SegmentProduct product_of(int columns, int rows) const;
   Worker worker_of(int worker) const;
   std::size_t worker_bytes() const;
   void pack(int unit);
@@ -184,6 +186,7 @@ class AttentionTilesJob final : public Job {
   const Format format_;
   const int tile_rows_;
   const int unit_rows_;
+  const std::size_t query_words_;  // of a row's record at most
   const int chunks_;
   const std::size_t key_bytes_;  // of a packed chunk
   const std::size_t value_bytes_;

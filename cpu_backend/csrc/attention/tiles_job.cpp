@@ -11,6 +11,7 @@ namespace {
 // Both are chosen by size, not tuned: a chunk's keys and values (64 KiB at 128 columns in 16 bits) stay in L2 for all tiles of a unit.
 constexpr int kChunkKeys = 128;
 constexpr int kUnitTiles = 8;
+constexpr int kMatrixTiles = 2;  // of the matrix kernel, in one tile of rows: as many as share its expanded weights in one pass
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {
@@ -39,6 +40,7 @@ struct AttentionTilesJob::Worker {
   float* largest;           // (unit rows,)
   float* sum;               // (unit rows,)
   float* tile;              // (tile rows, 32)
+  ExpandedWeights* expanded;
 };
 
 struct AttentionTilesJob::Rows {
@@ -57,8 +59,10 @@ AttentionTilesJob::AttentionTilesJob(const Kernels& kernels, const AttentionArgs
       phases_(phases),
       weights_(weights_for(args.type)),
       format_(format_of(weights_, args.type)),
-      tile_rows_(kernels.max_tokens[static_cast<int>(format_)]),
-      unit_rows_(tile_rows_ * kUnitTiles),
+      tile_rows_(kernels.matrix.serves(format_, kMatrixTiles * kernels.matrix.tile_tokens) ? kMatrixTiles * kernels.matrix.tile_tokens
+                                                                                           : kernels.max_tokens[static_cast<int>(format_)]),
+      unit_rows_(tile_rows_ * (kernels.matrix.serves(format_, tile_rows_) ? kUnitTiles / 2 : kUnitTiles)),
+      query_words_(static_cast<std::size_t>(args.padded_dim())),
       chunks_((args.keys + kChunkKeys - 1) / kChunkKeys),
       key_bytes_(block_bytes(weights_, args.dim) * (kChunkKeys / kBlockRows)),
       value_bytes_(block_bytes(weights_, kChunkKeys) * static_cast<std::size_t>(args.padded_value_dim() / kBlockRows)) {}
@@ -69,6 +73,8 @@ std::size_t AttentionTilesJob::worker_bytes() const {
   const auto sums = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_value_dim() + 2);
   return sizeof(float) * (static_cast<std::size_t>(std::max(args_.padded_dim(), kChunkKeys)) + query_words + tile_floats + sums);
 }
+
+SegmentProduct AttentionTilesJob::product_of(int columns, int rows) const { return {kernels_, weights_, format_, columns / kGroup, rows}; }
 
 AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
   auto* floats = reinterpret_cast<float*>(scratch_[worker].data());
@@ -104,6 +110,9 @@ void AttentionTilesJob::prepare(AlignedMemory& keys, AlignedMemory& values, Alig
 
 void AttentionTilesJob::run(int worker) noexcept {
   Worker mine = worker_of(worker);
+  ExpandedWeights expanded;
+  mine.expanded = &expanded;
+  const MatrixUse use(kernels_, kernels_.matrix.serves(format_, tile_rows_));
   int count = 0;
   for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) pack(unit);
   phases_.first->finish(count);
@@ -200,61 +209,68 @@ void AttentionTilesJob::attend(int unit, Worker& mine) {
 
 void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
   const int dim = args_.padded_dim(), groups = dim / kGroup;
-  const auto words = static_cast<std::size_t>(words_per_group(format_));
-  for (int row = 0; row < rows.count; ++row) {
-    const QueryRow where = query_row(args_, rows.batch, rows.kv_head, rows.first + row);
-    kernels_.widen(args_.type, row_of(args_.query, args_.type, where.batch, where.head, where.query), mine.widened, args_.dim);
-    std::fill(mine.widened + args_.dim, mine.widened + dim, 0.0f);
-    const int tile = row / tile_rows_ * tile_rows_, tokens = std::min(tile_rows_, rows.count - tile);
-    std::uint32_t* records = mine.queries + static_cast<std::size_t>(tile) * words * static_cast<std::size_t>(groups);
-    kernels_.encode[static_cast<int>(format_)](mine.widened, groups, records + words * static_cast<std::size_t>(row - tile),
-                                               words * static_cast<std::size_t>(tokens));
+  for (int first = 0; first < rows.count; first += tile_rows_) {
+    const SegmentProduct product = product_of(dim, std::min(tile_rows_, rows.count - first));
+    std::uint32_t* records = mine.queries + static_cast<std::size_t>(first) * query_words_;
+    for (int index = 0; index < product.tiling().count(); ++index) {
+      const Tile tile = product.tiling()[index];
+      for (int i = 0; i < tile.tokens; ++i) {
+        const QueryRow where = query_row(args_, rows.batch, rows.kv_head, rows.first + first + tile.first + i);
+        kernels_.widen(args_.type, row_of(args_.query, args_.type, where.batch, where.head, where.query), mine.widened, args_.dim);
+        std::fill(mine.widened + args_.dim, mine.widened + dim, 0.0f);
+        kernels_.encode[static_cast<int>(product.records())](
+            mine.widened, groups, records + product.tile_start(index) + product.group_words() * static_cast<std::size_t>(i),
+            product.group_stride(index));
+      }
+    }
   }
 }
 
 // Multiplies a tile of `count` rows from `first` on with one chunk.
 void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
-  const int format = static_cast<int>(format_);
-  const auto words = static_cast<std::size_t>(words_per_group(format_));
   const auto place = static_cast<std::size_t>((rows.batch * args_.kv_heads + rows.kv_head) * chunks_ + chunk);
   const KeySpan keys = {chunk * kChunkKeys, std::min(kChunkKeys, args_.keys - chunk * kChunkKeys)};
   const KeySpan seen = visible_.seen_by(args_, rows.batch, rows.kv_head, rows.first + first, rows.first + first + count);
   if (seen.first >= keys.first + keys.count || seen.first + seen.count <= keys.first) return;
-  TileArgs tile{};
-  tile.tokens = count;
-  tile.out = mine.tile;
-  tile.groups = args_.padded_dim() / kGroup;
-  tile.records = mine.queries + static_cast<std::size_t>(first) * words * static_cast<std::size_t>(tile.groups);
-  tile.block = keys_ + key_bytes_ * place;
-  for (int key = 0; key < keys.count; key += kBlockRows, tile.block += block_bytes(weights_, args_.dim)) {
-    tile.ahead = tile.block;
-    kernels_.tile[format](tile);
-    for (int row = 0; row < count; ++row)
-      std::memcpy(mine.scores + row * kChunkKeys + key, mine.tile + row * kBlockRows, sizeof(float) * kBlockRows);
+  const SegmentProduct scores = product_of(args_.padded_dim(), count);
+  const std::byte* block = keys_ + key_bytes_ * place;
+  for (int key = 0; key < keys.count; key += kBlockRows, block += block_bytes(weights_, args_.dim)) {
+    scores.multiply(block, block, false, mine.queries + static_cast<std::size_t>(first) * query_words_, mine.tile, *mine.expanded);
+    for (int index = 0; index < scores.tiling().count(); ++index) {
+      const Tile tile = scores.tiling()[index];
+      for (int i = 0; i < tile.tokens; ++i)
+        std::memcpy(mine.scores + (tile.first + i) * kChunkKeys + key, mine.tile + (scores.first_row(index) + i) * kBlockRows,
+                    sizeof(float) * kBlockRows);
+    }
   }
   const int value_dim = args_.padded_value_dim();
-  for (int row = 0; row < count; ++row) {
-    const int index = first + row;
-    SoftmaxArgs softmax{mine.scores + row * kChunkKeys, kChunkKeys, 1.0f, 0.0f, mine.largest[index], mine.sum[index]};
-    const float factor =
-        visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + index), keys, softmax);
-    mine.largest[index] = softmax.largest;
-    mine.sum[index] = softmax.sum;
-    float* sums = mine.sums + static_cast<std::ptrdiff_t>(index) * value_dim;
-    if (factor != 1.0f)
-      for (int d = 0; d < value_dim; ++d) sums[d] *= factor;
-    kernels_.encode[format](softmax.scores, kChunkKeys / kGroup, mine.shares + words * static_cast<std::size_t>(row),
-                            words * static_cast<std::size_t>(count));
+  const SegmentProduct mix = product_of(round_up(keys.count, kGroup), count);
+  for (int index = 0; index < mix.tiling().count(); ++index) {
+    const Tile tile = mix.tiling()[index];
+    for (int i = 0; i < tile.tokens; ++i) {
+      const int row = tile.first + i, unit_row = first + row;
+      SoftmaxArgs softmax{mine.scores + row * kChunkKeys, kChunkKeys, 1.0f, 0.0f, mine.largest[unit_row], mine.sum[unit_row]};
+      const float factor =
+          visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + unit_row), keys, softmax);
+      mine.largest[unit_row] = softmax.largest;
+      mine.sum[unit_row] = softmax.sum;
+      float* sums = mine.sums + static_cast<std::ptrdiff_t>(unit_row) * value_dim;
+      if (factor != 1.0f)
+        for (int d = 0; d < value_dim; ++d) sums[d] *= factor;
+      kernels_.encode[static_cast<int>(mix.records())](
+          softmax.scores, round_up(keys.count, kGroup) / kGroup,
+          mine.shares + mix.tile_start(index) + mix.group_words() * static_cast<std::size_t>(i), mix.group_stride(index));
+    }
   }
-  tile.groups = round_up(keys.count, kGroup) / kGroup;
-  tile.records = mine.shares;
-  tile.block = values_ + value_bytes_ * place;
-  for (int d = 0; d < value_dim; d += kBlockRows, tile.block += block_bytes(weights_, kChunkKeys)) {
-    tile.ahead = tile.block;
-    kernels_.tile[format](tile);
-    for (int row = 0; row < count; ++row)
-      kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + row) * value_dim + d, mine.tile + row * kBlockRows, nullptr,
-                          1.0f);
+  block = values_ + value_bytes_ * place;
+  for (int d = 0; d < value_dim; d += kBlockRows, block += block_bytes(weights_, kChunkKeys)) {
+    mix.multiply(block, block, false, mine.shares, mine.tile, *mine.expanded);
+    for (int index = 0; index < mix.tiling().count(); ++index) {
+      const Tile tile = mix.tiling()[index];
+      for (int i = 0; i < tile.tokens; ++i)
+        kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + tile.first + i) * value_dim + d,
+                            mine.tile + (mix.first_row(index) + i) * kBlockRows, nullptr, 1.0f);
+    }
   }
 }
 

@@ -99,8 +99,8 @@ ForwardArgs ForwardCall::checked() const {
 
 class PyRuntime {
  public:
-  PyRuntime(int threads, const std::optional<std::string>& isa, bool share_threads)
-      : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""), share_threads)) {}
+  PyRuntime(int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens)
+      : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""), share_threads, matrix_tokens)) {}
   ~PyRuntime() {
     py::gil_scoped_release release;  // joining threads must not stop Python
     runtime_.reset();
@@ -141,12 +141,13 @@ struct PyHostCall {
   py::object runtime;
 };
 
-// By weight type, for bfloat16 activations.
-std::map<std::string, std::string> tile_isas(const SelectedKernels& selected) {
-  std::map<std::string, std::string> found;
+// The least tokens of the matrix kernels by weight type, for bfloat16 activations.
+std::map<std::string, int> matrix_tokens(const Kernels& kernels) {
+  std::map<std::string, int> found;
   for (int i = 0; i < kWeightTypes; ++i) {
     const auto type = static_cast<WeightType>(i);
-    found[name_of(type)] = selected.tile_isas[static_cast<std::size_t>(format_of(type, ActivationType::kBFloat16))];
+    const Format format = format_of(type, ActivationType::kBFloat16);
+    if (kernels.matrix.serves(format, kNeverMatrix - 1)) found[name_of(type)] = kernels.matrix.least_tokens[static_cast<int>(format)];
   }
   return found;
 }
@@ -171,14 +172,15 @@ void bind_runtime(py::module_& module) {
       .def_property_readonly("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
       .def("check", [](PyHostCall& self) { self.call.check(); });
   py::class_<PyRuntime>(module, "Runtime")
-      .def(py::init<int, const std::optional<std::string>&, bool>(), "threads"_a = 0, "isa"_a = py::none(), "share_threads"_a = true)
+      .def(py::init<int, const std::optional<std::string>&, bool, std::optional<int>>(), "threads"_a = 0, "isa"_a = py::none(),
+           "share_threads"_a = true, "matrix_tokens"_a = py::none())
       .def_property_readonly("threads", [](PyRuntime& self) { return self.get().threads(); })
-      .def_property_readonly("isa", [](PyRuntime& self) { return self.get().selected().name(); })
-      .def_property_readonly("tile_isas", [](PyRuntime& self) { return tile_isas(self.get().selected()); })
+      .def_property_readonly("isa", [](PyRuntime& self) { return self.get().kernels().isa; })
+      .def_property_readonly("matrix_tokens", [](PyRuntime& self) { return matrix_tokens(self.get().kernels()); })
       .def_property_readonly("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
       .def_static("available_isas", [] { return available_isas(); })
       .def_static("compiled_isas", &compiled_isas)
-      .def_static("default_isa", [] { return select_kernels(detect_cpu(), "").name(); })
+      .def_static("default_isa", [] { return select_kernels(detect_cpu(), "").isa; })
       .def(
           "forward",
           [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
@@ -248,10 +250,10 @@ PYBIND11_MODULE(_kernel, module) {
   });
   module.def("default_threads", &default_threads);
   module.def(
-      "select_isas",
+      "select_isa",
       [](const std::set<std::string>& features, const std::string& wanted) {
-        const SelectedKernels selected = select_kernels(cpu_with(features), wanted);
-        return std::make_pair(selected.name(), tile_isas(selected));
+        const Kernels& kernels = select_kernels(cpu_with(features), wanted);
+        return std::make_pair(kernels.isa, matrix_tokens(kernels));
       },
       "features"_a, "wanted"_a = "");
   module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);

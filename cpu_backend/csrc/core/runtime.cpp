@@ -19,15 +19,21 @@ int checked_threads(int threads) {
   return threads == 0 ? default_threads() : threads;
 }
 
+Kernels checked_kernels(const std::string& isa, std::optional<int> matrix_tokens) {
+  if (matrix_tokens && *matrix_tokens < 0)
+    throw std::invalid_argument("matrix_tokens is " + std::to_string(*matrix_tokens) + "; it must be at least 0");
+  return kernels_for(isa, matrix_tokens);
+}
+
 }  // namespace
 
-Runtime::Runtime(int threads, const std::string& isa, bool share_threads)
-    : selected_(kernels_for(isa)),
+Runtime::Runtime(int threads, const std::string& isa, bool share_threads, std::optional<int> matrix_tokens)
+    : kernels_(checked_kernels(isa, matrix_tokens)),
       threads_(checked_threads(threads)),
       owner_(getpid()),
       openmp_(share_threads ? OpenMp::find() : nullptr),
       pool_(std::make_unique<ThreadPool>(threads_)),
-      engine_(std::make_unique<Engine>(selected_.table, *pool_)),
+      engine_(std::make_unique<Engine>(kernels_, *pool_)),
       queue_(std::make_unique<Queue>()) {}
 
 Runtime::~Runtime() {

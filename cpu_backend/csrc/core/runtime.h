@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -29,14 +30,14 @@ namespace moegraft {
 
 class Runtime {
  public:
-  // threads 0: default_threads(). Throws std::invalid_argument, std::system_error.
-  Runtime(int threads, const std::string& isa, bool share_threads = true);
+  // threads 0: default_threads(). matrix_tokens: see kernels_for. Throws std::invalid_argument, std::system_error.
+  Runtime(int threads, const std::string& isa, bool share_threads = true, std::optional<int> matrix_tokens = std::nullopt);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
   int threads() const { return threads_; }
-  const SelectedKernels& selected() const { return selected_; }
+  const Kernels& kernels() const { return kernels_; }
   // Whether forward() on this thread would run on another library's threads.
   bool shares_threads() const { return openmp_ && openmp_->has_team_of(threads_); }
 
@@ -75,7 +76,7 @@ class Runtime {
   void check_process() const;
   void serve();
 
-  const SelectedKernels selected_;
+  const Kernels kernels_;
   const int threads_;
   const pid_t owner_;
   const OpenMp* const openmp_;

@@ -13,17 +13,23 @@ constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough for long sequential reads
 constexpr int kMaxUnitBlocks = 8;
 
+std::size_t whole_lines(std::size_t words) { return (words + 15) / 16 * 16; }
+
 }  // namespace
 
 struct ExpertsJob::Worker {
-  explicit Worker(std::byte* memory, std::size_t gathered_words)
-      : gathered(reinterpret_cast<std::uint32_t*>(memory)), sums(reinterpret_cast<float*>(memory + gathered_words * 4)) {}
+  Worker(std::byte* memory, std::size_t gathered_words, std::size_t rows)
+      : gathered(reinterpret_cast<std::uint32_t*>(memory)),
+        out(reinterpret_cast<float*>(gathered + whole_lines(gathered_words))),
+        neurons(out + rows * kBlockRows),
+        sums(neurons + rows * kBlockRows) {}
 
   std::uint32_t* gathered;  // the records of one segment, tile by tile
-  float* sums;  // (tokens, unit rows); also one token's hidden state while encoding
+  float* out;               // (rows, 32) of a product
+  float* neurons;           // (pairs, 32)
+  float* sums;              // (tokens, unit rows); also one token's hidden state while encoding
   int gathered_segment = -1;
-  alignas(64) float rows[kMaxTileTokens * kBlockRows];
-  alignas(64) float neurons[kMaxTileTokens * kBlockRows];
+  ExpandedWeights expanded;
 };
 
 ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, ActivationType activations, int workers,
@@ -36,36 +42,65 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       down_format_(format_of(experts.types().down, activations)),
       workers_(workers),
       phases_(phases),
-      max_tokens_(std::min(kernels.max_tokens[static_cast<int>(format_)], kernels.max_tokens[static_cast<int>(down_format_)])),
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      neuron_words_(static_cast<std::size_t>(neuron_groups_) * words_per_group(down_format_)) {}
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records)) {}
 
 int ExpertsJob::segment_pairs() const {
-  const int fitting = static_cast<int>(kSegmentBytes / (hidden_words_ * 4));
-  return std::max(1, fitting / max_tokens_) * max_tokens_;
+  const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
+  const std::size_t fitting = by_matrix ? kernels_.matrix.segment_bytes / (matrix_words_ * 4) : kSegmentBytes / (hidden_words_ * 4);
+  const int tile = by_matrix ? kernels_.matrix.tile_tokens : kernels_.max_tokens[static_cast<int>(format_)];
+  return std::max(1, static_cast<int>(fitting) / tile) * tile;
+}
+
+SegmentProduct ExpertsJob::gate_up_of(const Segment& segment) const {
+  return {kernels_, experts_.types().gate_up, format_, hidden_groups_, segment.pairs};
+}
+
+SegmentProduct ExpertsJob::down_of(const Segment& segment) const {
+  return {kernels_, experts_.types().down, down_format_, neuron_groups_, segment.pairs};
+}
+
+// Records in format_ come first, then those for the matrix kernel; where both are the same, once.
+Records ExpertsJob::records_for(const SegmentProduct& product) const {
+  const auto* words = reinterpret_cast<const std::uint32_t*>(scratch_.records->data());
+  if (product.records() != format_ && by_tiles_) words += whole_lines(static_cast<std::size_t>(batch_.tokens) * hidden_words_);
+  return {words, product.record_words(), product.group_words()};
 }
 
 void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
   batch_ = batch;
   scratch_ = scratch;
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
-  const std::size_t segments = batch.routing->segments().size();
+  by_tiles_ = by_matrix_ = uses_matrix_ = false;
+  gathered_words_ = rows_ = 0;
+  std::size_t neuron_words = 0;
+  neuron_starts_.clear();
+  for (const Segment& segment : batch.routing->segments()) {
+    const SegmentProduct product = gate_up_of(segment), down = down_of(segment);
+    (product.records() == format_ ? by_tiles_ : by_matrix_) = true;
+    uses_matrix_ = uses_matrix_ || product.by_matrix() || down.by_matrix();
+    gathered_words_ = std::max(gathered_words_, product.words());
+    rows_ = std::max(rows_, static_cast<std::size_t>(std::max(product.rows(), down.rows())));
+    neuron_starts_.push_back(neuron_words);
+    neuron_words += whole_lines(down.words());
+  }
   unit_blocks_ = std::clamp(layout_.down_blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
-  scratch.records->reserve(tokens * hidden_words_ * 4);
-  scratch.neurons->reserve(batch.routing->pairs().size() * neuron_words_ * 4);
+  scratch.records->reserve(((by_tiles_ ? whole_lines(tokens * hidden_words_) : 0) + (by_matrix_ ? tokens * matrix_words_ : 0)) * 4);
+  scratch.neurons->reserve(neuron_words * 4);
   const std::size_t sums =
       std::max(tokens * static_cast<std::size_t>(unit_blocks_) * kBlockRows, static_cast<std::size_t>(hidden_groups_) * kGroup);
   for (int worker = 0; worker < workers_; ++worker)
-    scratch.workers[worker].reserve((static_cast<std::size_t>(segment_pairs()) * hidden_words_ + sums) * 4);
+    scratch.workers[worker].reserve((whole_lines(gathered_words_) + 2 * rows_ * kBlockRows + sums) * 4);
   phases_.encode->reset(batch.tokens);
-  phases_.neurons->reset(static_cast<int>(segments) * neuron_groups_);
+  phases_.neurons->reset(static_cast<int>(neuron_starts_.size()) * neuron_groups_);
   phases_.rows->reset((layout_.down_blocks + unit_blocks_ - 1) / unit_blocks_);
 }
 
 void ExpertsJob::run(int worker) noexcept {
-  Worker mine(scratch_.workers[worker].data(), static_cast<std::size_t>(segment_pairs()) * hidden_words_);
+  Worker mine(scratch_.workers[worker].data(), gathered_words_, rows_);
+  const MatrixUse use(kernels_, uses_matrix_);
   const auto work = [&](Phase& phase, void (ExpertsJob::*compute)(int, Worker&)) {
     int count = 0;
     for (int unit = phase.take(worker); unit >= 0; unit = phase.take(worker), ++count) (this->*compute)(unit, mine);
@@ -85,8 +120,16 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
   kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums,
                  hidden);
   std::memset(mine.sums + hidden, 0, sizeof(float) * static_cast<std::size_t>(padded - hidden));
-  auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.sums, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
+  auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data());
+  const auto encode = [&](Format format, std::size_t words) {
+    kernels_.encode[static_cast<int>(format)](mine.sums, hidden_groups_, records + static_cast<std::size_t>(token) * words,
+                                              static_cast<std::size_t>(words_per_group(format)));
+  };
+  if (by_tiles_) {
+    encode(format_, hidden_words_);
+    records += whole_lines(static_cast<std::size_t>(batch_.tokens) * hidden_words_);
+  }
+  if (by_matrix_) encode(kernels_.matrix.records, matrix_words_);
 }
 
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {
@@ -101,31 +144,35 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const int blocks = shape.gated ? 2 : 1;
   const int width = kGroup / blocks;
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
-  auto* records = reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
-                          static_cast<std::size_t>(words_per_group(format_))};
-  const Tiling tiling(segment.pairs, max_tokens_);
-  if (mine.gathered_segment != segment_index) gather_segment(hidden, pairs, tiling, mine.gathered);
-  mine.gathered_segment = segment_index;
-  for (int index = 0; index < tiling.count(); ++index) {
-    const Tile tile = tiling[index];
-    for (int b = 0; b < blocks; ++b) {
-      const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(group * blocks + b);
-      TileArgs args = tile_args(block, experts_.types().gate_up, hidden_groups_, tile, index, tiling.count());
-      args.records = tile_records(hidden, pairs, tile, mine.gathered);
-      args.out = mine.rows;
-      kernels_.tile[static_cast<int>(format_)](args);
-      kernels_.gate({&experts_.gate(), mine.rows, gate_bias ? gate_bias + b * width : nullptr, up_bias ? up_bias + b * width : nullptr,
-                     tile.tokens, shape.gated, mine.neurons + b * width});
+  const SegmentProduct product = gate_up_of(segment);
+  const Records hidden = records_for(product);
+  const std::uint32_t* records = mine.gathered;
+  if (segment.pairs == 1 && !product.by_matrix()) records = hidden.of(pairs->token);  // read in place
+  else if (mine.gathered_segment != segment_index) product.gather(hidden, pairs, mine.gathered), mine.gathered_segment = segment_index;
+  for (int b = 0; b < blocks; ++b) {
+    const int index = group * blocks + b;
+    const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(index);
+    const std::byte* next = index + 1 < layout_.gate_up_blocks ? block + layout_.gate_up_block_bytes : nullptr;
+    product.multiply(block, next, true, records, mine.out, mine.expanded);
+    for (int i = 0; i < product.tiling().count(); ++i) {
+      const Tile tile = product.tiling()[i];
+      kernels_.gate({&experts_.gate(), mine.out + product.first_row(i) * kBlockRows, gate_bias ? gate_bias + b * width : nullptr,
+                     up_bias ? up_bias + b * width : nullptr, tile.tokens, shape.gated,
+                     mine.neurons + tile.first * kBlockRows + b * width});
     }
-    std::uint32_t* words = records + static_cast<std::size_t>(tile.first) * neuron_words_ +
-                           static_cast<std::size_t>(group) * words_per_group(down_format_) * tile.tokens;
-    for (int token = 0; token < tile.tokens; ++token) {
-      float* neurons = mine.neurons + token * kBlockRows;
+  }
+  const SegmentProduct down = down_of(segment);
+  auto* neuron_records =
+      reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + neuron_starts_[static_cast<std::size_t>(segment_index)];
+  for (int i = 0; i < down.tiling().count(); ++i) {
+    const Tile tile = down.tiling()[i];
+    std::uint32_t* words = neuron_records + down.tile_start(i) + down.group_stride(i) * static_cast<std::size_t>(group);
+    for (int token = 0; token < tile.tokens; ++token, words += down.group_words()) {
+      float* neurons = mine.neurons + (tile.first + token) * kBlockRows;
       // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
       if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
-      kernels_.encode[static_cast<int>(down_format_)](neurons, 1, words + token * words_per_group(down_format_), 0);
+      kernels_.encode[static_cast<int>(down.records())](neurons, 1, words, 0);
     }
   }
 }
@@ -136,26 +183,27 @@ void ExpertsJob::compute_rows(int unit, Worker& mine) {
   const int blocks = std::min(unit_blocks_, layout_.down_blocks - first_block);
   const int rows = blocks * kBlockRows;
   std::memset(mine.sums, 0, sizeof(float) * static_cast<std::size_t>(batch_.tokens) * rows);
-  for (const Segment& segment : batch_.routing->segments()) {
-    const std::byte* expert = experts_.expert(segment.expert);
+  const std::vector<Segment>& segments = batch_.routing->segments();
+  const auto block_of = [&](const Segment& segment, int b) {
+    return experts_.expert(segment.expert) + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(first_block + b);
+  };
+  for (std::size_t index = 0; index < segments.size(); ++index) {
+    const Segment& segment = segments[index];
     const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-    const auto* records =
-        reinterpret_cast<const std::uint32_t*>(scratch_.neurons->data()) + static_cast<std::size_t>(segment.first_pair) * neuron_words_;
-    const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.down_bias_offset) : nullptr;
-    const Tiling tiling(segment.pairs, max_tokens_);
+    const auto* records = reinterpret_cast<const std::uint32_t*>(scratch_.neurons->data()) + neuron_starts_[index];
+    const auto* bias = shape.bias ? reinterpret_cast<const float*>(experts_.expert(segment.expert) + layout_.down_bias_offset) : nullptr;
+    const SegmentProduct product = down_of(segment);
     for (int b = 0; b < blocks; ++b) {
-      const std::byte* block = expert + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(first_block + b);
+      const bool last = b + 1 == blocks;
+      const std::byte* next = !last ? block_of(segment, b + 1) : index + 1 < segments.size() ? block_of(segments[index + 1], 0) : nullptr;
+      product.multiply(block_of(segment, b), next, !last, records, mine.out, mine.expanded);
       const float* block_bias = bias ? bias + (first_block + b) * kBlockRows : nullptr;
-      for (int index = 0; index < tiling.count(); ++index) {
-        const Tile tile = tiling[index];
-        TileArgs args = tile_args(block, experts_.types().down, neuron_groups_, tile, index, tiling.count());
-        args.records = records + static_cast<std::size_t>(tile.first) * neuron_words_;
-        args.out = mine.rows;
-        kernels_.tile[static_cast<int>(down_format_)](args);
-        for (int i = 0; i < tile.tokens; ++i) {
+      for (int t = 0; t < product.tiling().count(); ++t) {
+        const Tile tile = product.tiling()[t];
+        const float* out = mine.out + product.first_row(t) * kBlockRows;
+        for (int i = 0; i < tile.tokens; ++i, out += kBlockRows) {
           const Pair& pair = pairs[tile.first + i];
-          kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, mine.rows + i * kBlockRows,
-                              block_bias, pair.weight);
+          kernels_.accumulate(mine.sums + static_cast<std::size_t>(pair.token) * rows + b * kBlockRows, out, block_bias, pair.weight);
         }
       }
     }

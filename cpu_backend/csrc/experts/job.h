@@ -2,6 +2,7 @@
 // grouping of tokens by expert (routing.h) and this job; sparse/ has the job of the sparse layout.
 //
 // PackedExperts own the weights and are read-only while a job runs; the Engine owns routing and scratch memory, which the job uses.
+// Each segment's products run by vector tiles or, with enough tokens, by the matrix kernel (segment_product.h); a pass may have both.
 // Every worker (thread_pool.h) runs the same three phases, and waits for the others after each. Any worker may take any unit of a phase:
 //   encode   one token:                   hidden state -> record
 //   neurons  32 neurons of a segment:     gate and up rows for all its tokens, activation, record of 32 columns for the down projection
@@ -9,10 +10,13 @@
 // A unit's result does not depend on the worker, so the output is the same bit by bit for every thread count and timing.
 #pragma once
 
+#include <vector>
+
 #include "core/memory.h"
 #include "core/thread_pool.h"
 #include "experts/packed_weights.h"
 #include "experts/routing.h"
+#include "experts/segment_product.h"
 #include "simd/kernels.h"
 
 namespace moegraft {
@@ -48,6 +52,9 @@ class ExpertsJob final : public Job {
 
  private:
   struct Worker;  // one worker's view of its private scratch
+  SegmentProduct gate_up_of(const Segment& segment) const;
+  SegmentProduct down_of(const Segment& segment) const;
+  Records records_for(const SegmentProduct& product) const;
   void encode_token(int token, Worker& mine);
   void compute_neurons(int unit, Worker& mine);
   void compute_rows(int unit, Worker& mine);
@@ -60,13 +67,18 @@ class ExpertsJob final : public Job {
   const Format down_format_;  // of down, whose records the neurons are
   const int workers_;
   const ExpertsPhases phases_;
-  const int max_tokens_;
   const int hidden_groups_;
   const int neuron_groups_;
-  const std::size_t hidden_words_;
-  const std::size_t neuron_words_;
+  const std::size_t hidden_words_;  // of a token's record in format_
+  const std::size_t matrix_words_;  // of its record for the matrix kernel
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
+  bool by_tiles_ = true;  // whether any segment of the pass needs records in format_,
+  bool by_matrix_ = false;  // or for the matrix kernel
+  bool uses_matrix_ = false;  // in either phase
+  std::vector<std::size_t> neuron_starts_;  // of each segment, words
+  std::size_t gathered_words_ = 0;  // of the longest segment
+  std::size_t rows_ = 0;  // of its result
   int unit_blocks_ = 1;  // blocks of output rows in one unit of the last phase
 };
 

@@ -25,8 +25,10 @@ void Routing::group(const RoutingView& view, int num_experts, int segment_pairs,
     const int first = starts_[expert];
     const int count = starts_[expert + 1];
     starts_[expert + 1] = first + count;
-    for (int done = 0; done < count; done += segment_pairs)
-      segments_.push_back({expert, first + done, std::min(segment_pairs, count - done)});
+    if (count == 0) continue;
+    const Tiling segments(count, segment_pairs);
+    for (int index = 0; index < segments.count(); ++index)
+      segments_.push_back({expert, first + segments[index].first, segments[index].tokens});
   }
   pairs_.resize(static_cast<std::size_t>(starts_[num_experts]));
   for (std::size_t slot = 0; slot < slots; ++slot) {
@@ -36,12 +38,12 @@ void Routing::group(const RoutingView& view, int num_experts, int segment_pairs,
   }
 }
 
-void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target) {
+void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target, int tile_rows) {
   for (int index = 0; index < tiling.count(); ++index) {
     const Tile tile = tiling[index];
-    if (tile.tokens == 1) continue;
-    std::uint32_t* tile_start = target + static_cast<std::size_t>(tile.first) * records.words;
-    const std::size_t stride = records.group_words * static_cast<std::size_t>(tile.tokens);
+    const int first_row = tile_rows > 0 ? index * tile_rows : tile.first, rows = tile_rows > 0 ? tile_rows : tile.tokens;
+    std::uint32_t* tile_start = target + static_cast<std::size_t>(first_row) * records.words;
+    const std::size_t stride = records.group_words * static_cast<std::size_t>(rows);
     for (int i = 0; i < tile.tokens; ++i) {
       const std::uint32_t* source = records.of(pairs[tile.first + i].token);
       std::uint32_t* to = tile_start + records.group_words * static_cast<std::size_t>(i);

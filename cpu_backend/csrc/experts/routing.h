@@ -31,15 +31,16 @@ struct Tile {
 // The division of a segment's pairs into even tiles of at most `max_tokens`: two tiles of 7 are faster than one of 12 and one of 2.
 class Tiling {
  public:
-  Tiling(int pairs, int max_tokens) : count_((pairs + max_tokens - 1) / max_tokens), base_(pairs / count_), longer_(pairs % count_) {}
+  Tiling(int pairs, int max_tokens)
+      : count_((pairs + max_tokens - 1) / max_tokens), base_(count_ > 0 ? pairs / count_ : 0), longer_(pairs - base_ * count_) {}
   int count() const { return count_; }
   Tile operator[](int index) const {
     const int first = index * base_ + (index < longer_ ? index : longer_);
     return {first, base_ + (index < longer_ ? 1 : 0)};
   }
-  Tile holding(int pair) const {
+  int index_of(int pair) const {  // of the tile that holds it
     const int boundary = longer_ * (base_ + 1);
-    return (*this)[pair < boundary ? pair / (base_ + 1) : longer_ + (pair - boundary) / base_];
+    return pair < boundary ? pair / (base_ + 1) : longer_ + (pair - boundary) / base_;
   }
 
  private:
@@ -57,7 +58,7 @@ struct RoutingView {
 
 class Routing {
  public:
-  // Sorts the pairs by expert, then by token. Ids -1 and num_experts are padded slots. `first_token` is the position of the view in the
+  // Sorts the pairs by expert, then by token; an expert's segments are of equal length. Ids -1 and num_experts are padded slots. `first_token` is the position of the view in the
   // caller's batch, for messages. Throws std::invalid_argument on any other id out of range.
   void group(const RoutingView& view, int num_experts, int segment_pairs, int first_token);
 
@@ -80,8 +81,8 @@ struct Records {
   const std::uint32_t* of(int token) const { return data + static_cast<std::size_t>(token) * words; }
 };
 
-// Copies the records of a segment, tile by tile, except for tiles of one token, whose record is read in place.
-void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target);
+// Copies the records of a segment, tile by tile. A tile has as many rows as tokens, or, for the matrix kernel, `tile_rows`.
+void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target, int tile_rows = 0);
 
 inline const std::uint32_t* tile_records(const Records& records, const Pair* pairs, Tile tile, const std::uint32_t* gathered) {
   return tile.tokens == 1 ? records.of(pairs[tile.first].token) : gathered + static_cast<std::size_t>(tile.first) * records.words;
@@ -92,14 +93,17 @@ void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, 
 
 // The arguments of a tile, with the lines that it prefetches. A single tile reads its block once and prefetches further along the same
 // stream, which continues in the next block. Where several tiles share a block, the later ones find it in cache, and each prefetches a part
-// of the next block.
-inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles) {
+// of the next block, by default the one that follows; nothing where `next` is the block itself.
+inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, Tile tile, int tile_index, int tiles,
+                          const std::byte* next = nullptr) {
   constexpr int kAheadBytes = 4096;  // tuned on EPYC Zen 5
   const std::size_t bytes = block_bytes(type, groups * kGroup);
   TileArgs args{};
   args.block = block;
   args.groups = groups;
   args.tokens = tile.tokens;
+  args.ahead = block;
+  if (next == block) return args;
   if (tiles == 1) {
     args.ahead = block + kAheadBytes;
     args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // with Q6_K not a whole number of lines: 105 for 8 groups
@@ -108,7 +112,8 @@ inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, T
     const std::size_t bursts = static_cast<std::size_t>(groups) * static_cast<std::size_t>(tiles);
     args.ahead_lines = static_cast<int>((bytes / 64 + bursts - 1) / bursts);
     args.ahead_stride = static_cast<std::size_t>(args.ahead_lines) * 64;
-    args.ahead = block + bytes + args.ahead_stride * static_cast<std::size_t>(groups) * static_cast<std::size_t>(tile_index);
+    args.ahead = (next != nullptr ? next : block + bytes) +
+                 args.ahead_stride * static_cast<std::size_t>(groups) * static_cast<std::size_t>(tile_index);
   }
   return args;
 }

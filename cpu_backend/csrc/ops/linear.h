@@ -1,5 +1,6 @@
 // One pass of packed linear layers over the same input: tokens are encoded tile by tile, then blocks of output rows of all layers are
-// computed for all tokens.
+// computed for all tokens. The matrix kernel computes a prompt in segments of tokens, and many columns in parts, so that the activations of a
+// segment's part stay in a core's cache while all blocks of a unit are multiplied with them.
 #pragma once
 
 #include <vector>
@@ -7,6 +8,7 @@
 #include "core/memory.h"
 #include "core/thread_pool.h"
 #include "experts/packed_weights.h"
+#include "experts/segment_product.h"
 #include "simd/kernels.h"
 
 namespace moegraft {
@@ -34,9 +36,11 @@ class LinearJob final : public Job {
   void run(int worker) noexcept override;
 
  private:
+  SegmentProduct product_of(const Tile& segment) const;
   void encode_token(int token, float* widened);
-  void compute_rows(int unit);
-  void compute_rows_of(const PackedLinear& linear, std::byte* out, int unit);
+  void compute_rows(int unit, float* floats, ExpandedWeights& expanded);
+  void write(const PackedLinear& linear, int block, const SegmentProduct& product, const float* out, std::byte* target,
+             int first_token) const;
 
   const Kernels& kernels_;
   const std::vector<const PackedLinear*> linears_;
@@ -44,12 +48,14 @@ class LinearJob final : public Job {
   const Format format_;
   const int workers_;
   const Phases phases_;
-  const int max_tokens_;
   const int groups_;
-  const std::size_t words_;
+  const int part_groups_;  // of the matrix kernel
   Batch batch_{};
   Scratch scratch_{};
   int unit_blocks_ = 1;
+  Tiling segments_{1, 1};  // of the pass
+  std::size_t segment_words_ = 0;  // of the longest one's records
+  std::size_t block_floats_ = 0;  // of its result
   std::vector<int> unit_ends_;  // of each layer
 };
 

@@ -46,7 +46,7 @@ Operation::Operation(std::vector<Operand> operands) : operands_(std::move(operan
   for (const Operand& operand : operands_) fixed_ = fixed_ && operand.is_fixed();
 }
 
-Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.selected().table, runtime.threads(), scratch_} {
+Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.kernels(), runtime.threads(), scratch_} {
   scratch_.workers.resize(static_cast<std::size_t>(runtime.threads()));
 }
 

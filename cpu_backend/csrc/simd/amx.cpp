@@ -1,113 +1,281 @@
-// AMX, since Sapphire Rapids: the matrix unit computes tiles of more than a few tokens; everything else, Q4_K and Q6_K included, runs as
-// with AVX-512 and BF16. isa.cpp selects the tiles that are used by default.
-#include <math.h>
-
+// AMX, since Sapphire Rapids: the matrix kernel of prompts in tile registers. Everything else runs as with AVX-512 and BF16.
+//
+// One to three tiles of 16 tokens are multiplied with both halves of a block, and their sums stay in registers through all columns: 1x2, 2x2
+// (four sums, two tiles of activations, two of weights) or 3x2 (six sums, one and one). A group (32 columns) is expanded a few groups ahead
+// into a ring while the matrix unit multiplies; vector and tile instructions overlap only where they alternate in program order, so steps of
+// the expansion stand between the products. What is expanded ahead carries over from block to block.
+//
+// With more tokens, columns are taken in panels: several passes of 2x2 multiply the same expanded panel, share the expansion of the next one,
+// and keep their sums in memory in between, which changes no bit.
+//
+// Constants were tuned on Emerald Rapids (family 6, model 207), 2026-11, in a study of this design; this version has run over emulated tiles
+// only.
 #include "simd/amx_tiles.h"
-#include "simd/avx512_traits.h"
-#include "simd/vector_kernels.h"
+#include "simd/expansion.h"
 
 namespace moegraft {
 namespace {
 
-constexpr int kVectorTokens = 4;  // up to this many tokens the vector units are fast enough: reading the weights is the limit
-constexpr int kTileTokens = 16;
+constexpr int kPassTiles = 2;  // of one of several passes
+constexpr int kAheadGroups = 3;  // in one pass; not 2: 4 KiB apart, a load waits for an unrelated store
+constexpr int kRingGroups = 8;  // short, so that it stays in L1
+constexpr int kPanelGroups = 8;  // what is multiplied and what is expanded meanwhile stay in L1
+constexpr int kPlainPanelGroups = 16;  // where nothing is expanded
+constexpr std::size_t kOutRow = kBlockRows * sizeof(float);
 
-struct Amx : Avx512Base {
-  static constexpr bool kHasBf16 = true;
-  static I dot_int8(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
-  static I dot_int4(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
-  static F dot_bf16(F sum, I weights, I values) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
+static_assert(kTileRows == kLanes && kRingGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory &&
+              2 * kPanelGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory);
+
+// Registers: sums 2 * tile + half; the others hold activations and weights.
+template <int Tiles>
+MOEGRAFT_INLINE void start_sums(const float* out, bool adds) {
+  if (!adds) {
+    zero_tile<0>();
+    zero_tile<1>();
+    if constexpr (Tiles > 1) zero_tile<2>(), zero_tile<3>();
+    if constexpr (Tiles > 2) zero_tile<4>(), zero_tile<5>();
+    return;
   }
+  constexpr int kTile = kTileRows * kBlockRows;
+  load_tile<0>(out, kOutRow);
+  load_tile<1>(out + kLanes, kOutRow);
+  if constexpr (Tiles > 1) load_tile<2>(out + kTile, kOutRow), load_tile<3>(out + kTile + kLanes, kOutRow);
+  if constexpr (Tiles > 2) load_tile<4>(out + 2 * kTile, kOutRow), load_tile<5>(out + 2 * kTile + kLanes, kOutRow);
+}
+template <int Tiles>
+MOEGRAFT_INLINE void store_sums(float* out) {
+  constexpr int kTile = kTileRows * kBlockRows;
+  store_tile_register<0>(out, kOutRow);
+  store_tile_register<1>(out + kLanes, kOutRow);
+  if constexpr (Tiles > 1) store_tile_register<2>(out + kTile, kOutRow), store_tile_register<3>(out + kTile + kLanes, kOutRow);
+  if constexpr (Tiles > 2) store_tile_register<4>(out + 2 * kTile, kOutRow), store_tile_register<5>(out + 2 * kTile + kLanes, kOutRow);
+}
+
+template <Format Kind, int Step, int End>
+MOEGRAFT_INLINE void expand_steps(const Expander<Kind>& expander, std::byte* target) {
+  if constexpr (Step < End) {
+    expander.template step<Step>(target);
+    expand_steps<Kind, Step + 1, End>(expander, target);
+  }
+}
+
+// One group: products of 1 to 3 tiles of tokens with both halves, and `Count` steps, from `First` on, of the expansion of another group,
+// spread over the places before the products.
+template <Format Kind, int Tiles, int First, int Count>
+MOEGRAFT_INLINE void multiply_group(const std::byte* a, std::size_t a_tile, const std::byte* b, const Expander<Kind>& expander,
+                                    std::byte* target) {
+  constexpr int kPlaces = 2 * Tiles;
+#define MOEGRAFT_EXPAND(place) expand_steps<Kind, First + Count*(place) / kPlaces, First + Count*((place) + 1) / kPlaces>(expander, target)
+  if constexpr (Tiles == 1) {
+    load_tile<6>(b, kLineStride);
+    load_tile_once<4>(a, kTileRowBytes);
+    MOEGRAFT_EXPAND(0);
+    multiply_tiles<0, 4, 6>();
+    load_tile<7>(b + 64, kLineStride);
+    MOEGRAFT_EXPAND(1);
+    multiply_tiles<1, 4, 7>();
+  } else if constexpr (Tiles == 2) {
+    load_tile<6>(b, kLineStride);
+    MOEGRAFT_EXPAND(0);
+    load_tile_once<4>(a, kTileRowBytes);
+    multiply_tiles<0, 4, 6>();
+    load_tile<7>(b + 64, kLineStride);
+    MOEGRAFT_EXPAND(1);
+    multiply_tiles<1, 4, 7>();
+    load_tile_once<5>(a + a_tile, kTileRowBytes);
+    MOEGRAFT_EXPAND(2);
+    multiply_tiles<2, 5, 6>();
+    MOEGRAFT_EXPAND(3);
+    multiply_tiles<3, 5, 7>();
+  } else {  // one register for activations, which are loaded to and fro
+    load_tile<7>(b, kLineStride);
+    load_tile<6>(a, kTileRowBytes);
+    MOEGRAFT_EXPAND(0);
+    multiply_tiles<0, 6, 7>();
+    load_tile<6>(a + a_tile, kTileRowBytes);
+    MOEGRAFT_EXPAND(1);
+    multiply_tiles<2, 6, 7>();
+    load_tile_once<6>(a + 2 * a_tile, kTileRowBytes);
+    MOEGRAFT_EXPAND(2);
+    multiply_tiles<4, 6, 7>();
+    load_tile<7>(b + 64, kLineStride);
+    MOEGRAFT_EXPAND(3);
+    multiply_tiles<5, 6, 7>();
+    load_tile_once<6>(a + a_tile, kTileRowBytes);
+    MOEGRAFT_EXPAND(4);
+    multiply_tiles<3, 6, 7>();
+    load_tile_once<6>(a, kTileRowBytes);
+    MOEGRAFT_EXPAND(5);
+    multiply_tiles<1, 6, 7>();
+  }
+#undef MOEGRAFT_EXPAND
+}
+
+template <Format Kind, int Tiles>
+void one_pass(const MatrixArgs& args) {
+  const auto* a = reinterpret_cast<const std::byte*>(args.records);
+  const std::size_t a_tile = args.tile_words * 4;
+  SpreadPrefetch prefetch(args.ahead, args.ahead_lines, args.groups);
+  Expander<Kind> expander;
+  start_sums<Tiles>(args.out, args.adds);
+  if constexpr (Kind == Format::kBFloat16Dot) {
+    const std::byte* b = args.block;
+    for (int group = 0; group < args.groups; ++group, a += kTileBytes, b += kExpandedGroupBytes) {
+      prefetch.step();
+      multiply_group<Kind, Tiles, 0, 0>(a, a_tile, b, expander, nullptr);
+    }
+  } else {
+    ExpandedWeights& ring = *args.expanded;
+    if (ring.block != args.block || ring.passes != 1) {
+      ring.first = 0;
+      for (int group = 0; group < kAheadGroups && group < args.groups; ++group)
+        expand_group(expander, args.block, group, ring.memory + group * kExpandedGroupBytes);
+    }
+    const auto slot = [&ring](int group) { return ring.memory + (ring.first + group) % kRingGroups * kExpandedGroupBytes; };
+    // First the groups of this block that are not expanded yet, then the first ones of the next block.
+    const std::byte* const next = args.groups >= kAheadGroups ? args.next : nullptr;
+    const std::byte* source = args.block;
+    int group = 0, ahead = kAheadGroups;
+    for (int part = 0; part < 2 && source != nullptr; ++part) {
+      for (const int end = part == 0 ? args.groups - kAheadGroups : args.groups; group < end; ++group, a += kTileBytes) {
+        prefetch.step();
+        expander.begin(source, group + ahead);
+        multiply_group<Kind, Tiles, 0, kExpansionSteps>(a, a_tile, slot(group), expander, slot(group + kAheadGroups));
+      }
+      source = next;
+      ahead = kAheadGroups - args.groups;
+    }
+    for (; group < args.groups; ++group, a += kTileBytes) {
+      prefetch.step();
+      multiply_group<Kind, Tiles, 0, 0>(a, a_tile, slot(group), expander, nullptr);
+    }
+    ring.first = (ring.first + args.groups) % kRingGroups;
+    ring.block = next;
+    ring.passes = 1;
+  }
+  store_sums<Tiles>(args.out);
+}
+
+// Groups that are expanded while others are multiplied.
+template <Format Kind>
+struct Ahead {
+  const std::byte* source = nullptr;
+  int group = 0;
+  int end = 0;
+  std::byte* target = nullptr;
+  Expander<Kind> expander;
 };
 
-void matrix_bf16(const TileArgs& args) {
-  configure({args.tokens, 64, 16});
-  zero<0>();
-  zero<1>();
-  const std::byte* line = args.block;
-  const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, line += 16 * 128, words += args.tokens * 16) {
-    prefetch_ahead(args, group);
-    load<2>(words, 64);
-    load<3>(line, 128);
-    load<4>(line + 64, 128);
-    multiply_bf16<0, 3>();
-    multiply_bf16<1, 4>();
+// One pass over the columns of a panel, with `Share` steps of an expansion in each group.
+template <Format Kind, int Tiles, int Share>
+MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, Ahead<Kind>& ahead,
+                                    SpreadPrefetch& prefetch) {
+  constexpr int kGroupsPerExpansion = kExpansionSteps / Share;
+  int group = 0;
+  for (; group + kGroupsPerExpansion <= groups && ahead.group < ahead.end; group += kGroupsPerExpansion) {
+    ahead.expander.begin(ahead.source, ahead.group);
+    prefetch.step();
+    multiply_group<Kind, Tiles, 0, Share>(a, a_tile, b, ahead.expander, ahead.target);
+    prefetch.step();
+    multiply_group<Kind, Tiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
+    if constexpr (kGroupsPerExpansion == 4) {
+      prefetch.step();
+      multiply_group<Kind, Tiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander, ahead.target);
+      prefetch.step();
+      multiply_group<Kind, Tiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander, ahead.target);
+    }
+    a += kGroupsPerExpansion * kTileBytes;
+    b += kGroupsPerExpansion * kExpandedGroupBytes;
+    ++ahead.group;
+    ahead.target += kExpandedGroupBytes;
   }
-  store<0>(args.out, kBlockRows * sizeof(float));
-  store<1>(args.out + kLanes, kBlockRows * sizeof(float));
-  release();
+  for (; group < groups; ++group, a += kTileBytes, b += kExpandedGroupBytes) {
+    prefetch.step();
+    multiply_group<Kind, Tiles, 0, 0>(a, a_tile, b, ahead.expander, nullptr);
+  }
 }
 
-// Expands nibbles to the unsigned bytes of an int8 group: line j becomes lines 2j and 2j + 1.
-void widen_nibbles(const std::byte* lines, std::byte* target) {
-  for (int j = 0; j < 4; ++j) {
-    for (int half = 0; half < 2; ++half) {
-      const __m512i packed = Amx::load_int(lines + j * 128 + half * 64);
-      _mm512_store_si512(target + 2 * j * 128 + half * 64, Amx::low_nibbles(packed));
-      _mm512_store_si512(target + (2 * j + 1) * 128 + half * 64, Amx::high_nibbles(packed));
-    }
+template <int Tiles>
+struct Width {
+  static constexpr int value = Tiles;
+};
+
+template <Format Kind>
+void several_passes(const MatrixArgs& args, int tiles) {
+  constexpr bool kExpands = Kind != Format::kBFloat16Dot;
+  constexpr int kPanel = kExpands ? kPanelGroups : kPlainPanelGroups;
+  const std::size_t a_tile = args.tile_words * 4;
+  const int passes = (tiles + kPassTiles - 1) / kPassTiles;
+  SpreadPrefetch prefetch(args.ahead, args.ahead_lines, passes * args.groups);
+  Ahead<Kind> ahead;
+  ExpandedWeights& panels = *args.expanded;
+  const auto panel = [&panels](int index) {
+    return panels.memory + static_cast<std::size_t>(index % 2) * kPanelGroups * kExpandedGroupBytes;
+  };
+  if (kExpands && (panels.block != args.block || panels.passes != passes)) {
+    panels.first = 0;
+    for (int group = 0; group < kPanel && group < args.groups; ++group)
+      expand_group(ahead.expander, args.block, group, panel(0) + group * kExpandedGroupBytes);
   }
+  int index = panels.first;
+  for (int first = 0; first < args.groups; first += kPanel, ++index) {
+    const int end = first + kPanel < args.groups ? first + kPanel : args.groups;
+    if (kExpands) {  // the next panel, which may be the first one of the next block
+      const bool ends = end == args.groups;
+      ahead.source = ends ? args.next : args.block;
+      ahead.group = ends ? 0 : end;
+      ahead.end = ahead.group + kPanel < args.groups ? ahead.group + kPanel : args.groups;
+      if (ahead.source == nullptr) ahead.end = ahead.group;
+      ahead.target = panel(index + 1);
+    }
+    const std::byte* b = kExpands ? panel(index) : args.block + static_cast<std::size_t>(first) * kExpandedGroupBytes;
+    const auto* a = reinterpret_cast<const std::byte*>(args.records) + static_cast<std::size_t>(first) * kTileBytes;
+    float* out = args.out;
+    const bool adds = args.adds || first > 0;
+    for (int tile = 0; tile < tiles; tile += kPassTiles, a += kPassTiles * a_tile, out += kPassTiles * kTileRows * kBlockRows) {
+      const auto pass = [&](auto width) __attribute__((always_inline)) {
+        constexpr int kTiles = decltype(width)::value;
+        start_sums<kTiles>(out, adds);
+        if (passes < 4) multiply_panel<Kind, kTiles, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, prefetch);
+        else multiply_panel<Kind, kTiles, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, prefetch);
+        store_sums<kTiles>(out);
+      };
+      if (tile + 1 < tiles) pass(Width<2>());
+      else pass(Width<1>());
+    }
+    if constexpr (kExpands)
+      for (; ahead.group < ahead.end; ++ahead.group, ahead.target += kExpandedGroupBytes)
+        expand_group(ahead.expander, ahead.source, ahead.group, ahead.target);
+  }
+  if (!kExpands) return;
+  panels.first = index % 2;
+  panels.block = args.next;
+  panels.passes = passes;
 }
 
 template <Format Kind>
-void matrix_integer(const TileArgs& args) {
-  constexpr bool kWide = Kind == Format::kInt8;
-  alignas(64) std::byte widened[8 * 128];
-  alignas(64) std::int32_t dots[kTileTokens][kBlockRows];
-  __m512 sums[kTileTokens][2];
-  for (int token = 0; token < args.tokens; ++token) sums[token][0] = sums[token][1] = Amx::zero();
-  configure({args.tokens, 32, 8});
-  const std::byte* base = args.block;
-  const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += args.tokens * 10) {
-    prefetch_ahead(args, group);
-    const std::byte* lines = base + kScaleBytes;
-    if constexpr (!kWide) {
-      widen_nibbles(lines, widened);
-      lines = widened;
-    }
-    zero<0>();
-    zero<1>();
-    load<2>(words + 2, 40);
-    load<3>(lines, 128);
-    load<4>(lines + 64, 128);
-    multiply_int8<0, 3>();
-    multiply_int8<1, 4>();
-    store<0>(dots[0], sizeof dots[0]);
-    store<1>(&dots[0][kLanes], sizeof dots[0]);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(base);
-    const __m512 weight_scales[2] = {Amx::load_f16(scales), Amx::load_f16(scales + kLanes)};
-    for (int token = 0; token < args.tokens; ++token) {
-      const __m512 scale = Amx::broadcast_float(words + token * 10);
-      const __m512i correction = Amx::broadcast_int(words + token * 10 + 1);
-      for (int half = 0; half < 2; ++half) {
-        const __m512i dot = Amx::add_int(Amx::load_int(&dots[token][half * kLanes]), correction);
-        sums[token][half] = Amx::fma(Amx::to_float(dot), Amx::mul(weight_scales[half], scale), sums[token][half]);
-      }
-    }
-    base += kWide ? kInt8GroupBytes : kInt4GroupBytes;
-  }
-  release();
-  for (int token = 0; token < args.tokens; ++token)
-    for (int half = 0; half < 2; ++half) Amx::store(args.out + token * kBlockRows + half * kLanes, sums[token][half]);
-}
-
-template <Format Kind>
-void tile_or_matrix(const TileArgs& args) {
-  if (args.tokens <= kVectorTokens) return tile<Amx, Kind, kVectorTokens>(args);
-  if constexpr (Kind == Format::kBFloat16Dot) matrix_bf16(args);
-  else matrix_integer<Kind>(args);
+void multiply(const MatrixArgs& args) {
+  const int tiles = (args.tokens + kTileRows - 1) / kTileRows;
+  if (tiles == 1) one_pass<Kind, 1>(args);
+  else if (tiles == 2) one_pass<Kind, 2>(args);
+  else if (tiles == 3) one_pass<Kind, 3>(args);
+  else several_passes<Kind>(args, tiles);
 }
 
 Kernels make() {
-  Kernels kernels = vector_kernels<Amx>("amx");
-  kernels.tile[static_cast<int>(Format::kBFloat16Dot)] = tile_or_matrix<Format::kBFloat16Dot>;
-  kernels.tile[static_cast<int>(Format::kInt8)] = tile_or_matrix<Format::kInt8>;
-  kernels.tile[static_cast<int>(Format::kInt4)] = tile_or_matrix<Format::kInt4>;
-  for (const Format format : {Format::kBFloat16Dot, Format::kInt8, Format::kInt4})
-    kernels.max_tokens[static_cast<int>(format)] = kTileTokens;
+  Kernels kernels = avx512_bf16_kernels();
+  kernels.isa = "amx";
+  kernels.matrix = {
+      Format::kBFloat16Dot,
+      kTileRows,
+      std::size_t{1} << 20,  // of the 2 MiB L2: 256 tokens at 2048 columns
+      // Where the two are equally fast with weights from memory.
+      {kNeverMatrix, kNeverMatrix, kNeverMatrix, 2, 12, 12, 10, 10},
+      {nullptr, nullptr, nullptr, multiply<Format::kBFloat16Dot>, multiply<Format::kInt8>, multiply<Format::kInt4>, multiply<Format::kQ4K>,
+       multiply<Format::kQ6K>},
+      configure_tiles,
+      release_tiles,
+  };
   return kernels;
 }
 

@@ -1,11 +1,10 @@
-// Functions for the tile registers of AMX. With MOEGRAFT_EMULATED_AMX they are plain loops, so that the kernels can be tested on machines
-// without AMX.
+// The tile registers of AMX, all of them 16 rows of 64 bytes: a product takes 16 cycles whatever the rows, so smaller shapes gain nothing.
+// With MOEGRAFT_EMULATED_AMX they are memory and plain loops, so that the kernels run on machines without AMX.
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "core/float_conversion.h"
@@ -13,65 +12,69 @@
 namespace moegraft {
 namespace {
 
-// Registers 0 and 1 hold sums, 2 activations, 3 and 4 weights.
-struct TileShape {
-  int tokens;  // rows of the sums and of the activations
-  int depth_bytes;  // bytes of a row of activations
-  int weight_rows;  // rows of the weights: depth_bytes / 4
-};
+constexpr int kTileRegisters = 8;
+constexpr int kTileRows = 16;
+constexpr int kTileRowBytes = 64;
+constexpr std::size_t kTileBytes = std::size_t{kTileRows} * kTileRowBytes;
 
 #if defined(MOEGRAFT_EMULATED_AMX)
 
 struct EmulatedTiles {
-  TileShape shape;
-  std::uint8_t registers[5][16][64];
+  bool configured = false;
+  std::uint8_t registers[kTileRegisters][kTileRows][kTileRowBytes];
 };
-thread_local EmulatedTiles tiles;
+thread_local EmulatedTiles emulated;
 
-inline void configure(const TileShape& shape) { tiles.shape = shape; }
-inline void release() {}
+// On the hardware, a tile instruction without a configuration is an invalid one.
+inline EmulatedTiles& tiles() {
+  if (!emulated.configured) std::abort();
+  return emulated;
+}
+
+inline void configure_tiles() {
+  emulated.configured = true;
+  std::memset(emulated.registers, 0, sizeof emulated.registers);
+}
+inline void release_tiles() { emulated.configured = false; }
 template <int Register>
-inline void zero() {
-  std::memset(tiles.registers[Register], 0, sizeof tiles.registers[Register]);
+inline void zero_tile() {
+  std::memset(tiles().registers[Register], 0, kTileBytes);
 }
 template <int Register>
-inline void load(const void* source, std::size_t stride) {
-  const int rows = Register == 2 ? tiles.shape.tokens : tiles.shape.weight_rows;
-  const int bytes = Register == 2 ? tiles.shape.depth_bytes : 64;
-  for (int row = 0; row < rows; ++row) std::memcpy(tiles.registers[Register][row], static_cast<const char*>(source) + row * stride, bytes);
+inline void load_tile(const void* source, std::size_t stride) {
+  for (std::size_t row = 0; row < kTileRows; ++row)
+    std::memcpy(tiles().registers[Register][row], static_cast<const char*>(source) + row * stride, kTileRowBytes);
 }
 template <int Register>
-inline void store(void* target, std::size_t stride) {
-  for (int row = 0; row < tiles.shape.tokens; ++row)
-    std::memcpy(static_cast<char*>(target) + row * stride, tiles.registers[Register][row], 64);
+inline void load_tile_once(const void* source, std::size_t stride) {
+  load_tile<Register>(source, stride);
 }
-// sums (tokens, 16) int32 += signed bytes times unsigned bytes
-template <int Sums, int Weights>
-inline void multiply_int8() {
-  for (int m = 0; m < tiles.shape.tokens; ++m) {
-    for (int n = 0; n < 16; ++n) {
-      std::int32_t sum;
-      std::memcpy(&sum, &tiles.registers[Sums][m][4 * n], 4);
-      for (int k = 0; k < tiles.shape.depth_bytes; ++k)
-        sum += static_cast<std::int8_t>(tiles.registers[2][m][k]) * static_cast<int>(tiles.registers[Weights][k / 4][4 * n + k % 4]);
-      std::memcpy(&tiles.registers[Sums][m][4 * n], &sum, 4);
-    }
-  }
+template <int Register>
+inline void store_tile_register(void* target, std::size_t stride) {
+  for (std::size_t row = 0; row < kTileRows; ++row)
+    std::memcpy(static_cast<char*>(target) + row * stride, tiles().registers[Register][row], kTileRowBytes);
 }
-// sums (tokens, 16) float += pairs of bfloat16
-template <int Sums, int Weights>
-inline void multiply_bf16() {
-  for (int m = 0; m < tiles.shape.tokens; ++m) {
-    for (int n = 0; n < 16; ++n) {
-      float sum;
-      std::memcpy(&sum, &tiles.registers[Sums][m][4 * n], 4);
-      for (int k = 0; k < tiles.shape.depth_bytes / 2; ++k) {
+
+// Subnormal operands and results count as zero.
+inline float flushed(float x) { return x < 0x1p-126f && x > -0x1p-126f ? 0.0f : x; }
+
+// As the instruction: even and odd columns are summed on their own, each product and addition rounded once, and then added to the sum.
+template <int Sums, int Activations, int Weights>
+inline void multiply_tiles() {
+  EmulatedTiles& t = tiles();
+  for (int m = 0; m < kTileRows; ++m) {
+    for (int n = 0; n < kTileRowBytes / 4; ++n) {
+      float part[2] = {0.0f, 0.0f};
+      for (int k = 0; k < kTileRowBytes / 2; ++k) {
         std::uint16_t a, b;
-        std::memcpy(&a, &tiles.registers[2][m][2 * k], 2);
-        std::memcpy(&b, &tiles.registers[Weights][k / 2][4 * n + 2 * (k % 2)], 2);
-        sum += float_from_bf16(a) * float_from_bf16(b);
+        std::memcpy(&a, &t.registers[Activations][m][2 * k], 2);
+        std::memcpy(&b, &t.registers[Weights][k / 2][4 * n + 2 * (k % 2)], 2);
+        part[k % 2] = flushed(__builtin_fmaf(flushed(float_from_bf16(a)), flushed(float_from_bf16(b)), part[k % 2]));
       }
-      std::memcpy(&tiles.registers[Sums][m][4 * n], &sum, 4);
+      float sum;
+      std::memcpy(&sum, &t.registers[Sums][m][4 * n], 4);
+      sum = flushed(flushed(sum) + flushed(part[0] + part[1]));
+      std::memcpy(&t.registers[Sums][m][4 * n], &sum, 4);
     }
   }
 }
@@ -88,49 +91,37 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-inline void configure(const TileShape& shape) {
+inline void configure_tiles() {
   TileConfig config;
-  for (int sums = 0; sums < 2; ++sums) {
-    config.row_bytes[sums] = 64;
-    config.rows[sums] = static_cast<std::uint8_t>(shape.tokens);
-  }
-  config.row_bytes[2] = static_cast<std::uint16_t>(shape.depth_bytes);
-  config.rows[2] = static_cast<std::uint8_t>(shape.tokens);
-  for (int weights = 3; weights < 5; ++weights) {
-    config.row_bytes[weights] = 64;
-    config.rows[weights] = static_cast<std::uint8_t>(shape.weight_rows);
+  for (int i = 0; i < kTileRegisters; ++i) {
+    config.row_bytes[i] = kTileRowBytes;
+    config.rows[i] = kTileRows;
   }
   // Instead of _tile_loadconfig: GCC 12 declares that it reads 8 bytes, and removes the stores to the others.
   asm volatile("ldtilecfg %0" : : "m"(config));
 }
-inline void release() { _tile_release(); }
-// The compiler's macros accept only literal register numbers.
+inline void release_tiles() { asm volatile("tilerelease"); }
+// The compiler's macros accept only literal numbers of registers, and do not declare that a load reads memory.
 template <int Register>
-inline void zero() {
-  if constexpr (Register == 0) _tile_zero(0);
-  else _tile_zero(1);
-}
-template <int Register>
-inline void load(const void* source, std::size_t stride) {
-  asm volatile("" ::: "memory");  // completes earlier stores: the compiler's macro does not declare that it reads memory
-  if constexpr (Register == 2) _tile_loadd(2, source, stride);
-  else if constexpr (Register == 3) _tile_loadd(3, source, stride);
-  else _tile_loadd(4, source, stride);
+inline void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(Register));
 }
 template <int Register>
-inline void store(void* target, std::size_t stride) {
-  if constexpr (Register == 0) _tile_stored(0, target, stride);
-  else _tile_stored(1, target, stride);
+inline void load_tile(const void* source, std::size_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(Register), "r"(source), "r"(stride) : "memory");
 }
-template <int Sums, int Weights>
-inline void multiply_int8() {
-  if constexpr (Sums == 0) _tile_dpbsud(0, 2, 3);
-  else _tile_dpbsud(1, 2, 4);
+// For what will not be needed soon: it leaves the rest of L1 in place.
+template <int Register>
+inline void load_tile_once(const void* source, std::size_t stride) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" : : "i"(Register), "r"(source), "r"(stride) : "memory");
 }
-template <int Sums, int Weights>
-inline void multiply_bf16() {
-  if constexpr (Sums == 0) _tile_dpbf16ps(0, 2, 3);
-  else _tile_dpbf16ps(1, 2, 4);
+template <int Register>
+inline void store_tile_register(void* target, std::size_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(Register), "r"(target), "r"(stride) : "memory");
+}
+template <int Sums, int Activations, int Weights>
+inline void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(Activations), "i"(Weights));
 }
 
 #endif

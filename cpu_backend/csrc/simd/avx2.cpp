@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -132,10 +133,17 @@ struct Avx2 {
   }
 };
 
+Kernels make() {
+  Kernels kernels = vector_kernels<Avx2>("avx2");
+  // In bfloat16 0.89 of the tiles' time at 12 tokens and 0.77 at 32, in int8 0.97 at 32 (EPYC Zen 5).
+  kernels.matrix = float_matrix_kernels<Avx2>(12, 32);
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static const Kernels kernels = vector_kernels<Avx2>("avx2");
+  static const Kernels kernels = make();
   return kernels;
 }
 

@@ -3,6 +3,7 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -23,10 +24,17 @@ struct Avx512 : Avx512Base {
   }
 };
 
+Kernels make() {
+  Kernels kernels = vector_kernels<Avx512>("avx512");
+  // In int8 0.89 of the tiles' time at 13 tokens and 0.77 at 32 (EPYC Zen 5).
+  kernels.matrix = float_matrix_kernels<Avx512>(kNeverMatrix, 13);
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels = vector_kernels<Avx512>("avx512");
+  static const Kernels kernels = make();
   return kernels;
 }
 

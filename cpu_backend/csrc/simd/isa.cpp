@@ -1,5 +1,6 @@
 #include "simd/isa.h"
 
+#include <array>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -36,19 +37,6 @@ std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
   return sets;
 }
 
-// Whether AMX tiles are faster than those of AVX-512, by Format, where a CPU has both. Measured on Emerald Rapids, 2026-11: a layer of
-// experts, 512 tokens. Linear layers and attention multiply through the same tiles and follow; they were not measured separately.
-constexpr std::array<bool, kFormats> kAmxIsFaster = {
-    false,  // kFloat32: not supported by AMX
-    false,  // kFloat16: not supported
-    false,  // kBFloat16, for activations of other types: not supported
-    true,   // kBFloat16Dot: 61 to 75 ms, against 253 to 300 ms by vectors
-    false,  // kInt8: not faster than VNNI, since sums leave the matrix unit after every 32 columns to be scaled
-    false,  // kInt4: as kInt8
-    false,  // kQ4K: no AMX tiles exist
-    false,  // kQ6K: no AMX tiles exist
-};
-
 }  // namespace
 
 CpuFeatures detect_cpu() {
@@ -61,7 +49,9 @@ CpuFeatures detect_cpu() {
                __builtin_cpu_supports("avx512vl");
   cpu.vnni = __builtin_cpu_supports("avx512vnni");
   cpu.bf16 = __builtin_cpu_supports("avx512bf16");
-#if defined(__linux__)
+#if defined(MOEGRAFT_EMULATED_AMX)
+  cpu.amx = cpu.tile_permission = true;
+#elif defined(__linux__)
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   cpu.amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & (kBf16 | kTile | kInt8)) == (kBf16 | kTile | kInt8);
@@ -89,44 +79,41 @@ std::vector<std::string> available_isas(const CpuFeatures& cpu) {
   return names;
 }
 
-std::string SelectedKernels::name() const {
-  for (const char* isa : tile_isas)
-    if (isa != table.isa) return table.isa + std::string("+") + isa;
-  return table.isa;
-}
-
-SelectedKernels select_kernels(const CpuFeatures& cpu, const std::string& wanted, const std::string& source) {
-  SelectedKernels selected{};
+const Kernels& select_kernels(const CpuFeatures& cpu, const std::string& wanted, const std::string& source) {
+  const Kernels* selected = nullptr;
   std::string available;
   bool compiled = wanted.empty();
-  const Kernels* amx = nullptr;
   for (const InstructionSet& set : instruction_sets(cpu)) {
     const Kernels& kernels = set.kernels();
     compiled = compiled || wanted == kernels.isa;
     if (!set.available) continue;
     available += (available.empty() ? "" : ", ") + std::string(kernels.isa);
-    if (wanted.empty() && kernels.isa == std::string("amx")) {
-      amx = &kernels;
-    } else if (wanted.empty() || wanted == kernels.isa) {
-      selected.table = kernels;
-      selected.tile_isas.fill(kernels.isa);
-    }
+    if (wanted.empty() || wanted == kernels.isa) selected = &kernels;
   }
   if (!compiled) throw std::invalid_argument("unknown instruction set '" + wanted + "'" + source + "; this CPU has " + available);
-  if (selected.table.isa == nullptr)
+  if (selected == nullptr)
     throw std::invalid_argument("instruction set '" + wanted + "'" + source + " is not on this CPU; it has " + available);
-  for (std::size_t format = 0; amx != nullptr && format < kFormats; ++format) {
-    if (!kAmxIsFaster[format]) continue;
-    selected.table.tile[format] = amx->tile[format];
-    selected.table.max_tokens[format] = amx->max_tokens[format];
-    selected.tile_isas[format] = amx->isa;
-  }
-  return selected;
+  return *selected;
 }
 
-SelectedKernels kernels_for(const std::string& isa) {
+Kernels kernels_for(const std::string& isa, std::optional<int> matrix_tokens) {
   const char* forced = isa.empty() ? std::getenv("MOEGRAFT_ISA") : nullptr;
-  return forced != nullptr ? select_kernels(detect_cpu(), forced, " (from MOEGRAFT_ISA)") : select_kernels(detect_cpu(), isa);
+  const bool chosen = isa.empty() && (forced == nullptr || *forced == '\0');
+  Kernels kernels = forced != nullptr ? select_kernels(detect_cpu(), forced, " (from MOEGRAFT_ISA)") : select_kernels(detect_cpu(), isa);
+  if (chosen) {
+    static const std::array<bool, kFormats> right = [&kernels] {
+      std::array<bool, kFormats> found{};
+      for (int format = 0; format < kFormats; ++format)
+        found[static_cast<std::size_t>(format)] =
+            kernels.matrix.multiply[format] != nullptr && matrix_is_right(kernels, static_cast<Format>(format));
+      return found;
+    }();
+    for (int format = 0; format < kFormats; ++format)
+      if (!right[static_cast<std::size_t>(format)]) kernels.matrix.multiply[format] = nullptr;
+  }
+  if (matrix_tokens)
+    for (int& least : kernels.matrix.least_tokens) least = *matrix_tokens > 0 ? *matrix_tokens : kNeverMatrix;
+  return kernels;
 }
 
 }  // namespace moegraft

@@ -1,7 +1,7 @@
-// The compiled instruction sets, those that a CPU supports, and the selection of one for each weight type.
+// The compiled instruction sets, those that a CPU supports, and the selection of one.
 #pragma once
 
-#include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,18 +23,15 @@ CpuFeatures detect_cpu();  // requests the tile registers from the system where 
 std::vector<std::string> compiled_isas();  // in ascending order of features
 std::vector<std::string> available_isas(const CpuFeatures& cpu = detect_cpu());
 
-struct SelectedKernels {
-  Kernels table;                                // table.isa is the instruction set of everything except the tiles
-  std::array<const char*, kFormats> tile_isas;  // the instruction set of the tiles, by Format
+// The table of `wanted`, or of the last available instruction set where `wanted` is empty. Throws std::invalid_argument if `wanted` is
+// unknown or unavailable; the message includes `source`, the origin of the request.
+const Kernels& select_kernels(const CpuFeatures& cpu, const std::string& wanted, const std::string& source = "");
 
-  std::string name() const;  // avx512_bf16, or avx512_bf16+amx where some tiles use another instruction set
-};
+// Whether the matrix kernel of a format computes what it should, in one pass and in several. Runs it.
+bool matrix_is_right(const Kernels& kernels, Format format);
 
-// Selects `wanted` for everything, or the fastest instruction set of each weight type where `wanted` is empty. Throws std::invalid_argument
-// if `wanted` is unknown or unavailable; the message includes `source`, the origin of the request.
-SelectedKernels select_kernels(const CpuFeatures& cpu, const std::string& wanted, const std::string& source = "");
-
-// select_kernels on this CPU for `isa`, or for the environment variable MOEGRAFT_ISA where `isa` is empty.
-SelectedKernels kernels_for(const std::string& isa);
+// select_kernels on this CPU for `isa`, or for the environment variable MOEGRAFT_ISA where `isa` is empty. Without either, matrix kernels that
+// are wrong are left out; they are tested once. `matrix_tokens`, if set, replaces the least tokens of every matrix kernel; 0 stands for never.
+Kernels kernels_for(const std::string& isa, std::optional<int> matrix_tokens = std::nullopt);
 
 }  // namespace moegraft

@@ -65,6 +65,29 @@ struct TileArgs {
   std::size_t ahead_stride;  // bytes from one group's burst to the next one's
 };
 
+// A worker's memory for expanded weights, and what is in it already: valid from one product to the next while weights do not change.
+struct ExpandedWeights {
+  alignas(64) std::byte memory[std::size_t{32} << 10];
+  const std::byte* block = nullptr;  // whose first groups are expanded
+  int passes = 0;  // of the product that they were expanded for
+  int first = 0;  // where they begin, in the kernel's own units
+};
+
+// A block times all tokens of a segment.
+struct MatrixArgs {
+  const std::byte* block;  // one block of 32 rows, or a part of it that begins with a super-block
+  const std::byte* next;  // the block of the next product with as many groups and tokens, or null
+  const std::uint32_t* records;  // tiles, as described at MatrixKernels
+  std::size_t tile_words;  // from a tile to the next
+  int groups;  // columns / 32
+  int tokens;
+  bool adds;  // to `out`, instead of replacing what it holds
+  float* out;  // (tiles * tile_tokens, 32)
+  const std::byte* ahead;  // the bytes to read next, of which `ahead_lines` lines are prefetched meanwhile
+  int ahead_lines;
+  ExpandedWeights* expanded;
+};
+
 struct GateArgs {
   const GateSpec* spec;
   const float* rows;  // (tokens, 32): 16 gate rows then 16 up rows; 32 up rows when ungated
@@ -312,6 +335,28 @@ struct ElementwiseArgs {
   int count;
 };
 
+// The kernels of prompts: weights of any format are expanded to one type in front of one product, some columns at a time, and every token of
+// a segment is multiplied with them while they are in the first-level cache.
+//
+// Activations are records of the format `records` in tiles of `tile_tokens` rows: group g of row r begins at word
+// (g * tile_tokens + r) * words_per_group(records) of its tile. Tokens are spread evenly over the tiles (Tiling); the other rows may hold
+// anything. A token's result does not depend on the other tokens, but differs from that of `tile`, which rounds activations to 8 bits where
+// weights are integers.
+struct MatrixKernels {
+  Format records;
+  int tile_tokens;
+  std::size_t segment_bytes;  // of a segment's activations, which stay in a core's second-level cache
+  int least_tokens[kFormats];  // of a segment, from which on it is faster than `tile`
+  void (*multiply[kFormats])(const MatrixArgs& args);  // null where a format has none
+  void (*begin)();  // on every thread, before its first product of a job
+  void (*end)();  // and after its last
+
+  bool serves(Format format, int tokens) const {
+    return multiply[static_cast<int>(format)] != nullptr && tokens >= least_tokens[static_cast<int>(format)];
+  }
+};
+constexpr int kNeverMatrix = 1 << 30;  // as the least tokens
+
 struct Kernels {
   const char* isa;
   int max_tokens[kFormats];
@@ -330,6 +375,7 @@ struct Kernels {
   void (*norm)(const NormRowArgs& args);
   void (*elementwise)(const ElementwiseArgs& args);
   AttentionKernels attention;
+  MatrixKernels matrix;
 };
 
 // The oracle: plain loops, built everywhere.

@@ -485,6 +485,7 @@ const Kernels& scalar_kernels() {
       scalar_norm,
       elementwise,
       scalar_attention(),
+      {},
   };
   return kernels;
 }

@@ -77,6 +77,7 @@ Kernels vector_kernels(const char* isa) {
       norm<T>,
       elementwise,
       vector_attention<T>(),
+      {},
   };
 }
 

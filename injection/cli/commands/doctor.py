@@ -81,6 +81,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("compiler", facts.compiler or "none"),
         ("CPU", f"{facts.cpu}; {', '.join(sorted(facts.cpu_flags)) or 'flags unknown'}"),
         ("kernel", _kernel_text(facts)),
+        ("prompts", _prompts_text(facts)),
         ("cores", _cores_text(facts)),
         ("NUMA nodes", str(facts.numa_nodes)),
         ("memory", _memory_text(facts)),
@@ -92,16 +93,15 @@ def _kernel_text(facts: Facts) -> str:
     states = []
     for isa in facts.instruction_sets:
         state = f"wrong in {', '.join(isa.wrong)}" if isa.wrong else "tested" if isa.usable else "not on this CPU"
-        states.append(f"{isa.name} ({state}{_use_text(facts, isa.name)})")
+        states.append(f"{isa.name} ({state}{', in use' if isa.name == facts.isa else ''})")
     return ", ".join(states)
 
 
-def _use_text(facts: Facts, isa: str) -> str:
-    """Return the weight types that an instruction set is in use for; the first one of `facts.isa` serves all that no other one does."""
-    if isa == facts.isa.partition("+")[0]:
-        return ", in use"
-    weights = [weight_type for weight_type, used in facts.tile_isas.items() if used == isa]
-    return f", in use for {', '.join(weights)}" if weights else ""
+def _prompts_text(facts: Facts) -> str:
+    if not facts.matrix_tokens:
+        return "vector tiles"
+    served = ", ".join(f"{weight_type} from {tokens} tokens an expert" for weight_type, tokens in facts.matrix_tokens.items())
+    return f"matrix kernel of {facts.isa}: {served}; otherwise vector tiles"
 
 
 def _cores_text(facts: Facts) -> str:

@@ -45,7 +45,7 @@ def healthy() -> Facts:
         cpu_flags=frozenset({"avx2", "fma", "f16c"}),
         instruction_sets=(InstructionSet("scalar", True, RIGHT), InstructionSet("avx2", True, RIGHT)),
         isa="avx2",
-        tile_isas=dict.fromkeys(LIMITS, "avx2"),
+        matrix_tokens={},
         default_isa="avx2",
         forced_isa=None,
         cores=8,
@@ -70,9 +70,9 @@ AMX_REFUSED = tuple(InstructionSet(name, name != "amx", RIGHT if name != "amx" e
 AMX_MACHINE: dict[str, Any] = {
     "cpu_flags": AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
     "instruction_sets": tuple(InstructionSet(name, True, RIGHT) for name in AMX_SETS),
-    "isa": "avx512_bf16+amx",
-    "default_isa": "avx512_bf16+amx",
-    "tile_isas": {name: "amx" if name == "bfloat16" else "avx512_bf16" for name in LIMITS},
+    "isa": "amx",
+    "default_isa": "amx",
+    "matrix_tokens": {"bfloat16": 2, "int4": 12},
 }
 GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
 
@@ -120,18 +120,19 @@ def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
 
 
 def test_only_a_forced_instruction_set_is_a_problem(healthy: Facts) -> None:
-    """What the kernel chooses on a machine with AMX is not the richest instruction set alone, and MOEGRAFT_ISA not the reason."""
     machine = replace(healthy, **AMX_MACHINE)
     for forced in (None, ""):
         assert [problem.severity for problem in find_problems(replace(machine, forced_isa=forced))] == ["notice"]
-    problem = find_problems(replace(machine, isa="amx", tile_isas=dict.fromkeys(LIMITS, "amx"), forced_isa="amx"))[0]
-    assert (problem.severity, problem.fix) == ("warning", "unset MOEGRAFT_ISA") and "instead of avx512_bf16+amx" in problem.what
+    problem = find_problems(replace(machine, isa="avx512_bf16", forced_isa="avx512_bf16"))[0]
+    assert (problem.severity, problem.fix) == ("warning", "unset MOEGRAFT_ISA") and "instead of amx" in problem.what
 
 
-def test_the_instruction_set_of_each_weight_type_is_shown(healthy: Facts) -> None:
-    shown = dict(_rows(replace(healthy, **AMX_MACHINE)))["kernel"]
-    assert "avx512_vnni (tested), avx512_bf16 (tested, in use), amx (tested, in use for bfloat16)" in shown
+def test_the_kernels_in_use_are_shown(healthy: Facts) -> None:
+    rows = dict(_rows(replace(healthy, **AMX_MACHINE)))
+    assert rows["kernel"].endswith("avx512_vnni (tested), avx512_bf16 (tested), amx (tested, in use)")
+    assert rows["prompts"].startswith("matrix kernel of amx: bfloat16 from 2 tokens an expert, int4 from 12 tokens an expert;")
     assert "scalar (tested), avx2 (tested, in use)" in dict(_rows(healthy))["kernel"]
+    assert dict(_rows(healthy))["prompts"] == "vector tiles"
 
 
 def test_the_facts_are_this_machine() -> None:
@@ -144,7 +145,7 @@ def test_the_facts_are_this_machine() -> None:
     names = {found.name: found for found in facts.packages}
     assert names["torch"].version == torch.__version__ and names["torch"].ok and ">=" in names["torch"].wanted
     usable = [isa.name for isa in facts.instruction_sets if isa.usable]
-    assert set(facts.isa.split("+")) <= set(usable) and set(facts.tile_isas.values()) <= set(usable)
+    assert facts.isa in usable and set(facts.matrix_tokens) <= set(LIMITS)
     assert facts.forced_isa == os.environ.get("MOEGRAFT_ISA")
     assert facts.isa == facts.default_isa or facts.forced_isa
 

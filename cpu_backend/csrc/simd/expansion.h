@@ -1,0 +1,243 @@
+// Expansion of packed weights to bfloat16 with AVX-512 (F, BW, DQ): a group of a block, 32 columns of 32 rows, becomes pairs of columns in the
+// order of bfloat16 blocks ([pair][half][lane][2], 2 KiB), whatever its format.
+//
+// Expander<Kind>::begin reads the scales of a group, and each of eight steps expands 128 weights, so that tile instructions can stand between
+// them. A step converts nothing: a code's bits are put into the mantissa of a power of two, one fused multiplication and addition removes that
+// power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower halves makes
+// magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no bias.
+//
+// Whatever holds an expander is inlined, or its constants would go through memory at every tile instruction.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "simd/kernels.h"
+
+namespace moegraft {
+namespace {
+
+#define MOEGRAFT_INLINE inline __attribute__((always_inline))
+
+constexpr std::size_t kExpandedGroupBytes = std::size_t{kBlockRows} * kGroup * 2;
+constexpr int kExpansionSteps = 8;
+constexpr float kCut = 0.0026f;
+
+MOEGRAFT_INLINE __m512i words_at(const std::byte* p) { return _mm512_loadu_si512(p); }
+MOEGRAFT_INLINE __m512i all_words(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+MOEGRAFT_INLINE __m512 halves_at(const std::byte* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+MOEGRAFT_INLINE __m512 enlarged(__m512 scale) { return _mm512_mul_ps(scale, _mm512_set1_ps(1.0f + kCut)); }
+// A shuffle of the bytes of each word.
+MOEGRAFT_INLINE __m512i byte_order(int a, int b, int c, int d) {
+  const auto word = static_cast<std::uint32_t>(a | b << 8 | c << 16 | d << 24);
+  return _mm512_broadcast_i32x4(
+      _mm_add_epi8(_mm_set1_epi32(static_cast<int>(word)), _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)));
+}
+// (bits & mask) | power
+MOEGRAFT_INLINE __m512 mantissa(__m512i bits, __m512i mask, __m512i power) {
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, mask, power, 0xea));
+}
+
+// Takes the upper halves of two vectors of floats as pairs.
+struct PairMaker {
+  __m512i upper = byte_order(2, 3, 2, 3);
+  MOEGRAFT_INLINE void operator()(__m512 even, __m512 odd, std::byte* out) const {
+    constexpr __mmask64 kLowerBytes = 0x3333333333333333ull;
+    _mm512_storeu_si512(out, _mm512_mask_shuffle_epi8(_mm512_castps_si512(odd), kLowerBytes, _mm512_castps_si512(even), upper));
+  }
+};
+
+constexpr std::size_t kLineStride =
+    2 * 64;  // from a line of 16 rows to the line of the next pair, in blocks and in what they are expanded to
+
+// Words of four codes of 8 bits, at bit 8 of the mantissa of 2^15, where 1 has weight 1.
+struct ByteCodes {
+  static constexpr float kPower = 32768.0f;
+  __m512i mask = all_words(0xff00), power = all_words(0x47000000), first = byte_order(0, 0, 0, 0), third = byte_order(2, 2, 2, 2);
+  PairMaker pairs;
+  // 16 rows, 4 columns: value = scale * (power + code) + shift.
+  MOEGRAFT_INLINE void operator()(__m512i codes, __m512 scale, __m512 shift, std::byte* out) const {
+    constexpr __mmask64 kSecondByte = 0x2222222222222222ull;
+    const __m512 c0 = _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(power, kSecondByte, codes, first));
+    const __m512 c1 = mantissa(codes, mask, power);
+    const __m512 c2 = _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(power, kSecondByte, codes, third));
+    const __m512 c3 = mantissa(_mm512_srli_epi32(codes, 16), mask, power);
+    pairs(_mm512_fmadd_ps(c0, scale, shift), _mm512_fmadd_ps(c1, scale, shift), out);
+    pairs(_mm512_fmadd_ps(c2, scale, shift), _mm512_fmadd_ps(c3, scale, shift), out + kLineStride);
+  }
+};
+
+// Words of eight codes of 4 bits: after a shift by 8 to the left or 12 to the right, or none, each stands at bit 8, 12 or 16, where 1 has
+// weight 1 in the mantissa of 2^15, 2^11 or 2^7.
+struct NibbleCodes {
+  struct Scale {
+    __m512 scale, shift8, shift12, shift16;
+  };
+  // value = scale * code - minimum
+  static MOEGRAFT_INLINE Scale scale_of(__m512 scale, __m512 minimum) {
+    const auto shift = [&](float power) { return _mm512_fnmsub_ps(scale, _mm512_set1_ps(power), minimum); };
+    return {scale, shift(32768.0f), shift(2048.0f), shift(128.0f)};
+  }
+
+  __m512i mask8 = all_words(0x0f00), mask12 = all_words(0xf000), mask16 = all_words(0xf0000);
+  __m512i power8 = all_words(0x47000000), power12 = all_words(0x45000000), power16 = all_words(0x43000000);
+  PairMaker pairs;
+  // 16 rows, 8 columns: byte k holds column k in its lower half and column k + 4 in its upper half.
+  MOEGRAFT_INLINE void operator()(const std::byte* line, const Scale& s, std::byte* out) const {
+    const __m512i codes = words_at(line), up = _mm512_slli_epi32(codes, 8), down = _mm512_srli_epi32(codes, 12);
+    const auto at8 = [&](__m512i bits) { return _mm512_fmadd_ps(mantissa(bits, mask8, power8), s.scale, s.shift8); };
+    const auto at12 = [&](__m512i bits) { return _mm512_fmadd_ps(mantissa(bits, mask12, power12), s.scale, s.shift12); };
+    const auto at16 = [&](__m512i bits) { return _mm512_fmadd_ps(mantissa(bits, mask16, power16), s.scale, s.shift16); };
+    pairs(at8(up), at8(codes), out);  // bits 0 and 8
+    pairs(at16(codes), at12(down), out + kLineStride);  // 16 and 24
+    pairs(at12(up), at12(codes), out + 2 * kLineStride);  // 4 and 12
+    pairs(at8(down), at16(down), out + 3 * kLineStride);  // 20 and 28
+  }
+};
+
+template <Format Kind>
+struct Expander;
+
+// Blocks of bfloat16 need no expansion.
+template <>
+struct Expander<Format::kBFloat16Dot> {
+  MOEGRAFT_INLINE void begin(const std::byte*, int) {}
+  template <int>
+  MOEGRAFT_INLINE void step(std::byte*) const {}
+};
+
+template <>
+struct Expander<Format::kInt8> {
+  ByteCodes codes;
+  __m512 scale[2], shift[2];
+  const std::byte* lines;
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* base = block + static_cast<std::size_t>(group) * kInt8GroupBytes;
+    lines = base + kScaleBytes;
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = enlarged(halves_at(base + kLanes * 2 * half));
+      shift[half] = _mm512_mul_ps(scale[half], _mm512_set1_ps(-(ByteCodes::kPower + 128.0f)));
+    }
+  }
+  template <int J>  // four columns
+  MOEGRAFT_INLINE void step(std::byte* out) const {
+    for (int half = 0; half < 2; ++half)
+      codes(words_at(lines + J * kLineStride + half * 64), scale[half], shift[half], out + 2 * J * kLineStride + half * 64);
+  }
+};
+
+struct NibbleExpander {
+  NibbleCodes codes;
+  NibbleCodes::Scale scale[2];
+  const std::byte* lines;
+  template <int J>  // eight columns of half the rows
+  MOEGRAFT_INLINE void step(std::byte* out) const {
+    codes(lines + J * 64, scale[J % 2], out + J / 2 * 4 * kLineStride + J % 2 * 64);
+  }
+};
+
+template <>
+struct Expander<Format::kInt4> : NibbleExpander {
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* base = block + static_cast<std::size_t>(group) * kInt4GroupBytes;
+    lines = base + kScaleBytes;
+    for (int half = 0; half < 2; ++half) {
+      const __m512 value = enlarged(halves_at(base + kLanes * 2 * half));
+      scale[half] = NibbleCodes::scale_of(value, _mm512_mul_ps(value, _mm512_set1_ps(8.0f)));
+    }
+  }
+};
+
+template <>
+struct Expander<Format::kQ4K> : NibbleExpander {
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* super = block + static_cast<std::size_t>(group / kSuperGroups) * kQ4KBytes;
+    const std::byte* words = super + 2 * kScaleBytes;
+    const int index = group % kSuperGroups;
+    const __m128i byte = _mm_cvtsi32_si128(8 * (index % 4));
+    lines = words + kQ4KScaleWords * kWordsBytes + index * kQ4KGroupBytes;
+    for (int half = 0; half < 2; ++half, words += 64) {
+      const __m512i first = _mm512_srl_epi32(words_at(words), byte), second = _mm512_srl_epi32(words_at(words + kWordsBytes), byte);
+      __m512i code = _mm512_and_si512(first, all_words(63)), least = _mm512_and_si512(second, all_words(63));
+      if (index >= 4) {
+        const __m512i lower = _mm512_srl_epi32(words_at(words + 2 * kWordsBytes), byte);
+        const auto joined = [](__m512i low, __m512i high) {
+          return _mm512_or_si512(_mm512_and_si512(low, all_words(15)), _mm512_and_si512(_mm512_srli_epi32(high, 2), all_words(48)));
+        };
+        code = joined(lower, first);
+        least = joined(_mm512_srli_epi32(lower, 4), second);
+      }
+      const __m512 d = enlarged(halves_at(super + kLanes * 2 * half)), m = enlarged(halves_at(super + kScaleBytes + kLanes * 2 * half));
+      scale[half] = NibbleCodes::scale_of(_mm512_mul_ps(d, _mm512_cvtepi32_ps(code)), _mm512_mul_ps(m, _mm512_cvtepi32_ps(least)));
+    }
+  }
+};
+
+template <>
+struct Expander<Format::kQ6K> {
+  ByteCodes codes;
+  __m512 scale[2][2], shift[2][2];  // [16 columns][half]
+  const std::byte* lines;
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* super = block + static_cast<std::size_t>(group / kSuperGroups) * kQ6KBytes;
+    const std::byte* words = super + kScaleBytes;
+    const int index = group % kSuperGroups;
+    lines = words + kQ6KScaleWords * kWordsBytes + index * kQ6KGroupBytes;
+    for (int half = 0; half < 2; ++half) {
+      const __m512 d = enlarged(halves_at(super + kLanes * 2 * half));
+      const __m512i four = words_at(words + index / 2 * kWordsBytes + half * 64);  // scales, two for each of two groups
+      for (int part = 0; part < 2; ++part) {
+        const __m128i to_top = _mm_cvtsi32_si128(24 - 8 * (2 * (index % 2) + part));
+        scale[part][half] = _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sll_epi32(four, to_top), 24)));
+        shift[part][half] = _mm512_mul_ps(scale[part][half], _mm512_set1_ps(-(ByteCodes::kPower + 32.0f)));
+      }
+    }
+  }
+  template <int J>  // eight columns of half the rows: line J / 4 * 2 + J % 2 of nibbles
+  MOEGRAFT_INLINE void step(std::byte* out) const {
+    constexpr int kPart = J / 4, kHalf = J / 2 % 2, kLine = J % 2;
+    const __m512i nibbles = words_at(lines + (2 * kPart + kLine) * kLineStride + kHalf * 64);
+    const __m512i upper = words_at(lines + kNibbleBytes + kPart * kLineStride + kHalf * 64);
+    // (upper & 0x30) | (low & 0x0f), in each byte
+    const auto joined = [](__m512i low, __m512i high) {
+      return _mm512_ternarylogic_epi32(_mm512_and_si512(low, all_words(0x0f0f0f0f)), high, all_words(0x30303030), 0xf8);
+    };
+    std::byte* target = out + (8 * kPart + 4 * kLine) * kLineStride + kHalf * 64;
+    const __m512i first = joined(nibbles, kLine == 0 ? _mm512_slli_epi32(upper, 4) : upper);
+    const __m512i second = joined(_mm512_srli_epi32(nibbles, 4), kLine == 0 ? _mm512_slli_epi32(upper, 2) : _mm512_srli_epi32(upper, 2));
+    codes(first, scale[kPart][kHalf], shift[kPart][kHalf], target);
+    codes(second, scale[kPart][kHalf], shift[kPart][kHalf], target + 2 * kLineStride);
+  }
+};
+
+template <Format Kind>
+MOEGRAFT_INLINE void expand_group(Expander<Kind>& expander, const std::byte* block, int group, std::byte* out) {
+  expander.begin(block, group);
+  expander.template step<0>(out);
+  expander.template step<1>(out);
+  expander.template step<2>(out);
+  expander.template step<3>(out);
+  expander.template step<4>(out);
+  expander.template step<5>(out);
+  expander.template step<6>(out);
+  expander.template step<7>(out);
+}
+
+// Prefetches some lines in each step of a product, the same number in all but the last ones: a branch that is taken irregularly costs more
+// than the prefetches.
+struct SpreadPrefetch {
+  const std::byte* next;
+  const std::byte* end;
+  int lines;  // of a step
+  SpreadPrefetch(const std::byte* first, int all_lines, int steps)
+      : next(first), end(first + static_cast<std::size_t>(all_lines) * 64), lines((all_lines + steps - 1) / steps) {}
+  MOEGRAFT_INLINE void step() {
+    if (next >= end) return;
+    for (int i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+}  // namespace
+}  // namespace moegraft

@@ -1,0 +1,123 @@
+// The matrix kernel in float32, for weights whose tiles are slow without the instruction for their products: these are expanded exactly, and
+// activations are not rounded. Templates over the traits of vector_kernels.h, whose rules apply here.
+//
+// With VNNI the tiles of integers are 1.3 to 2.2 times as fast as an expansion to bfloat16 or float32, and with BF16 those of bfloat16 are as
+// fast (EPYC Zen 5, 2026-11, 8 to 64 tokens of an expert): such instruction sets have no matrix kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "simd/kernels.h"
+#include "simd/vector_tiles.h"
+
+namespace moegraft {
+namespace {
+
+constexpr int kFloatPanelGroups = 4;  // columns / 32 whose weights (16 KiB) and activations of a tile stay in L1 together
+
+// Writes a group of a block as (32 columns, 32 rows) floats.
+template <class T, Format Kind>
+inline void expand_to_floats(const std::byte* block, int group, float* out) {
+  constexpr int kStep = T::kWidth * 4;  // bytes of a vector in a line
+  static_assert(Kind == Format::kBFloat16Dot || Kind == Format::kInt8);
+  for (int v = 0; v < T::kVectors; ++v, out += T::kWidth) {
+    float* column = out;
+    if constexpr (Kind == Format::kBFloat16Dot) {
+      const std::byte* line = block + static_cast<std::size_t>(group) * kGroup * kBlockRows * 2 + v * kStep;
+      for (int pair = 0; pair < kGroup / 2; ++pair, line += kWordsBytes, column += 2 * kBlockRows) {
+        T::store(column, T::low_bf16(T::load_int(line)));
+        T::store(column + kBlockRows, T::high_bf16(T::load_int(line)));
+      }
+    } else {
+      const std::byte* base = block + static_cast<std::size_t>(group) * kInt8GroupBytes;
+      const std::byte* line = base + kScaleBytes + v * kStep;
+      const typename T::F scale = T::load_f16(reinterpret_cast<const std::uint16_t*>(base) + v * T::kWidth);
+      const typename T::F shift = T::mul(scale, T::set(-128.0f));
+      for (int step = 0; step < kGroup / 4; ++step, line += kWordsBytes) {
+        typename T::I codes = T::load_int(line);
+        for (int i = 0; i < 4; ++i, column += kBlockRows, codes = T::next_bytes(codes))
+          T::store(column, T::fma(T::to_float(T::low_bytes(codes)), scale, shift));
+      }
+    }
+  }
+}
+
+// Some vectors of a panel times N tokens.
+template <class T, int V, int N>
+inline void multiply_floats(const std::uint32_t* words, const float* weights, int groups, bool adds, float* out, int first_vector) {
+  typename T::F sums[N][V] = {};
+  if (adds) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[n][v] = T::load(out + n * kBlockRows + (first_vector + v) * T::kWidth);
+  }
+  weights += first_vector * T::kWidth;
+  for (int group = 0; group < groups; ++group, words += (T::kFloatTokens - 1) * kGroup) {
+    for (int column = 0; column < kGroup; ++column, ++words, weights += kBlockRows) {
+      typename T::F factors[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) factors[v] = T::load(weights + v * T::kWidth);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const typename T::F value = T::broadcast_float(words + n * kGroup);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[n][v] = T::fma(factors[v], value, sums[n][v]);
+      }
+    }
+  }
+  store_tile<T, V, N>(sums, out, first_vector);
+}
+
+template <class T, int N = T::kFloatTokens>
+inline void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds, float* out) {
+  if constexpr (N > 1) {
+    if (tokens != N) return multiply_floats_of<T, N - 1>(tokens, words, weights, groups, adds, out);
+  }
+  if constexpr (N <= T::kWholeTokens) {
+    multiply_floats<T, T::kVectors, N>(words, weights, groups, adds, out, 0);
+  } else {
+    multiply_floats<T, T::kVectors / 2, N>(words, weights, groups, adds, out, 0);
+    multiply_floats<T, T::kVectors / 2, N>(words, weights, groups, adds, out, T::kVectors / 2);
+  }
+}
+
+template <class T, Format Kind>
+void matrix_floats(const MatrixArgs& args) {
+  constexpr int kRows = T::kFloatTokens;
+  const int tiles = (args.tokens + kRows - 1) / kRows, base = args.tokens / tiles, longer = args.tokens % tiles;
+  auto* panel = reinterpret_cast<float*>(args.expanded->memory);
+  const std::byte* ahead = args.ahead;
+  for (int first = 0; first < args.groups; first += kFloatPanelGroups) {
+    const int groups = args.groups - first < kFloatPanelGroups ? args.groups - first : kFloatPanelGroups;
+    for (int group = 0; group < groups; ++group) expand_to_floats<T, Kind>(args.block, first + group, panel + group * kGroup * kBlockRows);
+    const std::uint32_t* words = args.records + static_cast<std::size_t>(first) * kRows * kGroup;
+    float* out = args.out;
+    const int parts = (args.groups + kFloatPanelGroups - 1) / kFloatPanelGroups * tiles;
+    for (int tile = 0; tile < tiles; ++tile, words += args.tile_words, out += kRows * kBlockRows) {
+      for (int line = 0; line < (args.ahead_lines + parts - 1) / parts; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      multiply_floats_of<T>(base + (tile < longer ? 1 : 0), words, panel, groups, args.adds || first > 0, out);
+    }
+  }
+}
+
+inline void no_preparation() {}
+
+// From `bf16_tokens` and `int8_tokens` on, measured against the tiles.
+template <class T>
+MatrixKernels float_matrix_kernels(int bf16_tokens, int int8_tokens) {
+  constexpr int kNever = kNeverMatrix;
+  return {
+      Format::kFloat32,
+      T::kFloatTokens,
+      std::size_t{384} << 10,  // the weights of a unit need the remainder of L2
+      {kNever, kNever, kNever, bf16_tokens, int8_tokens, kNever, kNever, kNever},
+      {nullptr, nullptr, nullptr, matrix_floats<T, Format::kBFloat16Dot>, matrix_floats<T, Format::kInt8>, nullptr, nullptr, nullptr},
+      no_preparation,
+      no_preparation,
+  };
+}
+
+}  // namespace
+}  // namespace moegraft
