@@ -1,4 +1,4 @@
-"""Timelines of the GPU, the CPU and the link, with each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
+"""Timelines of the GPU, the CPU and the link, with steps, each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LANES = ("rounds", "plan", "GPU", "CPU", "link")  # from top to bottom
+LANES = ("rounds", "step", "plan", "GPU", "CPU", "link")  # from top to bottom
 
 
 @dataclass(frozen=True, slots=True)
