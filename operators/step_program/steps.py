@@ -307,19 +307,18 @@ class StepPrograms:
         """Compute a step both ways, and give the program up where they differ."""
         failure = None
         with torch.inference_mode():  # the states may have been made in it
-            buffers.own(step.cache, program.replaced)
-            states = program.overwritten(step.cache)
-            kept = [tensor.clone() for tensor in states]
+            kept = [tensor.clone() for tensor in program.overwritten(step.cache)]
         counts = [array.copy() for array in program.counters]
         try:
             found = program.run(buffers, step, advance=False)["logits"]
         except (ValueError, RuntimeError) as error:
             failure = f"a program cannot run: {error}"
-        with torch.inference_mode():
-            for tensor, old in zip(states, kept, strict=True):
-                tensor.copy_(old)
-        for array, before in zip(program.counters, counts, strict=True):
-            array[:] = before
+        finally:  # also after Ctrl-C
+            with torch.inference_mode():
+                for tensor, old in zip(program.overwritten(step.cache), kept, strict=True):
+                    tensor.copy_(old)
+            for array, before in zip(program.counters, counts, strict=True):
+                array[:] = before
         expected = usual()
         if failure is None:
             wanted = expected["logits"].float()
@@ -444,7 +443,7 @@ class _StepProgram:
         return [holder(cache, name)[name[-1]] for name in self._states]
 
     def overwritten(self, cache: Any) -> list[torch.Tensor]:
-        """Return the tensors of a cache that the program changes in place, if the cache is held."""
+        """Return the tensors of a cache that the program changes in place; those it owns may be others after a run."""
         return [*self.states(cache), *(holder(cache, name)[name[-1]] for name in self.replaced)]
 
     def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:

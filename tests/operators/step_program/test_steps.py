@@ -442,6 +442,35 @@ def test_states_that_are_replaced(models: Callable[[str], PreTrainedModel]) -> N
     assert_equal_steps(model, prompt(30), [7, *[1] * 20], between=at((6, 12), between), least=5)
 
 
+def test_states_that_the_model_replaces_in_each_step(models: Callable[[str], PreTrainedModel]) -> None:
+    """MiniMax's: a program overwrites them, but never those that someone has kept."""
+    model: Any = models("minimax")
+
+    def steps(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        with torch.no_grad():
+            outputs = model(input_ids=prompt(40)[:, :7], use_cache=True)
+        cache, found = outputs.past_key_values, []
+        for turn in range(7, 40):
+            found.append(fed(model, prompt(40)[:, turn:], [1], cache=cache))
+            state = next(each for each in cache.linear_cache if isinstance(each, torch.Tensor))
+            if turn % 4 == 0:
+                kept.append((state, state.clone()))
+            if turn == 30:
+                for number, each in enumerate(cache.linear_cache):
+                    cache.linear_cache[number] = each * 0.5 if isinstance(each, torch.Tensor) else each
+        return torch.cat(found, 1)
+
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with layer_by_layer():
+        expected = steps([])
+    before = replayed(model)
+    for _ in range(2):
+        assert float(differences(steps(kept), expected).max()) <= CLOSE
+    assert replayed(model) - before > 40, reasons(model)
+    for state, values in kept:
+        assert torch.equal(state, values)
+
+
 def test_generate_again_with_one_cache(models: Callable[[str], PreTrainedModel]) -> None:
     for family in ("qwen3_moe", "mixtral"):
         model = models(family)
