@@ -35,7 +35,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
+from moegraft.operators.base import MAX_REPLAYED_SEQUENCES, Operator
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.step_program.fitting import (
@@ -72,7 +72,7 @@ _PLAIN_ARGUMENTS = {
 }
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor")  # in names of a config
 _LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _DEPTH = 4  # of lists in lists, and the like
 _COUNTED = 1  # reference that sys.getrefcount itself holds
 _LONG = 1 << 20  # positions, for a cache of states alone
@@ -773,9 +773,11 @@ class _ModelState:
         self._settings: list[tuple[dict[str, Any], str, Any]] = []
         # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
         self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
-        for module in filter(lambda module: _is_library(type(module)), modules):
+        for module in modules:
+            if not _is_library(type(module)) or isinstance(module, Operator):
+                continue
             for name, value in vars(module).items():
-                if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
+                if name not in _TORCH_ATTRIBUTES and isinstance(value, bool | int | float | str | None):
                     # Numbers of the libraries' own modules hardly ever change: they are compared once for each prompt.
                     (self._attributes if value is None else self._settings).append((vars(module), name, value))
         configs = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, PretrainedConfig)}

@@ -26,10 +26,11 @@ from transformers.cache_utils import DynamicLayer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.serve.batch import Batch
+from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
-from moegraft.operators.step_program.steps import StepPrograms
+from moegraft.operators.step_program.steps import StepPrograms, _ModelState
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")
@@ -911,6 +912,68 @@ def test_an_attribute_that_changes_in_every_step(models: Callable[[str], PreTrai
     assert_equal_steps(model, prompt(40), [7, *[1] * 30], between=between, least=0)
     assert "the model's attributes change from step to step" in reasons(model)
     assert_equal_steps(model, prompt(40), [7, *[1] * 20], least=10)
+
+
+def other_value(value: Any) -> Any:
+    return not value if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else 1 if value is None else value + 1
+
+
+def test_what_dynamo_guards_is_noticed(qwen: PreTrainedModel) -> None:
+    """TorchDynamo lists what a step reads of the model: constants, hooks, absent attributes. A change of each must be noticed."""
+    cache = new_cache(qwen)
+    fed(qwen, prompt(20), [7, *[1] * 4], cache=cache)
+    with torch.no_grad():
+        found = torch._dynamo.explain(qwen)(input_ids=prompt(20)[:, 11:12], past_key_values=cache, use_cache=True)
+    torch._dynamo.reset()
+    guards = [(guard.create_fn_name(), guard.name) for guard in found.out_guards if guard.name.startswith("L['self']")]
+    state = _ModelState(qwen)
+    noticed = []
+    for kind, name in guards:
+        owner_name, _, attribute = name.rpartition(".")
+        if kind == "EMPTY_NN_MODULE_HOOKS_DICT" and attribute in ("_forward_hooks", "_forward_pre_hooks"):
+            table = eval(name, {"L": {"self": qwen}})
+            table[-1] = print
+            assert state.changed(fully=False), f"a hook in {name}"
+            del table[-1]
+        elif kind in ("CONSTANT_MATCH", "EQUALS_MATCH") and attribute.isidentifier() and ".__" not in name and "_moegraft" not in name:
+            owner = eval(owner_name, {"L": {"self": qwen}})
+            table = vars(owner)
+            if attribute not in table or isinstance(owner, Operator):
+                continue  # of a class, or our own
+            before = table[attribute]
+            table[attribute] = other_value(before)
+            assert state.changed(fully=True), name
+            table[attribute] = before
+        else:
+            continue
+        noticed.append(attribute)
+        assert not state.changed(fully=True), f"{name} as it was"
+    assert len(noticed) > 80
+    assert {"_forward_hooks", "head_dim", "attention_scaling", "variance_epsilon", "output_router_logits"} <= set(noticed)
+
+
+def test_a_lora_adapter() -> None:
+    """peft's, on the layers that are left to PyTorch: merged weights, an adapter switched off and on, and taken away."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    model: Any = new_model("qwen3_moe")
+
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert names
+
+    def adapted() -> None:
+        torch.manual_seed(1)
+        model.add_adapter(peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False))
+
+    def steps() -> torch.Tensor:
+        changes = {8: adapted, 14: model.disable_adapters, 20: model.enable_adapters, 26: lambda: model.delete_adapter("default")}
+        return fed(model, prompt(50), [7, *[1] * 34], between=lambda cache, step: step in changes and changes[step]() and None)
+
+    with layer_by_layer():
+        expected = steps()
+        assert float(differences(fed(model, prompt(50), [7, *[1] * 34]), expected).max()) > 1e-3, "the adapter changes nothing"
+    before = replayed(model)
+    assert float(differences(steps(), expected).max()) <= CLOSE
+    assert replayed(model) - before >= 8, reasons(model)
 
 
 def norm_weight(model: Any) -> nn.Parameter:
