@@ -3,8 +3,8 @@
 `ratio` is the median over rounds of the time layer by layer over that of the program. With `--busy N`, N processes keep cores busy
 meanwhile, which shows how both give way.
 
-`--trace` measures nothing else: it writes the kernels of one token, layer by layer and in its program, to results/step_timeline.csv (of the
-steps of a text, the one with the median time) and draws them in results/step_timeline.svg. `--picture` only draws.
+`--trace` measures nothing else: it writes the kernels of one token, layer by layer and in its program, to results/step_timeline.csv (of
+many steps the fastest, which other programs disturb least) and draws them in results/step_timeline.svg. `--picture` only draws.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure(name: str, layers: int, context: int, tokens: int, rounds: int, proc
 
 
 def trace(name: str, layers: int, context: int, tokens: int) -> list[dict[str, object]]:
-    """Return the kernels of one step in both ways: of the last `tokens` steps after `context` tokens the one with the median time."""
+    """Return the kernels of one step in both ways: the fastest of `tokens` steps, which follow `context` and as many more tokens."""
     rows: list[dict[str, object]] = []
     with opened(name, layers) as model, torch.inference_mode():
         injection = model.moegraft
@@ -112,7 +112,7 @@ def trace(name: str, layers: int, context: int, tokens: int) -> list[dict[str, o
                     kernels, start_ms = len(timeline.spans), 1e3 * time.perf_counter()
                     model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
                     steps.append((1e3 * time.perf_counter() - start_ms, start_ms, timeline.spans[kernels:]))
-            took_ms, start_ms, spans = sorted(steps[tokens:], key=lambda step: step[0])[tokens // 2]
+            took_ms, start_ms, spans = min(steps[tokens:], key=lambda step: step[0])
             step = {"provider": name, "layers": layers, "context": context, "way": way}
             rows.append({**step, "kernel": "step", "start_us": 0.0, "end_us": round(1e3 * took_ms, 1)})
             for span in spans:
