@@ -473,13 +473,10 @@ class Program:
     def run(self, position: int, first: int, end: int) -> None:
         """Run the stages from `first` to `end` for a checked position."""
     def spans(self) -> list[tuple[int, int]]:
-        """Return when the kernel of each stage last began and ended on the calling thread, in ns of `time.perf_counter_ns`.
-
-        Both are 0 for a stage without a kernel, and for one that the other threads had finished before.
-        """
+        """Return when the kernel of each stage last began and ended, in ns of `time.perf_counter_ns`; 0 for a stage without one."""
     @property
     def kernel_ns(self) -> int:
-        """The time that the calling thread has spent in kernels so far."""
+        """The time that kernels have taken so far."""
 
 class Planner:
     """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.

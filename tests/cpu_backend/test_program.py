@@ -630,7 +630,7 @@ def test_spans_of_kernels(rig: Rig) -> None:
     after, spent = time.perf_counter_ns(), rig.program.kernel_ns
     (began, ended), none = rig.program.spans()
     assert none == (0, 0)
-    assert (began, ended) == (0, 0) or before <= began <= ended <= after  # the other thread may have been faster
+    assert before <= began <= ended <= after
     assert spent == ended - began
 
 

@@ -177,6 +177,10 @@ void Program::run(std::int64_t position, int first, int end) {
     failed_.store(false);
     error_ = nullptr;
   });
+  for (int i = first; i < end; ++i) {
+    const Span& span = stages_[static_cast<std::size_t>(i)]->span;
+    kernel_ns_ += span.ended > span.began ? span.ended - span.began : 0;
+  }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
@@ -186,20 +190,14 @@ void Program::run(int worker) noexcept {
     if (stage.done.load(std::memory_order_acquire)) continue;
     if (!stage.claimed.exchange(true, std::memory_order_acq_rel)) {
       run_small(stage, i > first_ ? stages_[static_cast<std::size_t>(i) - 1].get() : nullptr);
+      if (stage.kernel) stage.span.began = now_ns();
       stage.ready.store(true, std::memory_order_release);
     } else {
       wait_until([&] { return stage.ready.load(std::memory_order_acquire); });
     }
     if (failed_.load(std::memory_order_acquire)) return;
-    if (stage.kernel) {
-      const std::int64_t began = worker == 0 ? now_ns() : 0;
-      stage.kernel->run(worker);
-      if (worker == 0) {
-        stage.span = {began, now_ns()};
-        kernel_ns_ += stage.span.ended - began;
-      }
-    }
-    stage.done.store(true, std::memory_order_release);
+    if (stage.kernel) stage.kernel->run(worker);
+    if (!stage.done.exchange(true, std::memory_order_acq_rel) && stage.kernel) stage.span.ended = now_ns();
   }
 }
 

@@ -174,8 +174,8 @@ class Program final : public Job {
 
   void run(int worker) noexcept override;
 
-  // Of each stage's kernel on the calling thread, in the last run of that stage: when it began and ended, in ns of the steady clock. Both
-  // are 0 for a stage without a kernel, and for one that the other workers had finished before the calling thread came to it.
+  // When the kernel of a stage began and ended in the last run of that stage, on whatever worker came first, in ns of the steady clock;
+  // both are 0 for a stage without a kernel.
   struct Span {
     std::int64_t began = 0, ended = 0;
   };
@@ -184,7 +184,7 @@ class Program final : public Job {
 
  private:
   struct Stage {
-    Span span;  // written by worker 0
+    Span span;  // its ends are written by the workers that claim and that finish the stage first
     std::vector<std::unique_ptr<SmallOperation>> small;
     std::unique_ptr<KernelOperation> kernel;
     std::atomic<bool> claimed{false};
@@ -211,7 +211,7 @@ class Program final : public Job {
   std::vector<Buffer> buffers_;
   std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;
   int first_ = 0, end_ = 0;
-  std::int64_t kernel_ns_ = 0;  // written by worker 0
+  std::int64_t kernel_ns_ = 0;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;
 };
