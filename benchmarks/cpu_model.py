@@ -26,10 +26,12 @@ from _peer_process import PeerFailed, PeerProcess
 from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
 from record import percentiles, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection import optimize_and_load
 
 PROMPT = 512
+LONGEST = 2048  # tokens of the longest context that a benchmark decodes after
 DECODES = {"decode": 8, f"decode-{PROMPT}": PROMPT}  # tokens of context
 PHASES = (*DECODES, f"prompt-{PROMPT}")
 DISTINCT_EXPERTS = 8  # the others are copies at other addresses, as far apart as a real model's
@@ -83,18 +85,22 @@ def make_model(layers: int) -> PreTrainedModel:
 
 
 @contextmanager
+def rule_file(weights: str, linear: bool = True) -> Iterator[str]:
+    """Yield the path of a rule file with experts, and linear layers if asked, in a weight type."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as rules:
+        rules.write(RULES.format(weights=weights) + (LINEAR_RULE.format(weights=weights) if linear else ""))
+        rules.flush()
+        yield rules.name
+
+
+@contextmanager
 def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
     """Yield the phases of `stock` or of one of moegraft's weight types; the model is freed at the end."""
     model = make_model(layers)
     if name != "stock":
-        weights = name.removeprefix("ours-").removesuffix("-experts")
-        text = RULES.format(weights=weights)
-        if not name.endswith("-experts"):
-            text += LINEAR_RULE.format(weights=weights)
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as rules:
-            rules.write(text)
-            rules.flush()
-            model = optimize_and_load(model, rules.name, progress=False)
+        weights = name.removeprefix("ours-")
+        with rule_file(weights.removesuffix("-experts"), linear=not weights.endswith("-experts")) as rules:
+            model = optimize_and_load(model, rules, progress=False)
     try:
         yield model
     finally:
@@ -120,24 +126,58 @@ def read_gbps() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context`, `prefill()` reads a prompt of 512."""
+    """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context` and returns the seconds from the first
+    to the last, `prefill()` reads a prompt of 512."""
 
-    decode: Callable[[int, int], object]
+    decode: Callable[[int, int], float]
     prefill: Callable[[], object]
 
 
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
 
 
+class Clock(BaseStreamer):
+    """The times at which `generate` passes on a prompt and each new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def phases_of(model: PreTrainedModel) -> Phases:
+    """Return the phases of a transformers model, with our operators or without."""
+    prompt = torch.randint(0, 8192, (1, LONGEST), generator=torch.Generator().manual_seed(1))
+
+    def decode(tokens: int, context: int) -> float:
+        clock = Clock()
+        model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
+        _, first, *_, last = clock.times
+        return last - first
+
+    return Phases(decode, lambda: model(prompt[:, :PROMPT], logits_to_keep=1))
+
+
+def llama_cpp_phases(peer: LlamaCpp) -> Phases:
+    tokens = torch.randint(0, 8192, (LONGEST,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def decode(count: int, context: int) -> float:
+        peer.prefill(tokens[:context])
+        start = time.perf_counter()
+        peer.decode(count - 1)
+        return time.perf_counter() - start
+
+    return Phases(decode, lambda: peer.prefill(tokens[:PROMPT]))
+
+
 @contextmanager
 def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
-    prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     with provider(name, layers) as model, torch.inference_mode():
-
-        def decode(tokens: int, context: int) -> object:
-            return model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
-
-        yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
+        yield phases_of(model)
 
 
 @contextmanager
@@ -146,20 +186,13 @@ def llama_cpp(name: str, layers: int) -> Iterator[Phases]:
         path = Path(folder) / "model.gguf"
         write_model(path, Sizes(layers=layers), name.removeprefix("llama.cpp-"))
         with LlamaCpp(path, torch.get_num_threads()) as peer:
-            tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-
-            def decode(count: int, context: int) -> object:
-                peer.prefill(tokens[:context])
-                return peer.decode(count)
-
-            yield Phases(decode, lambda: peer.prefill(tokens))
+            yield llama_cpp_phases(peer)
 
 
 def measure(phases: Phases, phase: str, rounds: int, new_tokens: int) -> dict[str, object]:
-    if phase in DECODES:  # without the first token, whose time includes the prompt
+    if phase in DECODES:
         context, tokens = DECODES[phase], new_tokens - 1
-        first = statistics.median(timed(lambda: phases.decode(1, context), rounds))
-        times = [taken - first for taken in timed(lambda: phases.decode(new_tokens, context), rounds)]
+        times = [phases.decode(new_tokens, context) for _ in range(rounds + 1)][1:]
     else:
         times, tokens = timed(phases.prefill, rounds), PROMPT
     return {**percentiles([tokens / taken for taken in times], "tokens_s", 1), "read_probe_gb_s": round(read_gbps(), 1)}

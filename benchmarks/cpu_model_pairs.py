@@ -1,53 +1,93 @@
-"""Is decoding on the CPU faster than llama.cpp's? Six layers of Qwen3-30B-A3B's shapes in the same weight type, interleaved.
+"""Is decoding on the CPU faster than llama.cpp's? Layers of Qwen3-30B-A3B's shapes from one GGUF file, the providers interleaved.
 
 `cpu_model.py` measures providers minutes apart, in which the memory of a shared machine may change its speed by half. Here each round
-decodes with one provider and then with the other; `ratio` is the median over rounds of moegraft's rate over llama.cpp's. Each runs in a
-process of its own; if one crashes, the row has its `failure` in place of figures.
+decodes with one provider and then with the other; `ratio` is the median over rounds of moegraft's rate over llama.cpp's. Reading the
+weights of a token and its cache is what limits decoding: `of_read_limit` is the median of moegraft's rate over what the bandwidth read just
+before would allow. Each provider runs in a process of its own; if one crashes, the row has its `failure` in place of figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
+import torch
 from _peer_process import PeerFailed, PeerProcess
-from cpu_model import DECODES, Opener, Phases, llama_cpp, ours_or_stock
-from llama_cpp_peer import GGUF_TYPES
-from record import percentiles, seconds, write_rows
+from _probe import ReadProbe
+from cpu_model import Opener, Phases, config, llama_cpp_phases, phases_of, rule_file
+from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
+from record import percentiles, write_rows
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.weight_formats import FORMATS
+
+CONTEXTS = (8, 512, 2048)
+PROBES = 24  # reads of 64 MiB whose median is the bandwidth
+
+
+@contextmanager
+def ours(folder: Path, weights: str) -> Iterator[Phases]:
+    with rule_file(weights) as rules, torch.inference_mode():
+        yield phases_of(optimize_and_load(folder, rules, gguf=folder / "model.gguf", progress=False))
+
+
+@contextmanager
+def theirs(folder: Path) -> Iterator[Phases]:
+    with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
+        yield llama_cpp_phases(peer)
 
 
 def decode_rate(phases: Phases, context: int, tokens: int) -> float:
     """Return tokens per second of all tokens except the first, which includes the prompt."""
-    one = seconds(lambda: phases.decode(1, context))
-    return (tokens - 1) / (seconds(lambda: phases.decode(tokens, context)) - one)
+    return (tokens - 1) / phases.decode(tokens, context)
 
 
-def measure(weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int) -> list[dict[str, object]]:
-    """Return the rows of a pair of providers, up to the phase in which the process of one ends, if it does."""
+def token_bytes(sizes: Sizes, weights: str, context: int) -> int:
+    """Return the bytes that a token after `context` others must read: weights, bfloat16 routers, bfloat16 keys and values."""
+    query, pairs = sizes.heads * sizes.head_dim, sizes.key_value_heads * sizes.head_dim
+    layer = sizes.hidden * (2 * query + 2 * pairs) + sizes.top_k * 3 * sizes.hidden * sizes.intermediate
+    packed = FORMATS[weights].nbytes(sizes.layers * layer + sizes.vocab * sizes.hidden)
+    return packed + 2 * sizes.layers * (sizes.experts * sizes.hidden + 2 * pairs * context)
+
+
+def measure(
+    weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int, contexts: tuple[int, ...], limit: Callable[[int], float]
+) -> list[dict[str, object]]:
+    """Return the rows of a pair of providers, up to the phase in which the process of one ends, if it does.
+
+    `limit` returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows.
+    """
     rows: list[dict[str, object]] = []
-    phase = "load"
+    context = 0
     (our_name, our_opener), (their_name, their_opener) = opened.items()
     try:
         with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
-            for phase, context in DECODES.items():
-                pairs = [(ours.call(decode_rate, context, tokens), theirs.call(decode_rate, context, tokens)) for _ in range(rounds + 1)]
-                rows.append({"weights": weights, "phase": phase, "rounds": rounds, **figures(pairs[1:])})  # the first is a warm-up
+            for context in contexts:
+                rates = []
+                for _ in range(rounds + 1):
+                    most = limit(context)
+                    rates.append((ours.call(decode_rate, context, tokens), theirs.call(decode_rate, context, tokens), most))
+                rows.append({"weights": weights, "context": context, "rounds": rounds, **figures(rates[1:])})  # the first is a warm-up
                 print(rows[-1], flush=True)
     except PeerFailed as failed:
-        rows.append({"weights": weights, "phase": phase, "rounds": rounds, "failure": str(failed)})
+        rows.append({"weights": weights, "context": context, "rounds": rounds, "failure": str(failed)})
         print(rows[-1], flush=True)
     return rows
 
 
-def figures(pairs: list[tuple[float, float]]) -> dict[str, object]:
-    ratios = percentiles([a / b for a, b in pairs], "ratio", 2)
+def figures(rates: list[tuple[float, float, float]]) -> dict[str, object]:
+    ratios = percentiles([ours / theirs for ours, theirs, _ in rates], "ratio", 2)
     return {
-        "ours_tokens_s": round(statistics.median(a for a, _ in pairs), 1),
-        "llama_cpp_tokens_s": round(statistics.median(b for _, b in pairs), 1),
+        "ours_tokens_s": round(statistics.median(ours for ours, _, _ in rates), 1),
+        "llama_cpp_tokens_s": round(statistics.median(theirs for _, theirs, _ in rates), 1),
         "ratio": ratios.pop("p50_ratio"),
         **ratios,
+        "of_read_limit": round(statistics.median(ours / most for ours, _, most in rates), 2),
     }
 
 
@@ -55,17 +95,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", nargs="+", default=list(GGUF_TYPES), choices=list(GGUF_TYPES))
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
     if find_spec("llama_cpp") is None:
         raise SystemExit("llama-cpp-python is not installed; llama_cpp_peer.py explains how to build it")
+    sizes, probe = Sizes(layers=arguments.layers), ReadProbe(torch.get_num_threads())
     rows: list[dict[str, object]] = []
     for weights in arguments.weights:
-        names = {f"ours-{weights}": ours_or_stock, f"llama.cpp-{weights}": llama_cpp}
-        opened = {name: (open_peer, name, arguments.layers) for name, open_peer in names.items()}
-        rows += measure(weights, opened, arguments.rounds, arguments.new)
-    print(write_rows("cpu_model_pairs", rows, ("torch", "transformers", "llama-cpp-python")))
+
+        def limit(context: int, weights: str = weights) -> float:
+            return statistics.median(probe.run() for _ in range(PROBES)) / token_bytes(sizes, weights, context)
+
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config(arguments.layers).save_pretrained(folder)
+            write_model(folder / "model.gguf", sizes, weights)
+            opened = {f"ours-{weights}": (ours, folder, weights), f"llama.cpp-{weights}": (theirs, folder)}
+            found = measure(weights, opened, arguments.rounds, arguments.new, tuple(arguments.contexts), limit)
+            rows += [{"layers": arguments.layers, **row} for row in found]
+    name = "cpu_model_pairs" if arguments.layers == 6 else f"cpu_model_pairs_{arguments.layers}"
+    print(write_rows(name, rows, ("torch", "transformers", "llama-cpp-python")))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from _probe import ReadProbe
 from cpu_experts import ROUNDS, check, draw_weights, measure, ours, show
-from cpu_model import PROMPT, Phases, config, provider_rows
+from cpu_model import Phases, config, llama_cpp_phases, phases_of, provider_rows
 from llama_cpp_peer import MIXED, LlamaCpp, Sizes, write_model
 from record import write_rows
 
@@ -44,26 +44,15 @@ def layer_rows(threads: int, rounds: float) -> list[dict[str, object]]:
 @contextmanager
 def moegraft(folder: Path, threads: int) -> Iterator[Phases]:
     torch.set_num_threads(threads)
-    prompt = torch.randint(0, 8192, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     model = optimize_and_load(folder, "cpu", gguf=folder / "model.gguf", progress=False)
-
-    def decode(tokens: int, context: int) -> object:
-        return model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
-
     with torch.inference_mode():
-        yield Phases(decode, lambda: model(prompt, logits_to_keep=1))
+        yield phases_of(model)
 
 
 @contextmanager
 def llama_cpp(folder: Path, threads: int) -> Iterator[Phases]:
-    tokens = torch.randint(0, 8192, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     with LlamaCpp(folder / "model.gguf", threads) as peer:
-
-        def decode(count: int, context: int) -> object:
-            peer.prefill(tokens[:context])
-            return peer.decode(count)
-
-        yield Phases(decode, lambda: peer.prefill(tokens))
+        yield llama_cpp_phases(peer)
 
 
 def model_rows(layers: int, turns: int, threads: int) -> list[dict[str, object]]:

@@ -124,7 +124,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 1024, 512, 512
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, 2048, 512
         settings.n_threads = settings.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
         if not self._context:

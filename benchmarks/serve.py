@@ -1,9 +1,10 @@
 """How many tokens per second does `moegraft serve` generate for 1, 8 and 32 clients? The bundled model, decoded together and one by one.
 
-Server and clients are processes of one machine and share its cores. In so small a model, Python takes as much time as the experts, so the
-server itself is measured. Each request is streamed. The first round of each setting warms up. A round in which this process was paused for
-half a second or more is repeated, and the rows count these rounds. `others_share` is the share of all cores' time that other processes
-used.
+The batch is also decoded layer by layer instead of by native programs. One client is compared with `generate` in a process without a
+server. Server and clients are processes of one machine and share its cores. In so small a model, Python takes as much time as the
+experts, so the server itself is measured. Each request is streamed. The first round of each setting warms up. A round in which this
+process was paused for half a second or more is repeated, and the rows count these rounds. `others_share` is the share of all cores' time
+that other processes used.
 """
 
 from __future__ import annotations
@@ -16,17 +17,28 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import psutil
+import torch
+import yaml
+from cpu_model import Clock
 from record import percentiles, write_rows
+from transformers import AutoTokenizer
 
-SETTINGS = {"together": 32, "one by one": 1}  # requests served concurrently
+import moegraft.injection.demo
+import moegraft.rules
+from moegraft.injection import optimize_and_load
+
+SETTINGS = {"together": (32, "auto"), "together, layer by layer": (32, "eager"), "one by one": (1, "auto")}  # concurrent requests, `decode`
 QUESTIONS = ("What news from Rome?", "Speak of the king.", "Who goes there, and why?", "Tell me of love.")
 HELD_UP_S = 0.5
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
@@ -43,6 +55,9 @@ class Answered:
 class Served:
     pid: int
     port: int
+
+
+Provider = Callable[[int, int], Answered]  # asks the question of a number for at most so many tokens
 
 
 class CoreTime:
@@ -71,6 +86,38 @@ def _machine_s() -> float:
 def _process_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
+
+
+@contextmanager
+def rules_with(decode: str) -> Iterator[str]:
+    """Yield the path of the rules `cpu` with an option `decode` of their experts."""
+    rules = yaml.safe_load((Path(moegraft.rules.__file__).parent / "cpu.yaml").read_text(encoding="utf-8"))
+    next(rule for rule in rules["rules"] if rule["id"] == "experts")["replace"]["kwargs"]["decode"] = decode
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(rules, file)
+        file.flush()
+        yield file.name
+
+
+class Generator:
+    """`generate` of the bundled model in this process, asked as a server is."""
+
+    def __init__(self, rules: str, threads: int) -> None:
+        folder = Path(moegraft.injection.demo.__file__).parent
+        torch.set_num_threads(threads or torch.get_num_threads())
+        self._model = optimize_and_load(folder, rules, progress=False)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def ask(self, number: int, tokens: int) -> Answered:
+        torch.manual_seed(number)
+        messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
+        began = time.perf_counter()
+        prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        clock = Clock()
+        made = self._model.generate(**prompt, max_new_tokens=tokens, do_sample=True, temperature=1.0, streamer=clock)
+        self._tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        first, whole = (1e3 * (at - began) for at in (clock.times[1], time.perf_counter()))
+        return Answered(made.shape[1] - prompt["input_ids"].shape[1], first, whole)
 
 
 @contextmanager
@@ -131,23 +178,25 @@ class Pulse:
             last = now
 
 
-def one_round(port: int, clients: int, first: int, tokens: int) -> tuple[float, list[Answered]]:
+def one_round(provider: Provider, clients: int, first: int, tokens: int) -> tuple[float, list[Answered]]:
     """Run one round; return its seconds and its answers."""
     with ThreadPoolExecutor(clients) as pool:
         start = time.perf_counter()
-        done = list(pool.map(lambda number: ask(port, first + number, tokens), range(clients)))
+        done = list(pool.map(lambda number: provider(first + number, tokens), range(clients)))
         return time.perf_counter() - start, done
 
 
-def measure(servers: dict[str, Served], clients: int, tokens: int, rounds: int, pulse: Pulse) -> list[dict[str, object]]:
-    """Return a row per server; rounds of the servers alternate, so that other load affects all alike."""
-    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in servers}
-    cores = CoreTime([os.getpid(), *(one.pid for one in servers.values())])
+def measure(
+    providers: dict[str, Provider], pids: Sequence[int], clients: int, tokens: int, rounds: int, pulse: Pulse
+) -> list[dict[str, object]]:
+    """Return a row per provider; their rounds alternate, so that other load affects all alike."""
+    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in providers}
+    cores = CoreTime([os.getpid(), *pids])
     turn = disturbed = 0
     while any(len(done) < rounds for done in taken.values()):
-        for name, one in servers.items():
+        for name, provider in providers.items():
             pulse.longest_s = 0.0
-            found = one_round(one.port, clients, turn * clients, tokens)
+            found = one_round(provider, clients, turn * clients, tokens)
             time.sleep(0.1)  # lets the pulse notice
             if pulse.longest_s >= HELD_UP_S:
                 disturbed += 1
@@ -177,7 +226,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens per answer")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rules", default="cpu")
     parser.add_argument(
         "--threads", type=int, default=0, help="threads of a server; use 1 on a shared machine, where threads wait for each other"
     )
@@ -185,10 +233,16 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     pulse = Pulse()
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(server(arguments.rules, most, arguments.threads)) for name, most in SETTINGS.items()}
+        providers, pids = {}, []
+        for name, (most, decode) in SETTINGS.items():
+            one = stack.enter_context(server(stack.enter_context(rules_with(decode)), most, arguments.threads))
+            providers[name] = partial(ask, one.port)
+            pids.append(one.pid)
+        alone = {"generate": Generator("cpu", arguments.threads).ask}
         for clients in arguments.clients:
-            for row in measure(servers, clients, arguments.tokens, arguments.rounds, pulse):
-                rows.append({**row, "rules": arguments.rules, "threads": arguments.threads})
+            measured = {**providers, **(alone if clients == 1 else {})}
+            for row in measure(measured, pids, clients, arguments.tokens, arguments.rounds, pulse):
+                rows.append({**row, "threads": arguments.threads})
                 print(rows[-1], flush=True)
     print(write_rows("serve", rows, ("torch", "transformers", "fastapi", "uvicorn")))
 

@@ -85,8 +85,8 @@ def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> Non
     import cpu_model_pairs
 
     opened = {"ours-int4": (fake_peers.working,), "llama.cpp-int4": (fake_peers.dying_at, "decode after 512")}
-    rows = cpu_model_pairs.measure("int4", opened, rounds=2, tokens=4)
-    assert [(row["phase"], row.get("failure")) for row in rows] == [("decode", None), ("decode-512", "llama.cpp-int4: SIGILL")]
+    rows = cpu_model_pairs.measure("int4", opened, rounds=2, tokens=4, contexts=(8, 512, 2048), limit=lambda context: 1000)
+    assert [(row["context"], row.get("failure")) for row in rows] == [(8, None), (512, "llama.cpp-int4: SIGILL")]
 
 
 def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:

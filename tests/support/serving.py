@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +41,12 @@ class Server:
 
 
 @contextmanager
-def serving(loaded: LoadedModel, limits: Limits | None = None, key: str | None = None) -> Iterator[Server]:
+def serving(
+    loaded: LoadedModel, limits: Limits | None = None, key: str | None = None, hosts: Collection[str] | None = None
+) -> Iterator[Server]:
     service = Service(loaded, limits or Limits())
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(service, key), log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(make_app(service, key, hosts), log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -146,8 +146,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers decode an incomplete 
 class AnswerStreamer(BaseStreamer):
     """Decodes tokens to text, and calls `on_text` with each piece that later tokens cannot change."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._on_text = on_text
         self._saw_prompt = False
         self._shown = 0  # the number of tokens whose text was passed on
@@ -183,7 +184,7 @@ class AnswerStreamer(BaseStreamer):
         self._on_text(text[len(known) :])
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         assert isinstance(text, str), "one sequence decodes to one string"
         return text
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,12 +106,23 @@ class Conversation:
     def _encode(self, messages: list[Message]) -> list[int]:
         if not self.has_template:
             return list(self._tokenizer(_joined(messages))["input_ids"])
-        asked = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            encoded: Any = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
-        except jinja2.TemplateError as error:
-            raise PromptRefusedError(f"the model's chat template refuses this conversation: {error}") from error
-        return list(encoded["input_ids"])
+        return encode_chat(self._tokenizer, [{"role": message.role, "content": message.content} for message in messages])
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Return the tokens of a chat whose next message is the assistant's, by the model's chat template.
+
+    Raises:
+        PromptRefusedError: the template refuses the messages.
+    """
+    given: Any = tokenizer
+    try:
+        encoded = given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, return_dict=True)
+    except jinja2.TemplateError as error:
+        raise PromptRefusedError(f"the model's chat template refuses this conversation: {error}") from error
+    return list(encoded["input_ids"])
 
 
 def _joined(messages: list[Message]) -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK_NAMES = ("127.0.0.1", "[::1]", "localhost")  # in a Host header
+SPARE_CONNECTIONS = 128  # beside those of requests that run or wait, for idle clients and the page
 SHUTDOWN_S = 5  # how long streams may take to end when the server stops
 
 
@@ -53,7 +55,7 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /health, /metrics. Needs the extra 'serve'
+    /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics. Needs the extra 'serve'
     (pip install 'moegraft[serve]'). Ctrl-C stops the server.
     """
     _require_server()
@@ -105,6 +107,8 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     if options.host not in LOOPBACK and options.api_key is None:
         terminal.notice("anyone who can reach this address may use the model: --api-key sets a key", style="yellow")
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
-    app = make_app(service, options.api_key)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
+    # On another address, clients use names that are not known here.
+    app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
+    most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=most)
     uvicorn.Server(config).run(sockets=[listening])

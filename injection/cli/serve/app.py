@@ -8,7 +8,10 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -20,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
-from moegraft.injection.cli.serve.protocol import Kind, Reply, RequestError, error_body, read_request
+from moegraft.injection.cli.serve.protocol import Choice, Kind, Reply, RequestError, error_body, read_request
 from moegraft.injection.cli.serve.service import Service
 
 SCRIPTS = ("page_text.js", "page.js")
@@ -59,33 +62,74 @@ def _hash(text: str) -> str:
 
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.2  # how often to check whether the client has disconnected
+BODY_S = 60.0  # for the body of a request to arrive
 OPEN = ("/", "/favicon.ico", "/health")  # routes without a key
 
 
-class KeyCheck:
-    """Refuses requests without the key. Plain ASGI, as a route behind starlette's own middleware cannot detect a disconnect."""
+class Gate:
+    """Refuses requests without the key, and those whose Host header is none of `hosts`.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    A page of another site whose name is made to resolve to this address (DNS rebinding) sends that name as Host. Plain ASGI, as a route
+    behind starlette's own middleware cannot detect a disconnect.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None) -> None:
         self._app = app
-        self._wanted = f"Bearer {api_key}".encode()
+        self._wanted = f"Bearer {api_key}".encode() if api_key else None
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._wanted):
-                refusal = _error(401, "send this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        given = dict(scope["headers"])
+        host = re.sub(r":\d+$", "", given.get(b"host", b"").decode("latin-1").lower())
+        if self._hosts is not None and host not in self._hosts:
+            return _error(403, f"this server is not {host[:80]!r}; use its address, {' or '.join(sorted(self._hosts))}", "wrong_host")
+        if (
+            self._wanted is not None
+            and scope["path"] not in OPEN
+            and not hmac.compare_digest(given.get(b"authorization", b""), self._wanted)
+        ):
+            return _error(401, "send this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
+        return None
 
 
-def make_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """Create the application; the caller closes the service."""
-    app = FastAPI(title="moegraft", openapi_url=None)
+Pieces = asyncio.Queue[tuple[int, Piece]]  # the number of an answer, and its next piece
+
+
+class Mailbox:
+    """Passes pieces of answers from the engine's thread to the event loop, which is woken once for all that are posted meanwhile."""
+
+    def __init__(self) -> None:
+        self._posted = deque[tuple[Pieces, tuple[int, Piece]]]()
+        self._woken = False
+
+    def post(self, loop: asyncio.AbstractEventLoop, pieces: Pieces, number: int, piece: Piece) -> None:
+        """Put the next piece of an answer into the queue `pieces` of `loop`; called by the engine's thread."""
+        self._posted.append((pieces, (number, piece)))
+        if not self._woken and not loop.is_closed():
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is posted from here on wakes the loop again
+        while self._posted:
+            pieces, piece = self._posted.popleft()
+            pieces.put_nowait(piece)
+
+
+def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None) -> FastAPI:
+    """Create the application; the caller closes the service.
+
+    Args:
+        api_key: required of every request; None requires none.
+        hosts: the names by which clients may call this server; None allows all.
+    """
+    app, mailbox = FastAPI(title="moegraft", openapi_url=None), Mailbox()
     _add_errors(app)
-    if api_key:
-        app.add_middleware(KeyCheck, api_key=api_key)
+    app.add_middleware(Gate, api_key=api_key, hosts=hosts)
     html, headers = chat_page()
 
     @app.get("/")
@@ -119,13 +163,22 @@ def make_app(service: Service, api_key: str | None = None) -> FastAPI:
     async def status() -> Response:
         return JSONResponse(_status(service))
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        asked = _object(await _body(request, service.limits.max_body))
+        return JSONResponse(await asyncio.to_thread(service.tokenize, asked))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse(service.detokenize(_object(await _body(request, service.limits.max_body))))
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(service, "chat", request)
+        return await _complete(service, mailbox, "chat", request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await _complete(service, "text", request)
+        return await _complete(service, mailbox, "text", request)
 
     return app
 
@@ -174,72 +227,104 @@ async def _body(request: Request, most: int) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise RequestError(413, f"the body is longer than this server's limit of {most} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise RequestError(413, f"the body is longer than this server's limit of {most} bytes")
+    except TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
     return bytes(body)
 
 
-async def _complete(service: Service, kind: Kind, request: Request) -> Response:
-    asked = read_request(kind, await _body(request, service.limits.max_body))
-    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-
-    def listen(piece: Piece) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-    # In a thread, as encoding a long prompt would stop the streams of other requests.
-    job = await asyncio.to_thread(service.job, asked, listen)
+def _object(body: bytes) -> dict[str, Any]:
     try:
-        service.engine.submit(job)
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, "the body is not JSON") from error
+    if not isinstance(found, dict):
+        raise RequestError(400, "the body is not a JSON object")
+    return found
+
+
+async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Request) -> Response:
+    if service.engine.full:
+        raise _queue_full()  # before the body is read and encoded
+    asked = read_request(kind, await _body(request, service.limits.max_body))
+    pieces = Pieces()
+    # In a thread, as encoding a long prompt would stop the streams of other requests.
+    choices = await asyncio.to_thread(service.choices, asked, partial(mailbox.post, asyncio.get_running_loop(), pieces))
+    jobs = [choice.job for choice in choices]
+    try:
+        service.engine.submit(jobs)
     except QueueFullError:
-        raise RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full") from None
+        raise _queue_full() from None
     except StoppedError:
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
-    reply, answer = Reply(kind, service.model_id), _pieces(request, job, pieces)
+    reply, parts = Reply(kind, service.model_id), _parts(request, choices, pieces)
     if asked.stream:
-        lines = _stream(reply, job, answer, include_usage=asked.include_usage)
+        lines = _stream(reply, jobs, parts, include_usage=asked.include_usage)
         return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    text = "".join([piece.text async for piece in answer])
-    if job.ending == "failed":
-        return _error(500, job.error)
-    if job.ending == "cancelled":  # read by a client only if the server is shutting down
+    async for _ in parts:
+        pass
+    failed = next((job for job in jobs if job.ending == "failed"), None)
+    if failed is not None:
+        return _error(500, failed.error)
+    if any(job.ending == "cancelled" for job in jobs):  # read by a client only if the server is shutting down
         return _error(503, "the request was cancelled")
-    return JSONResponse(reply.whole(text, job))
+    return JSONResponse(reply.whole(choices))
 
 
-async def _pieces(request: Request, job: Job, pieces: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
-    """Yield the pieces of an answer; cancel the job when the client disconnects."""
+def _queue_full() -> RequestError:
+    return RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full")
+
+
+async def _parts(request: Request, choices: Sequence[Choice], pieces: Pieces) -> AsyncIterator[tuple[Choice, list[dict[str, Any]]]]:
+    """Yield the parts of the answers, pieces that are waiting as one; cancel the jobs when the client disconnects."""
+
+    def cancel() -> None:
+        for choice in choices:
+            choice.job.cancel()  # no effect on an answer that has ended
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        while True:
-            try:
-                piece = await asyncio.wait_for(pieces.get(), POLL_S)
-            except TimeoutError:
-                piece = Piece("")
-            if await request.is_disconnected():
-                return
-            yield piece
-            if piece.ending is not None:
-                return
+        left = len(choices)
+        while left:
+            waiting: dict[int, list[Piece]] = {}
+            number, piece = await pieces.get()
+            waiting.setdefault(number, []).append(piece)
+            while not pieces.empty():
+                number, piece = pieces.get_nowait()
+                waiting.setdefault(number, []).append(piece)
+            for number, several in waiting.items():
+                ending = several[-1].ending
+                left -= ending is not None
+                scores = [score for piece in several for score in piece.scores]
+                yield choices[number], choices[number].add(Piece("".join(piece.text for piece in several), ending, scores))
     finally:
-        job.cancel()  # no effect on an answer that has ended
+        watching.cancel()
+        cancel()
 
 
-async def _stream(reply: Reply, job: Job, answer: AsyncIterator[Piece], *, include_usage: bool) -> AsyncIterator[str]:
-    """Yield the answer as server-sent events."""
-    if reply.kind == "chat":
-        yield _event(reply.chunk(None))
-    async for piece in answer:
-        if piece.text:
-            yield _event(reply.chunk(piece.text))
-        if piece.ending in ("failed", "cancelled"):
-            yield _event(error_body(500, job.error if piece.ending == "failed" else "the request was cancelled"))
+async def _stream(
+    reply: Reply, jobs: Sequence[Job], answers: AsyncIterator[tuple[Choice, list[dict[str, Any]]]], *, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the answers as server-sent events."""
+    async for choice, parts in answers:
+        broken = choice.job.ending in ("failed", "cancelled")
+        for part in parts[:-1] if broken else parts:
+            yield _event(reply.chunk(part))
+        if broken:
+            yield _event(error_body(500, choice.job.error if choice.job.ending == "failed" else "the request was cancelled"))
             return
-        if piece.ending is not None:
-            yield _event(reply.chunk("", piece.ending))
     if include_usage:
-        yield _event(reply.usage_chunk(job))
+        yield _event(reply.usage_chunk(jobs))
     yield "data: [DONE]\n\n"
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import Batch, cut
-from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job
+from moegraft.injection.cli.serve.constraints import Constraint
+from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job, TokenScore
 from moegraft.injection.injected import captured_steps_of, injection_of
 from moegraft.injection.prefill import read_ahead
 
@@ -24,20 +28,80 @@ def usable(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1).isfinite()  # a NaN is the largest of its row
 
 
-def choose(logits: torch.Tensor, ask: Ask, numbers: torch.Generator) -> int:
-    """Return the token that `logits` (V,) float32 and the options of a request give: the likeliest, or a random one."""
-    if ask.greedy:
-        return int(logits.argmax())
-    scores = logits / ask.temperature
-    if 0 < ask.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(ask.top_k).values[-1], -torch.inf)
-    if ask.top_p < 1:
-        ordered, index = scores.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        left_out = probabilities.cumsum(-1) - probabilities >= ask.top_p
-        left_out[0] = False  # the likeliest token always stays
-        scores = scores.scatter(0, index[left_out], -torch.inf)
-    return int(torch.multinomial(scores.softmax(-1), 1, generator=numbers))
+def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constraint: Constraint | None = None) -> torch.Tensor:
+    """Return `logits` (V,) with the penalties, biases and grammar of a request; `token_ids` are its prompt and the answer so far."""
+    if constraint is not None:
+        logits = constraint.restrict(logits, token_ids[len(ask.token_ids) :])
+    penalty = ask.repetition_penalty or 1.0
+    answer = Counter(token_ids[len(ask.token_ids) :]) if ask.presence_penalty or ask.frequency_penalty else {}
+    if penalty == 1.0 and not answer and not ask.logit_bias:
+        return logits
+    logits, device = logits.clone(), logits.device
+    if penalty != 1.0:
+        seen = torch.tensor(list(set(token_ids)), device=device)
+        logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    if answer:
+        counts = torch.tensor(list(answer.values()), dtype=logits.dtype, device=device)
+        logits[torch.tensor(list(answer), device=device)] -= ask.presence_penalty + ask.frequency_penalty * counts
+    if ask.logit_bias:
+        biases = torch.tensor(list(ask.logit_bias.values()), dtype=logits.dtype, device=device)
+        logits[torch.tensor(list(ask.logit_bias), device=device)] += biases
+    return logits
+
+
+def choose(logits: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
+    """Return a token for each job from its row of `logits` (B, V) float32: the likeliest, or a random one by the options of its request.
+
+    A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer.
+    """
+    given = logits.unbind()
+    changed = [adjusted(row, job.ask, job.token_ids, job.constraint) for row, job in zip(given, jobs, strict=True)]
+    if any(row is not old for row, old in zip(changed, given, strict=True)):
+        logits = torch.stack(changed)
+    tokens: list[int] = logits.argmax(-1).tolist()
+    alike: dict[tuple[int, bool], list[int]] = {}  # rows in which tokens are chosen in the same order
+    for row, job in enumerate(jobs):
+        if not job.ask.greedy:
+            alike.setdefault((job.ask.top_k, job.ask.top_p < 1), []).append(row)
+    for (top_k, nucleus), rows in alike.items():
+
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=logits.device)[:, None]
+
+        scores = logits if len(rows) == len(jobs) else logits[rows]
+        scores = scores / column((jobs[row].ask.temperature for row in rows), torch.float32)
+        index = None  # of the tokens from the likeliest to the unlikeliest
+        if 0 < top_k < scores.shape[-1]:
+            scores, index = scores.topk(top_k)
+        elif nucleus:
+            scores, index = scores.sort(descending=True, stable=True)
+        probabilities = scores.softmax(-1, dtype=torch.float64)
+        if nucleus:  # up to the first token with which the share is reached
+            before = probabilities.cumsum(-1) - probabilities
+            left_out = before >= column(jobs[row].ask.top_p for row in rows)
+            left_out[:, 0] = False  # the likeliest token always stays
+            probabilities = probabilities.masked_fill(left_out, 0)
+        least = column(jobs[row].ask.min_p for row in rows) * probabilities.amax(-1, keepdim=True)
+        cumulative = probabilities.masked_fill(probabilities < least, 0).cumsum(-1)
+        total = cumulative[:, -1:].contiguous()
+        drawn = column(jobs[row].random.random() for row in rows) * total
+        # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
+        found = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        chosen = found if index is None else index.gather(-1, found)
+        for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def score(logits: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
+    """Return the scores of a token for each row of `logits` (N, V), with the likeliest `alternatives` tokens."""
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    own = logprobs.gather(-1, torch.tensor(list(tokens), device=logits.device)[:, None])[:, 0].tolist()
+    best, index = (found.tolist() for found in logprobs.topk(min(alternatives, logits.shape[-1])))
+    return [
+        TokenScore(token, value, tuple(zip(ids, values, strict=True)))
+        for token, value, ids, values in zip(tokens, own, index, best, strict=True)
+    ]
 
 
 class _Tokens(BaseStreamer):
@@ -81,6 +145,18 @@ class _Usable(LogitsProcessor):
         return torch.zeros_like(scores)
 
 
+class _Adjusted(LogitsProcessor):
+    """Applies the penalties, biases and grammar of a request that `generate` does not have."""
+
+    def __init__(self, job: Job) -> None:
+        self._ask = replace(job.ask, repetition_penalty=None)
+        self._constraint = job.constraint
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = zip(scores, input_ids.tolist(), strict=True)
+        return torch.stack([adjusted(row, self._ask, ids, self._constraint) for row, ids in rows])
+
+
 class SequentialDecoder:
     """Answers one request at a time with the model's `generate`, which supports every operator, and keeps the last cache."""
 
@@ -107,6 +183,10 @@ class SequentialDecoder:
         job = self._job
         if job is None:
             return
+        if not job.ask.max_tokens:
+            job.finish("length")
+            self._job = None
+            return
         ids = job.ask.token_ids
         cache, job.kept_tokens = self._kept.take(ids)
         cache = read_ahead(self._model, ids, cache, self._chunk)
@@ -121,7 +201,7 @@ class SequentialDecoder:
                 past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
-                logits_processor=[_Usable(job)],
+                logits_processor=[_Usable(job), _Adjusted(job)],
                 max_new_tokens=job.ask.max_tokens,
                 max_length=None,
                 num_beams=1,
@@ -144,10 +224,17 @@ class SequentialDecoder:
         self._job = None
 
 
+def _scores_prompt(ask: Ask) -> bool:
+    return ask.echo and ask.logprobs is not None
+
+
 def _sampling(job: Job) -> dict[str, Any]:
-    if job.ask.greedy:
-        return {**NEUTRAL, "do_sample": False}
-    return {"do_sample": True, "temperature": job.ask.temperature, "top_p": job.ask.top_p, "top_k": job.ask.top_k}
+    ask = job.ask
+    own = {} if ask.repetition_penalty is None else {"repetition_penalty": ask.repetition_penalty}
+    if ask.greedy:
+        return {**NEUTRAL, **own, "do_sample": False}
+    drawn = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}
+    return {"do_sample": True, **drawn, **own, **({"min_p": ask.min_p} if ask.min_p else {})}
 
 
 KEPT = 4  # conversations; each holds at most a context of keys and values
@@ -215,7 +302,6 @@ class BatchedDecoder:
     def _drop_texts(self) -> None:
         self._batch = Batch(self._model)
         self._jobs: list[Job] = []
-        self._numbers: list[torch.Generator] = []
 
     @property
     def jobs(self) -> list[Job]:
@@ -228,7 +314,10 @@ class BatchedDecoder:
     def admit(self, job: Job) -> None:
         """Start a request; `has_room` must be true."""
         assert self._reading is None, "one prompt is computed at a time"
-        self._read, job.kept_tokens = self._kept.take(job.ask.token_ids)
+        if _scores_prompt(job.ask):
+            self._read, job.kept_tokens = None, 0  # every token's logits are needed
+        else:
+            self._read, job.kept_tokens = self._kept.take(job.ask.token_ids)
         self._reading = job
 
     def step(self) -> None:
@@ -251,8 +340,13 @@ class BatchedDecoder:
     def _decode(self) -> None:
         try:
             logits = self._batch.step([job.token_ids[-1] for job in self._jobs])
-            good = usable(logits).tolist()
-            likeliest = logits.argmax(-1).tolist()  # for all greedy requests at once
+            good = usable(logits)
+            logits = logits if good.all() else logits.where(good[:, None], 0.0)
+            tokens = choose(logits, self._jobs)
+            scores = [
+                None if job.ask.logprobs is None else score(row, [token], job.ask.logprobs)[0]
+                for job, row, token in zip(self._jobs, logits.split(1), tokens, strict=True)
+            ]
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except Exception as error:  # any error must leave other prompts and waiting requests running
@@ -268,13 +362,12 @@ class BatchedDecoder:
             with job.failing_alone():
                 if not good[row]:
                     raise BadLogitsError
-                job.take(likeliest[row] if job.ask.greedy else choose(logits[row], job.ask, self._numbers[row]))
+                job.take(tokens[row], scores[row])
             if job.ending is not None:
                 self._leave(row)
 
     def _leave(self, row: int) -> None:
         job = self._jobs.pop(row)
-        self._numbers.pop(row)
         if job.ending != "failed" or job.kept_tokens:
             try:
                 self._keep(job, self._batch.copy(row))
@@ -306,20 +399,28 @@ class BatchedDecoder:
         self._read, held = cache, cache.get_seq_length()
         end = min(len(job.token_ids), held + self._chunk) if self._chunk else len(job.token_ids)
         ids = torch.tensor([job.token_ids[held:end]], device=self._model.device)
-        extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
+        scored = _scores_prompt(job.ask)
+        extra = {"logits_to_keep": 1} if not scored and "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
         try:
             output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
         except torch.OutOfMemoryError:
             self._kept.drop()
             raise
+        logits = output.logits[:, -1].float()
+        if scored:
+            assert job.ask.logprobs is not None, "scores are asked for"
+            following = job.token_ids[held + 1 : end + 1]
+            job.prompt_scores += [] if held else [TokenScore(job.token_ids[0])]
+            job.prompt_scores += score(output.logits[0, : len(following)], following, job.ask.logprobs)
         if end < len(job.token_ids):
             return
-        logits = output.logits[0, -1].float()
-        if not usable(logits):
+        if not job.ask.max_tokens:
+            job.finish("length")
+            return
+        if not usable(logits).all():
             raise BadLogitsError
-        numbers = torch.Generator(device=logits.device).manual_seed(job.seed)
-        if not job.take(choose(logits, job.ask, numbers)):
+        token = choose(logits, [job])[0]
+        if not job.take(token, None if job.ask.logprobs is None else score(logits, [token], job.ask.logprobs)[0]):
             self._batch.add(cache)
             self._jobs.append(job)
-            self._numbers.append(numbers)
             self._reading = self._read = None

@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -110,20 +110,31 @@ class Engine:
             return 0.0
         return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1.0)
 
-    def submit(self, job: Job) -> None:
-        """
+    @property
+    def full(self) -> bool:
+        """Whether no request can wait; counts a refusal if so."""
+        with self._wake:
+            self._drop_cancelled()
+            if len(self._waiting) < self._max_queue:
+                return False
+            self.rejected += 1
+            return True
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Add the answers to one request to the queue: all of them, or none.
+
         Raises:
-            QueueFullError: the queue is full.
+            QueueFullError: the queue has not that much room.
             StoppedError: the engine has ended.
         """
         with self._wake:
             self._drop_cancelled()
             if not self.alive:
                 raise StoppedError
-            if len(self._waiting) >= self._max_queue:
+            if self._waiting and len(self._waiting) + len(jobs) > self._max_queue:
                 self.rejected += 1
                 raise QueueFullError
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._wake.notify()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.options import is_greedy
+from moegraft.injection.cli.serve.constraints import Constraint
 
 
 class StopText:
@@ -69,8 +70,26 @@ class BadLogitsError(AnswerError):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """The log-probability of a token under the model's own distribution, and the likeliest tokens with theirs; None for a first token."""
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt and the options of its answer; top_k 0 samples from all tokens."""
+    """A prompt and the options of its answer; top_k 0 samples from all tokens.
+
+    Attributes:
+        max_tokens: 0 is possible with `echo`.
+        repetition_penalty: divides or multiplies the logits of all earlier tokens (CTRL, section 4.1).
+        presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer has, and for each time it has it.
+        logit_bias: added to the logits of tokens.
+        logprobs: how many of the likeliest tokens are reported beside each token of the answer; None reports no scores.
+        echo: whether the prompt is reported, with its scores if `logprobs` is given.
+    """
 
     token_ids: list[int]
     max_tokens: int
@@ -79,6 +98,13 @@ class Ask:
     top_k: int = 0
     seed: int | None = None
     stop: Sequence[str] = ()
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    echo: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -88,10 +114,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the answer's text; the last piece has the reason why the answer ends."""
+    """A piece of the answer's text, with the scores of tokens if asked for; the last piece has the reason why the answer ends."""
 
     text: str
     ending: Ending | None = None
+    scores: Sequence[TokenScore] = ()
 
 
 class Job:
@@ -102,16 +129,31 @@ class Job:
     Attributes:
         error: the message for the client if the answer failed.
         work: the counts of the model's work from the job's first step to its last, by name; None until its end.
+        random: the answer's own random numbers, from its seed.
         together: whether other jobs ran at the same time, so that `work` includes theirs.
+        prompt_scores: of the prompt's tokens, if they were asked for.
+
+    Args:
+        raw: whether the text has special tokens, which mark reasoning and calls of tools.
+        constraint: the grammar that the answer follows.
     """
 
     def __init__(
-        self, ask: Ask, tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int], listener: Callable[[Piece], None] | None = None
+        self,
+        ask: Ask,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: Sequence[int],
+        listener: Callable[[Piece], None] | None = None,
+        *,
+        raw: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         self.ask = ask
         self.listener = listener
+        self.constraint = constraint
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
+        self.random = random.Random(self.seed)
         self.kept_tokens = 0  # tokens of the prompt in the cache of an earlier request
         self.completion_tokens = 0
         self.ending: Ending | None = None
@@ -124,16 +166,20 @@ class Job:
         self._told = False
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
-        self._streamer = AnswerStreamer(tokenizer, self._spell)
+        self.prompt_scores: list[TokenScore] = []
+        self._scores: list[TokenScore] = []  # not yet told
+        self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
         self._streamer.put(torch.empty(0))  # the first call is for the prompt
 
     def cancel(self) -> None:
         """End the answer at the next step."""
         self.cancelled = True
 
-    def take(self, token: int) -> bool:
+    def take(self, token: int, score: TokenScore | None = None) -> bool:
         """Add the next token of the answer; return whether the answer ends with it."""
         assert self.ending is None, "nothing follows the end of an answer"
+        if score is not None and token not in self._end_tokens:
+            self._scores.append(score)
         self.token_ids.append(token)
         self.completion_tokens += 1
         self._last_s = time.perf_counter()
@@ -186,7 +232,7 @@ class Job:
         assert self.ending is not None, "the answer has ended"
         if not self._told:
             self._told = True
-            self._tell(Piece(self._stop.rest(), self.ending))
+            self._tell(Piece(self._stop.rest(), self.ending, self._scores))
 
     @property
     def first_token_ms(self) -> float | None:
@@ -202,7 +248,8 @@ class Job:
     def _spell(self, text: str) -> None:
         safe = self._stop.feed(text)
         if safe:
-            self._tell(Piece(safe))
+            scores, self._scores = self._scores, []
+            self._tell(Piece(safe, None, scores))
 
     def _tell(self, piece: Piece) -> None:
         if self.listener is None:

@@ -5,29 +5,20 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moegraft.injection.cli.chat.conversation import Message
-from moegraft.injection.cli.serve.job import Job
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, ParsedDelta
+from moegraft.injection.cli.serve.job import Job, Piece, TokenScore
 
 Kind = Literal["chat", "text"]
-ROLES: dict[str, Any] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MOST_STOPS = 16
 # Unsupported parameters that would change the answer, with the values that mean "off".
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "tools": (None, []),
     "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "echo": (None, False),
     "suffix": (None, ""),
     "audio": (None,),
 }
@@ -36,15 +27,19 @@ OF_NO_EFFECT = (
     "metadata",
     "store",
     "service_tier",
-    "tool_choice",
-    "parallel_tool_calls",
     "reasoning_effort",
     "modalities",
     "safety_identifier",
     "prompt_cache_key",
     "verbosity",
 )
-TAKEN = ("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+TAKEN = (
+    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "echo"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar"),
+)
+MOST_ANSWERS = 16  # to one request
+MOST_LOGPROBS = 20
 KNOWN = {*TAKEN, "stream", "stream_options", *REFUSED, *OF_NO_EFFECT}
 
 
@@ -60,11 +55,18 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request; None means the server's or the model's own value."""
+    """A parsed request; None means the server's or the model's own value.
+
+    Attributes:
+        messages: as chat templates take them; calls of tools have their arguments as objects.
+        logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
+        single_tool_call: whether calls of tools after an answer's first are left out.
+        form: the JSON Schema or the grammar that an answer follows; None: any text.
+    """
 
     kind: Kind
     model: str | None
-    messages: list[Message] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     prompt: str | list[int] = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,6 +76,17 @@ class Request:
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    n: int = 1
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    echo: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    single_tool_call: bool = False
+    form: dict[str, Any] | str | None = None
 
 
 def read_request(kind: Kind, body: bytes) -> Request:
@@ -94,7 +107,11 @@ def read_request(kind: Kind, body: bytes) -> Request:
         if name in REFUSED and data[name] not in REFUSED[name]:
             raise RequestError(422, f"{name} is not supported", param=name)
     options = _typed(data, "stream_options", dict) or {}
-    asked_tokens = _number(data, "max_completion_tokens", 1, integer=True) or _number(data, "max_tokens", 1, integer=True)
+    echo = kind == "text" and bool(_typed(data, "echo", bool))
+    asked_tokens = _number(data, "max_completion_tokens", 1, integer=True)
+    if asked_tokens is None:
+        asked_tokens = _number(data, "max_tokens", 0 if echo else 1, integer=True)
+    chooses_tools = _tool_choice(data)
     return Request(
         kind=kind,
         model=_typed(data, "model", str),
@@ -108,7 +125,79 @@ def read_request(kind: Kind, body: bytes) -> Request:
         stop=_stops(data),
         stream=bool(_typed(data, "stream", bool)),
         include_usage=options.get("include_usage") is True,
+        n=_number(data, "n", 1, MOST_ANSWERS, integer=True) or 1,
+        min_p=_number(data, "min_p", 0, 1),
+        repetition_penalty=_number(data, "repetition_penalty", 0.01, 100),
+        presence_penalty=_number(data, "presence_penalty", -2, 2) or 0.0,
+        frequency_penalty=_number(data, "frequency_penalty", -2, 2) or 0.0,
+        logit_bias=_logit_bias(data),
+        logprobs=_logprobs(kind, data),
+        echo=echo,
+        tools=_tools(kind, data) if chooses_tools else [],
+        single_tool_call=_typed(data, "parallel_tool_calls", bool) is False,
+        form=_form(data),
     )
+
+
+def _form(data: Mapping[str, Any]) -> dict[str, Any] | str | None:
+    asked, grammar = _typed(data, "response_format", dict) or {"type": "text"}, _typed(data, "grammar", str)
+    kind = asked.get("type")
+    if grammar is not None:
+        if kind != "text":
+            raise RequestError(400, "response_format and grammar contradict each other; give one of them", param="grammar")
+        return readable(grammar)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = asked.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        says = (
+            "response_format is none of {'type': 'text'}, {'type': 'json_object'}, {'type': 'json_schema', 'json_schema': {'schema': ...}}"
+        )
+        raise RequestError(400, says, param="response_format")
+    return schema
+
+
+def _logprobs(kind: Kind, data: Mapping[str, Any]) -> int | None:
+    if kind == "text":
+        found: int | None = _number(data, "logprobs", 0, MOST_LOGPROBS, integer=True)
+        return found
+    wanted, most = _typed(data, "logprobs", bool), _number(data, "top_logprobs", 0, MOST_LOGPROBS, integer=True)
+    if most and not wanted:
+        raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    return (most or 0) if wanted else None
+
+
+def _logit_bias(data: Mapping[str, Any]) -> dict[int, float]:
+    biases = _typed(data, "logit_bias", dict) or {}
+    try:
+        found = {int(token): float(bias) for token, bias in biases.items()}
+    except (TypeError, ValueError) as error:
+        raise RequestError(400, "logit_bias is not an object of tokens and numbers", param="logit_bias") from error
+    if not all(-100 <= bias <= 100 for bias in found.values()):
+        raise RequestError(400, "logit_bias has values outside of the range from -100 to 100", param="logit_bias")
+    return found
+
+
+def _tools(kind: Kind, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = _typed(data, "tools", list) or []
+    if kind == "text" and tools:
+        raise RequestError(422, "tools are supported in chats only", param="tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(400, "a tool is not of the form {'type': 'function', 'function': {'name': ...}}", param="tools")
+    return tools
+
+
+def _tool_choice(data: Mapping[str, Any]) -> bool:
+    """Return whether the model may call tools."""
+    choice = data.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise RequestError(422, "tool_choice can be 'auto' or 'none'; a call cannot be forced", param="tool_choice")
+    return choice != "none"
 
 
 def _typed(data: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -139,22 +228,29 @@ def _stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _messages(data: Mapping[str, Any]) -> list[Message]:
+def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     entries = data.get("messages")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise RequestError(400, "messages is not a list of messages", param="messages")
     messages = [_message(entry) for entry in entries]
-    if messages[-1].role != "user":
-        raise RequestError(422, "the last message must be the user's", param="messages")
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise RequestError(422, "the last message must be the user's or a tool's", param="messages")
     return messages
 
 
-def _message(entry: Mapping[str, Any]) -> Message:
+def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
     role, content = entry.get("role"), entry.get("content")
     if not isinstance(role, str):
         raise RequestError(400, "a message has no role", param="messages")
     if role not in ROLES:
         raise RequestError(422, f"messages of role {role[:40]!r} are not supported", param="messages")
+    message: dict[str, Any] = {"role": ROLES[role]}
+    if role == "assistant" and entry.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(entry["tool_calls"])
+        content = content or ""
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(entry.get(name), str):
+            message[name] = readable(entry[name])
     if isinstance(content, list):
         if not all(isinstance(part, dict) for part in content):
             raise RequestError(400, "a message's content is not a list of parts", param="messages")
@@ -164,7 +260,24 @@ def _message(entry: Mapping[str, Any]) -> Message:
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str):
         raise RequestError(400, "a message has no text", param="messages")
-    return Message(ROLES[role], _text(content))
+    return {**message, "content": readable(content)}
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        call = call if isinstance(call, dict) else {}
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(400, "a call of a tool has no function with a name", param="messages")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(readable(arguments) or "{}")
+            except (ValueError, RecursionError) as error:
+                raise RequestError(400, f"the arguments of a call of {function['name'][:60]!r} are not JSON", param="messages") from error
+        found.append({"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}})
+    return found
 
 
 def _prompt(data: Mapping[str, Any]) -> str | list[int]:
@@ -172,7 +285,7 @@ def _prompt(data: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return _text(prompt)
+        return readable(prompt)
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
@@ -180,12 +293,117 @@ def _prompt(data: Mapping[str, Any]) -> str | list[int]:
     raise RequestError(400, "prompt is neither text nor a list of tokens", param="prompt")
 
 
-def _text(text: str) -> str:
+def readable(text: str) -> str:
+    """Return `text`.
+
+    Raises:
+        RequestError: it is not valid Unicode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(400, "the text has lone surrogates, which are not valid Unicode") from error
     return text
+
+
+class Choice:
+    """One answer to a request, as its pieces arrive: text, reasoning, calls of tools and scores of tokens.
+
+    Args:
+        parser: finds reasoning and calls of tools in the text; None if the model's templates mark none.
+        before: text that the answer begins with.
+    """
+
+    def __init__(self, kind: Kind, index: int, job: Job, spell: Callable[[int], str], parser: AnswerParser | None, before: str) -> None:
+        self.kind = kind
+        self.index = index
+        self.job = job
+        self.text = self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self._spell = spell
+        self._parser = parser
+        self._before = before
+        self._scores: list[TokenScore] = []
+        self._offset = 0  # in the text, of the next token with a score
+        self._started = False
+
+    @property
+    def finish_reason(self) -> str | None:
+        return "tool_calls" if self.tool_calls and self.job.ending == "stop" else self.job.ending
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Take the next piece, and return the parts of the answer that a stream sends for it."""
+        parts: list[dict[str, Any]] = []
+        scores, before = list(piece.scores), ""
+        if not self._started:
+            self._started = True
+            scores, before = [*self.job.prompt_scores, *scores], self._before
+            if self.kind == "chat":
+                parts.append(self._part({"delta": {"role": "assistant", "content": ""}}, []))
+        if self.kind == "text" or self._parser is None:
+            text = before + piece.text
+            self.text += text
+            if text or scores:
+                parts.append(self._part({"text": text} if self.kind == "text" else {"delta": {"content": text}}, scores))
+        else:
+            for delta in self._parser.feed(piece.text, last=piece.ending is not None):
+                parts.append(self._part({"delta": self._parsed(delta)}, scores))
+                scores = []
+            if scores:
+                parts.append(self._part({"delta": {}}, scores))
+        if piece.ending is not None:
+            empty: dict[str, Any] = {"text": ""} if self.kind == "text" else {"delta": {}}
+            parts.append({**self._part(empty, []), "finish_reason": self.finish_reason})
+        return parts
+
+    def whole(self) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": self.index, "logprobs": self._logprobs(self._scores, 0), "finish_reason": self.finish_reason}
+        if self.kind == "text":
+            return {**choice, "text": self.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text if self.text or not self.tool_calls else None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return {**choice, "message": message}
+
+    def _part(self, content: Mapping[str, Any], scores: list[TokenScore]) -> dict[str, Any]:
+        offset = self._offset
+        self._offset += sum(len(self._spell(score.token)) for score in scores)
+        self._scores += scores
+        return {"index": self.index, **content, "logprobs": self._logprobs(scores, offset), "finish_reason": None}
+
+    def _parsed(self, delta: ParsedDelta) -> dict[str, Any]:
+        if delta.kind == "content":
+            self.text += delta.text
+            return {"content": delta.text}
+        if delta.kind == "reasoning":
+            self.reasoning += delta.text
+            return {"reasoning_content": delta.text}
+        function = {"name": delta.name, "arguments": delta.text}
+        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self.tool_calls.append(call)
+        return {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}
+
+    def _logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
+        if self.job.ask.logprobs is None or not scores:
+            return None
+        if self.kind == "text":
+            texts = [self._spell(score.token) for score in scores]
+            return {
+                "tokens": texts,
+                "token_logprobs": [score.logprob for score in scores],
+                "top_logprobs": [
+                    None if score.logprob is None else {self._spell(token): value for token, value in score.top} for score in scores
+                ],
+                "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            }
+
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._spell(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return {"content": [{**entry(s.token, s.logprob), "top_logprobs": [entry(*top) for top in s.top]} for s in scores]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,24 +415,17 @@ class Reply:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, job: Job) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": job.ending}
-        choice |= {"text": text} if self.kind == "text" else {"message": {"role": "assistant", "content": text}}
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         head = self._head("text_completion" if self.kind == "text" else "chat.completion")
-        return {**head, "choices": [choice], "usage": usage(job), "moegraft": figures(job)}
+        jobs = [choice.job for choice in choices]
+        return {**head, "choices": [choice.whole() for choice in choices], "usage": usage(jobs), "moegraft": figures(jobs[0])}
 
-    def chunk(self, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a piece of the answer; None for `text` starts the answer of a chat."""
-        if self.kind == "text":
-            choice: dict[str, Any] = {"text": text or ""}
-        elif text is None:
-            choice = {"delta": {"role": "assistant", "content": ""}}
-        else:
-            choice = {"delta": {"content": text} if text else {}}
-        return {**self._chunk_head(), "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]}
+    def chunk(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a part of an answer as a chunk of the stream."""
+        return {**self._chunk_head(), "choices": [part]}
 
-    def usage_chunk(self, job: Job) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": usage(job), "moegraft": figures(job)}
+    def usage_chunk(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        return {**self._chunk_head(), "choices": [], "usage": usage(jobs), "moegraft": figures(jobs[0])}
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("text_completion" if self.kind == "text" else "chat.completion.chunk")
@@ -224,13 +435,14 @@ class Reply:
         return {"id": f"{prefix}-{self.id}", "object": form, "created": self.created, "model": self.model}
 
 
-def usage(job: Job) -> dict[str, Any]:
-    prompt, completion = len(job.ask.token_ids), job.completion_tokens
+def usage(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return the tokens of the answers and of their common prompt."""
+    prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": job.kept_tokens},
+        "prompt_tokens_details": {"cached_tokens": jobs[0].kept_tokens},
     }
 
 

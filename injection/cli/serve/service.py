@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
-from moegraft.injection.cli.chat.conversation import Conversation, PromptRefusedError
+from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import work_counts
-from moegraft.injection.cli.serve.protocol import Request, RequestError
+from moegraft.injection.cli.serve.protocol import Choice, Request, RequestError, read_request, readable
 
 logger = logging.getLogger(__name__)
+MOST_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,10 @@ class Service:
         self.model_id = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
         self.placement = loaded.placement()  # before any request; the work of operators is in their statistics
         self.ends = end_tokens(loaded)
+        embeddings: Any = loaded.model.get_input_embeddings()
+        self._vocabulary: int = embeddings.weight.shape[0]
+        self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
+        self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
         self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
 
@@ -63,19 +72,78 @@ class Service:
     def close(self) -> None:
         self.engine.close()
 
-    def job(self, request: Request, listener: Callable[[Piece], None] | None = None) -> Job:
-        """
+    def choices(self, request: Request, listener: Callable[[int, Piece], None]) -> list[Choice]:
+        """Return the answers to a request, whose jobs are not submitted; `listener` gets the number of an answer and its next piece.
+
         Raises:
-            RequestError: the request names another model, or exceeds a limit.
+            RequestError: the request names another model, exceeds a limit, or asks for what this model cannot do.
         """
         if request.model is not None and request.model != self.model_id:
             raise RequestError(404, f"unknown model {request.model[:80]!r}; this server has {self.model_id!r}", code="model_not_found")
-        return Job(self._ask(request, self._token_ids(request)), self.loaded.tokenizer, self.ends, listener)
+        if request.logprobs is not None and self.alone_because:
+            raise RequestError(422, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
+        tokenizer = self.loaded.tokenizer
+        token_ids = self._token_ids(request)
+        ask = self._ask(request, token_ids)
+        template = self._response_template if request.kind == "chat" else None
+        found = []
+        for index in range(request.n):
+            own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
+            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None, constraint=self._constraint(request))
+            parser = None
+            if template is not None:
+                prompt = str(tokenizer.decode(token_ids))
+                parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
+            before = ""
+            if request.echo:
+                before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
+            found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
+        return found
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """
+        Raises:
+            RequestError: the grammar or the schema cannot be followed.
+        """
+        if request.form is None:
+            return None
+        name = "grammar" if isinstance(request.form, str) else "response_format"
+        try:
+            return self._grammars.constraint(request.form)
+        except GrammarError as error:
+            raise RequestError(422, f"{name}: {error}", param=name) from error
+
+    def tokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tokens of `prompt` (or `content`, as llama.cpp names it), or of `messages` by the chat template.
+
+        Raises:
+            RequestError: there is no text.
+        """
+        if asked.get("messages"):
+            request = read_request("chat", json.dumps({"messages": asked["messages"], "tools": asked.get("tools") or []}).encode())
+            token_ids = self._token_ids(request)
+        else:
+            text = asked.get("prompt", asked.get("content"))
+            if not isinstance(text, str):
+                raise RequestError(400, "prompt is not text", param="prompt")
+            special = asked.get("add_special_tokens", asked.get("add_special", "prompt" in asked))
+            token_ids = list(self.loaded.tokenizer(readable(text), add_special_tokens=bool(special))["input_ids"])
+        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
+
+    def detokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """
+        Raises:
+            RequestError: `tokens` are not this model's.
+        """
+        tokens = asked.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in tokens):
+            raise RequestError(400, f"tokens is not a list of numbers from 0 to {self._vocabulary - 1}", param="tokens")
+        text = str(self.loaded.tokenizer.decode(tokens))
+        return {"prompt": text, "content": text}
 
     def _token_ids(self, request: Request) -> list[int]:
         if isinstance(request.prompt, list):
-            embeddings: Any = self.loaded.model.get_input_embeddings()
-            size = embeddings.weight.shape[0]
+            size = self._vocabulary
             if not all(0 <= token < size for token in request.prompt):
                 raise RequestError(400, f"prompt has tokens outside of the range from 0 to {size - 1}", param="prompt")
             return request.prompt
@@ -84,12 +152,36 @@ class Service:
             if not token_ids:
                 raise RequestError(400, "prompt has no tokens", param="prompt")
             return token_ids
-        conversation = Conversation(self.loaded.tokenizer)
-        conversation.restore(request.messages)
         try:
-            return conversation.prompt(0).token_ids
+            return self._chat_tokens(request)
         except PromptRefusedError as error:
             raise RequestError(422, str(error), param="messages") from error
+
+    def _chat_tokens(self, request: Request) -> list[int]:
+        """
+        Raises:
+            PromptRefusedError: the chat template refuses the conversation.
+            RequestError: the template has no place for tools.
+        """
+        tokenizer = self.loaded.tokenizer
+        if tokenizer.chat_template is None:
+            if request.tools or any(message["role"] == "tool" for message in request.messages):
+                raise RequestError(422, "this model has no chat template, which tools need", param="tools")
+            conversation = Conversation(tokenizer)
+            conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
+            return conversation.prompt(0).token_ids
+        token_ids = encode_chat(tokenizer, request.messages, request.tools)
+        if not token_ids:
+            raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
+        if request.tools and token_ids == encode_chat(tokenizer, request.messages):
+            raise RequestError(
+                422, "this model's chat template has no place for tools; the model was not trained to call them", param="tools"
+            )
+        if request.tools and self._response_template is None:
+            raise RequestError(
+                422, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"
+            )
+        return token_ids
 
     def _ask(self, request: Request, token_ids: list[int]) -> Ask:
         context, limit = self.loaded.context_tokens, self.limits.max_tokens
@@ -99,18 +191,28 @@ class Service:
         if room < 1:
             message = f"the prompt has {len(token_ids)} tokens, and the model's context {context}, including the answer"
             raise RequestError(422, message, code="context_length_exceeded")
+        size = self._vocabulary
+        if not all(0 <= token < size for token in request.logit_bias):
+            raise RequestError(400, f"logit_bias has tokens outside of the range from 0 to {size - 1}", param="logit_bias")
         own: Any = self.loaded.model.generation_config
         temperature = request.temperature
         if temperature is None:
             temperature = _own(own, "temperature", 1.0) if own.do_sample else 0.0
         return Ask(
             token_ids=token_ids,
-            max_tokens=min(request.max_tokens or own.max_new_tokens or limit, limit, room),
+            max_tokens=min(own.max_new_tokens or limit if request.max_tokens is None else request.max_tokens, limit, room),
             temperature=float(temperature),  # `generate` requires a float
             top_p=float(request.top_p if request.top_p is not None else _own(own, "top_p", 1.0)),
             top_k=request.top_k if request.top_k is not None else _own(own, "top_k", 0),
-            seed=None if request.seed is None else request.seed & ((1 << 63) - 1),
+            seed=None if request.seed is None else request.seed & MOST_SEED,
             stop=request.stop,
+            min_p=float(request.min_p if request.min_p is not None else _own(own, "min_p", 0.0)),
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=request.logit_bias,
+            logprobs=request.logprobs,
+            echo=request.echo,
         )
 
 

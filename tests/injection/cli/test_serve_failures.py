@@ -18,8 +18,7 @@ import torch
 from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.decoders import choose, usable
-from moegraft.injection.cli.serve.job import Ask
+from moegraft.injection.cli.serve.decoders import usable
 from moegraft.injection.cli.serve.protocol import read_request
 from moegraft.injection.cli.serve.service import Limits
 
@@ -121,11 +120,6 @@ def test_extreme_values_are_answered(model: LoadedModel, extreme: dict[str, Any]
 def test_rows_no_token_can_be_chosen_from(logits: list[float], good: bool) -> None:
     beside = torch.tensor([[0.0, 1.0, 2.0], logits])
     assert usable(beside).tolist() == [True, good]
-
-
-def test_a_top_p_below_the_first_probability_leaves_the_likeliest() -> None:
-    logits, least = torch.tensor([0.0, 3.0, 1.0]), 2e-38  # the first value that is not greedy
-    assert {choose(logits, Ask([1], 1, temperature=1.0, top_p=least), torch.Generator().manual_seed(seed)) for seed in range(20)} == {1}
 
 
 @pytest.mark.usefixtures("slowly")
@@ -279,12 +273,13 @@ def test_text_that_cannot_be_decoded_ends_its_request(model: LoadedModel, monkey
 
 
 def test_a_listener_that_cannot_be_reached_is_answered_no_further(loaded: LoadedModel) -> None:
-    def unreachable(piece: object) -> None:
+    def unreachable(number: int, piece: object) -> None:
         raise RuntimeError("the loop is closed")
 
     with serving(loaded) as server:
-        job = server.service.job(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
-        server.service.engine.submit(job)
+        [choice] = server.service.choices(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
+        job = choice.job
+        server.service.engine.submit([job])
         until(lambda: job.ending is not None)
         assert job.ending == "cancelled" and job.completion_tokens < 10
         assert said(server, "hello")

@@ -1,0 +1,315 @@
+"""What clients and agents ask of answers: several at once, scores of tokens, penalties, reasoning and calls of tools."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import jsonschema
+import pytest
+import torch
+from support.serving import PATIENCE_S, Server, ask, openai, serving, until
+
+from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.service import Limits
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    with serving(loaded) as running:
+        yield running
+
+
+def test_several_answers_are_those_of_their_seeds(server: Server) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
+    together = ask(server, "hello", n=3, seed=5, **options)
+    replies = [ask(server, "hello", seed=5 + index, **options) for index in range(3)]
+    alone = [reply.choices[0].message.content for reply in replies]
+    assert [choice.message.content for choice in together.choices] == alone and len(set(alone)) > 1
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert (together.usage.completion_tokens, together.usage.prompt_tokens) == (
+        sum(reply.usage.completion_tokens for reply in replies),
+        len("hello") + 3,
+    )
+    streamed = ["", "", ""]
+    for chunk in ask(server, "hello", n=3, seed=5, stream=True, **options):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_the_models(server: Server, loaded: LoadedModel, stream: bool) -> None:
+    reply = ask(server, "hello", logprobs=True, top_logprobs=3, temperature=0.5, seed=1, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in reply]
+        scores = [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content]
+        text = "".join(choice.delta.content or "" for choice in chunks)
+    else:
+        scores, text = reply.choices[0].logprobs.content, reply.choices[0].message.content
+    assert "".join(entry.token for entry in scores) == text
+    prompt: Any = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)["input_ids"]
+    answer = loaded.tokenizer(text)["input_ids"]
+    with torch.inference_mode():
+        expected = loaded.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor([entry.logprob for entry in scores]), expected.gather(1, torch.tensor(answer)[:, None])[:, 0])
+    torch.testing.assert_close(torch.tensor([[top.logprob for top in entry.top_logprobs] for entry in scores]), expected.topk(3).values)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("chunk", [512, 3])
+def test_an_echoed_prompt_has_the_scores_of_its_tokens(loaded: LoadedModel, max_tokens: int, chunk: int) -> None:
+    prompt = "the quick fox"
+    with serving(loaded, Limits(prefill_chunk=chunk)) as server:
+        options: dict[str, Any] = {"model": server.service.model_id, "prompt": prompt, "temperature": 0}
+        for _ in range(2):  # the second may not use the first's cache
+            reply = server.client().completions.create(**options, echo=True, logprobs=2, max_tokens=max_tokens)
+        plain = server.client().completions.create(**options, max_tokens=5)
+    choice = reply.choices[0]
+    assert choice.text == prompt + plain.choices[0].text[:max_tokens]
+    scores = choice.logprobs
+    assert "".join(scores.tokens) == choice.text and scores.text_offset == list(range(len(choice.text)))
+    ids = loaded.tokenizer(choice.text)["input_ids"]
+    with torch.inference_mode():
+        expected = loaded.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+    torch.testing.assert_close(torch.tensor(scores.token_logprobs[1:]), expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    assert all(
+        max(top, key=top.get) == loaded.tokenizer.decode([best])
+        for top, best in zip(scores.top_logprobs[1:], expected.argmax(-1), strict=True)
+    )
+    assert reply.usage.completion_tokens == max_tokens
+
+
+@pytest.mark.parametrize("way", ["together", "one by one"])
+def test_penalties_and_biases_apply(loaded: LoadedModel, way: str) -> None:
+    if way == "one by one":
+        alone = copy.deepcopy(loaded.model)
+        alone.generation_config.no_repeat_ngram_size = 100
+        loaded = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+    [z] = loaded.tokenizer("z")["input_ids"]
+    with serving(loaded) as server:
+        assert (server.service.alone_because is None) == (way == "together")
+        assert ask(server, "hello", logit_bias={str(z): 100}, max_tokens=4).choices[0].message.content == "zzzz"
+        varied = ask(server, "hello", logit_bias={str(z): 40}, presence_penalty=2, frequency_penalty=2, max_tokens=60)
+        assert "z" in varied.choices[0].message.content and varied.choices[0].message.content != "z" * 60
+        plain, punished = (ask(server, "hello", max_tokens=60, extra_body=extra) for extra in ({}, {"repetition_penalty": 50.0}))
+        texts = [reply.choices[0].message.content for reply in (plain, punished)]
+        assert len(set(texts[1])) > len(set(texts[0]))
+
+
+def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: LoadedModel) -> None:
+    alone = copy.deepcopy(loaded.model)
+    alone.generation_config.repetition_penalty = 1.1
+    says = r"logprobs are not available for this model: .*repetition_penalty"
+    with (
+        serving(LoadedModel("alone", alone, loaded.tokenizer, lambda: [])) as server,
+        pytest.raises(openai.UnprocessableEntityError, match=says),
+    ):
+        ask(server, "hello", logprobs=True)
+
+
+@contextmanager
+def scripted(loaded: LoadedModel, text: str) -> Iterator[Server]:
+    """Serve a model whose chat template has tools, and which always answers `text`."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}<assistant>"
+    )
+    answer = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    began = []
+
+    def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        position = kwargs["past_key_values"].get_seq_length()
+        if kwargs.get("position_ids") is None:
+            began[:] = [position]
+        output.logits[:] = 0
+        output.logits[..., answer[position - began[0]]] = 100
+
+    hook = loaded.model.register_forward_hook(script, with_kwargs=True)
+    try:
+        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: [])) as server:
+            yield server
+    finally:
+        hook.remove()
+
+
+def test_calls_of_tools_and_reasoning_are_found(loaded: LoadedModel) -> None:
+    with scripted(loaded, f"<think>\nRome?</think>I look.{CALL}") as server:
+        choice = ask(server, "weather?", tools=[WEATHER], max_tokens=200).choices[0]
+        message = choice.message
+        assert choice.finish_reason == "tool_calls"
+        assert (message.content.strip(), message.reasoning_content.strip()) == ("I look.", "Rome?")
+        [call] = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+
+        content, reasoning, calls, reasons = "", "", [], []
+        for chunk in ask(server, "weather?", tools=[WEATHER], max_tokens=200, stream=True):
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            reasoning += getattr(delta, "reasoning_content", None) or ""
+            calls += delta.tool_calls or []
+            reasons.append(chunk.choices[0].finish_reason)
+        assert (content.strip(), reasoning.strip(), reasons[-1]) == ("I look.", "Rome?", "tool_calls")
+        assert [(each.index, each.function.name, json.loads(each.function.arguments)) for each in calls] == [
+            (0, "weather", {"city": "Rome"})
+        ]
+
+
+def test_an_agent_goes_on_with_the_result_of_a_tool(loaded: LoadedModel) -> None:
+    with scripted(loaded, "It rains.") as server:
+        function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+        turns = [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        ]
+        reply = server.client().chat.completions.create(model="scripted", messages=turns, tools=[WEATHER], max_tokens=50)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("It rains.", "stop")
+        expected = "<system>weather<user>user:weather?<end><user>assistant:weather(Rome)<end><user>tool:rain<end><assistant>"
+        assert reply.usage.prompt_tokens == len(loaded.tokenizer(expected)["input_ids"])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("single", [False, True])
+def test_a_parser_finds_the_same_in_any_pieces(loaded: LoadedModel, size: int, single: bool) -> None:
+    template = response_template(loaded.model, loaded.tokenizer)
+    assert template is not None
+    text = f"<think>\nhm</think>first{CALL}{CALL}"
+    parser = AnswerParser(template, "", [WEATHER], single_tool_call=single)
+    found: dict[str, str] = {"content": "", "reasoning": "", "tool_call": ""}
+    for start in range(0, len(text), size):
+        for delta in parser.feed(text[start : start + size], last=start + size >= len(text)):
+            found[delta.kind] += delta.name + delta.text
+    assert (found["content"].strip(), found["reasoning"].strip()) == ("first", "hm")
+    assert found["tool_call"] == 'weather{"city": "Rome"}' * (1 if single else 2)
+
+
+def test_a_call_that_is_no_json_is_passed_on_as_text(loaded: LoadedModel) -> None:
+    with scripted(loaded, "so: <tool_call>{broken</tool_call>") as server:
+        choice = ask(server, "weather?", tools=[WEATHER], max_tokens=200).choices[0]
+    assert choice.message.tool_calls is None and "{broken" in choice.message.content
+
+
+def test_tokens_of_text_and_chats(server: Server, loaded: LoadedModel) -> None:
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = Request(server.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=PATIENCE_S) as reply:
+            found: dict[str, Any] = json.loads(reply.read())
+        return found
+
+    wanted = list(loaded.tokenizer("hello")["input_ids"])
+    assert post("/tokenize", {"prompt": "hello"}) == {"tokens": wanted, "count": 5, "max_model_len": loaded.context_tokens}
+    assert post("/tokenize", {"content": "hello"})["tokens"] == wanted
+    assert post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]})["count"] == len("hello") + 3
+    assert post("/detokenize", {"tokens": wanted})["prompt"] == "hello"
+    for path, body in (("/tokenize", {"prompt": 1}), ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {"tokens": ["a"]})):
+        with pytest.raises(HTTPError, match="400"):
+            post(path, body)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example:8000", 403), ("evil.localhost", 403)]
+)
+def test_names_of_other_sites_are_refused(loaded: LoadedModel, host: str, status: int) -> None:
+    """A page of another site, whose name resolves to this address, sends its own name."""
+    with serving(loaded, hosts=("localhost", "127.0.0.1", "[::1]")) as server:
+        request = Request(f"{server.address}/v1/models", headers={"Host": host})
+        if status == 200:
+            with urlopen(request, timeout=PATIENCE_S) as reply:
+                assert reply.status == 200
+        else:
+            with pytest.raises(HTTPError, match="403"):
+                urlopen(request, timeout=PATIENCE_S)
+
+
+def test_a_body_that_does_not_arrive_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.injection.cli.serve.app.BODY_S", 0.2)
+    with serving(loaded) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+            client.sendall(head.encode())
+            assert b" 408 " in client.recv(1000)
+        assert ask(server, "hello").choices[0].message.content
+
+
+def test_a_full_queue_refuses_before_it_reads_the_body(loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
+    try:
+        with serving(loaded, Limits(max_batch=1, max_queue=1)) as server, ThreadPoolExecutor(2) as pool:
+            first = pool.submit(ask, server, "hello", max_tokens=100)
+            until(lambda: server.service.engine.running == 1)
+            second = pool.submit(ask, server, "hello", max_tokens=1)
+            until(lambda: server.service.engine.waiting == 1)
+            host, port = server.address.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+                head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+                client.sendall(head.encode())  # the body never comes
+                assert b" 429 " in client.recv(1000)
+            assert first.result() and second.result()
+            assert server.service.engine.rejected == 1
+    finally:
+        hook.remove()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "degrees": {"type": "integer", "minimum": -9, "maximum": 9}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("way", ["together", "one by one"])
+def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> None:
+    """The model is random and says lowercase letters, so that any JSON comes from the constraint alone."""
+    if way == "one by one":
+        alone = copy.deepcopy(loaded.model)
+        alone.generation_config.no_repeat_ngram_size = 1000
+        loaded = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    with serving(loaded) as server, ThreadPoolExecutor(4) as pool:
+        alone_text = ask(server, "hello", max_tokens=30).choices[0].message.content
+        free = pool.submit(ask, server, "hello", max_tokens=30)
+        asked = [pool.submit(ask, server, "hello", max_tokens=80, temperature=1.2, seed=s, response_format=form) for s in range(3)]
+        for reply in asked:
+            choice = reply.result().choices[0]
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+            assert choice.finish_reason == "stop"
+        assert free.result().choices[0].message.content == alone_text, "others are not restricted"
+        several = ask(server, "hello", n=2, max_tokens=80, response_format=form)
+        assert all(json.loads(choice.message.content) for choice in several.choices)
+        said = ask(server, "hello", max_tokens=80, extra_body={"grammar": 'start: "yes " /[0-9]{3}/ | "no"'}).choices[0].message.content
+        assert re.fullmatch("yes [0-9]{3}|no", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"grammar": "start: other"}, "unknown name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strnig"}}}}, "strnig"),
+        ({"response_format": {"type": "xml"}}, "response_format is none of"),
+        ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "contradict"),
+    ],
+)
+def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=says):
+        ask(server, "hello", extra_body=options)
