@@ -453,8 +453,14 @@ class Program:
         """out, x and, if there is one, weight."""
     def add_linears(self, linears: Sequence[PackedLinear], operands: Sequence[Any]) -> None:
         """x, then the result of each layer; the layers have one weight type."""
-    def add_experts(self, experts: PackedExperts, operands: Sequence[Any]) -> None:
-        """out (T, H), hidden states (T, H), ids (T, K) int64, weights (T, K) float32."""
+    def add_experts(
+        self,
+        experts: PackedExperts,
+        operands: Sequence[Any],
+        threshold: float = 0.0,
+        neuron_counts: NDArray[np.int64] | None = None,
+    ) -> None:
+        """out (T, H), hidden states (T, H), ids (T, K) int64, weights (T, K) float32; `threshold` and `neuron_counts` as in `forward`."""
     def add_router(self, router: RouterSpec, operands: Sequence[Any]) -> None:
         """logits (T, E), weights (T, K), ids (T, K) int64, hidden states (T, H), weight (E, H); at most 8 tokens."""
     def add_attention(self, operands: Sequence[Any], scale: float, softcap: float, causal: bool, mask: bool, sinks: bool) -> None:
@@ -469,6 +475,11 @@ class Program:
         """Check that every operand is within its buffer at the positions from `first` to `last`; to be called after `bind`."""
     def run(self, position: int, first: int, end: int) -> None:
         """Run the stages from `first` to `end` for a checked position."""
+    def spans(self) -> list[tuple[int, int]]:
+        """Return when the kernel of each stage last began and ended, in ns of `time.perf_counter_ns`; 0 for a stage without one."""
+    @property
+    def kernel_ns(self) -> int:
+        """The time that kernels have taken so far."""
 
 class Planner:
     """One schedule, `all_cpu`, `fixed`, `on_demand`, `greedy` or `two_threshold`, with the memory it reuses.

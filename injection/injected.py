@@ -60,7 +60,10 @@ class Injection:
 
     @contextmanager
     def timelines(self) -> Iterator[list[Timeline]]:
-        """Record the work of GPUs that experts share and the rounds of drafts while the body runs; empty where there is neither."""
+        """Record the work of GPUs that experts share or of the CPU, and the rounds of drafts, while the body runs.
+
+        Empty where no operator computes on the CPU or a GPU, and nothing is drafted.
+        """
         operator = self.model_operator
         with self.context.timelines() as devices:
             timelines = devices or [Timeline("CPU")]
@@ -144,7 +147,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         operator = self.moegraft.model_operator
         if operator is not None:
             return operator.generate(self, stock, *args, **kwargs)
-        steps = self.moegraft.context.decode_steps
+        steps = self.moegraft.context.captured_steps
         return stock(*args, **(kwargs if steps is None else steps.generation(self, args, kwargs)))
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
@@ -196,10 +199,10 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     return found if isinstance(found, Injection) else None
 
 
-def decode_steps_of(model: PreTrainedModel) -> Any:
-    """Return the object that captures a model's decode steps; None for stock models, and where no rule enables capture."""
+def captured_steps_of(model: PreTrainedModel) -> Any:
+    """Return the object that captures a model's decode steps on GPUs; None for stock models, and where no rule enables capture."""
     injection = injection_of(model)
-    return None if injection is None else injection.context.decode_steps
+    return None if injection is None else injection.context.captured_steps
 
 
 def new_cache(model: PreTrainedModel) -> Any:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from moegraft.operators.thresholds import SparsityOptions
     from moegraft.operators.timeline import Timeline
 
+MAX_REPLAYED_SEQUENCES = 8  # at once, in a decode step that is a native program
+
 Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
 
 
@@ -180,6 +182,11 @@ class Operator(nn.Module, ABC):
         return None
 
     @classmethod
+    def replays_steps(cls, options: Any) -> bool:
+        """Return whether decode steps on the CPU may be replayed as native programs."""
+        return True
+
+    @classmethod
     def measured_options(cls) -> Mapping[str, Any]:
         """Return the options to measure this operator's speed with, by weight type."""
         return {}
@@ -274,4 +281,5 @@ class ModelOperator(InPlaceOperator):
 def call_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name."""
     bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-    return {**bound, **bound.pop("kwargs", {})}
+    others = bound.pop("kwargs", {})
+    return {**bound, **others}

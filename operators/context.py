@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ class InjectionContext:
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     cache_form: CacheForm = field(default_factory=CacheForm, init=False)
     replays_steps: bool = field(default=True, init=False)
-    _decode_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
+    _captured_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
     _step_programs: StepPrograms | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
@@ -87,18 +87,23 @@ class InjectionContext:
     @property
     def decode_steps(self) -> DecodeSteps | StepPrograms | None:
         """What replays the model's decode steps; None where nothing does. To be read when all operators are built."""
-        engines = self._gpu_engines_in_use
-        if engines is None and "runtime" in vars(self) and self.replays_steps:
-            if self._step_programs is None:
-                from moegraft.operators.step_program.steps import StepPrograms
+        if self._gpu_engines_in_use is not None or "runtime" not in vars(self) or not self.replays_steps:
+            return self.captured_steps
+        if self._step_programs is None:
+            from moegraft.operators.step_program.steps import StepPrograms
 
-                self._step_programs = StepPrograms(self.runtime, self.draft_switch)
-            return self._step_programs
-        if self._decode_steps is None and engines is not None and engines.captures:
+            self._step_programs = StepPrograms(self.runtime, self.draft_switch, vars(self).get("sparse_layers"))
+        return self._step_programs
+
+    @property
+    def captured_steps(self) -> DecodeSteps | None:
+        """What captures decode steps on GPUs, which then need caches of fixed size; None where nothing does."""
+        engines = self._gpu_engines_in_use
+        if self._captured_steps is None and engines is not None and engines.captures:
             from moegraft.operators.offload.decode_steps import DecodeSteps
 
-            self._decode_steps = DecodeSteps(engines)
-        return self._decode_steps
+            self._captured_steps = DecodeSteps(engines)
+        return self._captured_steps
 
     def statistics(self) -> dict[str, object]:
         """Return the shared statistics.
@@ -118,13 +123,30 @@ class InjectionContext:
         return [] if engines is None else engines.counts()
 
     def timelines(self) -> AbstractContextManager[list[Timeline]]:
-        """Return a context that records the work of each GPU that holds experts and yields one timeline per GPU."""
+        """Return a context that records the work of each GPU that holds experts, or else of the CPU, and yields their timelines."""
         engines = self._gpu_engines_in_use
-        return nullcontext([]) if engines is None else engines.timelines()
+        if engines is not None:
+            return engines.timelines()
+        return self._cpu_timeline() if "runtime" in vars(self) else nullcontext([])
+
+    @contextmanager
+    def _cpu_timeline(self) -> Iterator[list[Timeline]]:
+        from moegraft.operators.step_program.recording import timed_kernels
+        from moegraft.operators.timeline import Timeline
+
+        timeline, steps = Timeline("CPU"), self._step_programs
+        try:
+            if steps is not None:
+                steps.timeline = timeline
+            with timed_kernels(self.runtime, timeline):
+                yield [timeline]
+        finally:
+            if steps is not None:
+                steps.timeline = None
 
     def close(self) -> None:
         """End captured steps and transfers and free the GPUs' slots; the model cannot compute afterwards."""
-        for steps in (self._decode_steps, self._step_programs):
+        for steps in (self._captured_steps, self._step_programs):
             if steps is not None:
                 steps.release()
         engines = self._gpu_engines_in_use

@@ -131,6 +131,10 @@ class QuantizedKvCache(ModelOperator):
     def cache_form(cls, options: QuantizedKvCacheOptions, config: PreTrainedConfig) -> QuantisedForm:
         return options.form(group_of(config, options))
 
+    @classmethod
+    def replays_steps(cls, options: QuantizedKvCacheOptions) -> bool:
+        return False
+
     def check(self) -> None:
         if self.options.backend != "quanto":
             return

@@ -185,6 +185,19 @@ class SparseLayers:
         group.layers.append(layer)
         return layer
 
+    def form(self) -> tuple[float, ...] | None:
+        """Return the thresholds of all layers for calls of this thread; None while one of them is observed."""
+        layers = [layer for group in self._groups.values() for layer in group.layers]
+        if any(layer.observer is not None for layer in layers):
+            return None
+        return tuple([layer.in_force().threshold for layer in layers])
+
+    def begin(self, tokens: int) -> None:
+        """Note a forward pass that no layer has noted; it may have run already."""
+        for group in self._groups.values():
+            for layer in group.layers:
+                layer.begin(tokens)
+
     def statistics(self) -> list[Mapping[str, object]]:
         """Return the share that the layers of each target left out together."""
         return [

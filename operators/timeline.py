@@ -1,4 +1,4 @@
-"""Timelines of the GPU, the CPU and the link, with each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
+"""Timelines of the GPU, the CPU and the link, with steps, each layer's plan and the rounds of drafts, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from moegraft.operators.atomic_file import write_file
 
-LANES = ("rounds", "plan", "GPU", "CPU", "link")  # from top to bottom
+LANES = ("rounds", "step", "plan", "GPU", "CPU", "link")  # from top to bottom
 
 
 @dataclass(frozen=True, slots=True)

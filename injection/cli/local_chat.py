@@ -160,7 +160,7 @@ def _traced(loaded: LoadedModel, path: Path | None, terminal: Terminal) -> Itera
                 write_trace(path, [])
                 recorded = timelines
             else:
-                terminal.notice("--trace: no GPU and no drafts are in use, so there is no timeline")
+                terminal.notice("--trace: no operator computes, so there is no timeline")
             yield
     finally:
         if recorded:

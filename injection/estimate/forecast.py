@@ -117,7 +117,8 @@ def _speed(
     layers = planned.meta_model.source.config.get_text_config().num_hidden_layers
     try:
         if gpu is None or rates is None:
-            speed = predict(work_of(planned), measured, layers=layers, kv_bytes=kv_bytes, load=load)
+            replays = planned.replays_steps(load)
+            speed = predict(work_of(planned), measured, layers=layers, kv_bytes=kv_bytes, load=load, replays=replays)
         else:
             speed = predict_with_gpu(planned, gpu, measured, rates, layers=layers, kv_bytes=kv_bytes, load=load)
     except UnsupportedModelError as error:

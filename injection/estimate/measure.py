@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.operators.atomic_file import user_cache, write_file
+from moegraft.injection.injected import injection_of
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
@@ -38,6 +40,7 @@ MANY_TOKENS = 2048  # enough that a GPU computes rather than reads
 LINK_BYTES = 1 << 26
 LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
+RECORDED_STEPS = 6  # by then a decode step is replayed
 BUSY = 0.5  # load average per core above which other programs disturb the measurement
 
 
@@ -48,7 +51,8 @@ class Measurements:
     Attributes:
         read_gbps: of plain memory.
         experts, linear: by weight type; `linear` includes PyTorch's own layers and those of operators.
-        layer_overhead_ms: time of a decoder layer with almost no weights, per token.
+        layer_overhead_ms: time of a decoder layer with almost no weights, which Python runs layer by layer.
+        step_overhead_ms: the same in a decode step on the CPU that is one native program; None where it was not measured.
         load: the load average per core when measuring began; near 0 on a quiet machine.
         gpu: of the first GPU and the link to it; None without a GPU.
     """
@@ -59,6 +63,7 @@ class Measurements:
     layer_overhead_ms: float
     load: float
     gpu: GpuRates | None = None
+    step_overhead_ms: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -93,11 +98,11 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
             layer = _linear_module(torch.bfloat16)
             linear[weights] = _linear_rate(_loaded(operator, layer, options, context), torch.bfloat16, _bytes(operator, layer, options))
         progress("overhead")
-        overhead_ms = _overhead_ms()
+        layer_ms, step_ms = _overheads_ms()
         if machine.gpus:
             progress("GPU")
         gpu = measure_gpu(torch.device("cuda:0")) if machine.gpus else None
-    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, overhead_ms, load, gpu)
+    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, layer_ms, load, gpu, step_ms)
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
@@ -197,7 +202,8 @@ def _linear_rate(layer: nn.Module, dtype: torch.dtype, held_bytes: int) -> Rate:
     return Rate(held_bytes / decode_s / 1e9, READ_BYTES * PREFILL_TOKENS / prefill_s / 1e9)  # two operations and two bytes per weight
 
 
-def _overhead_ms() -> float:
+def _overheads_ms() -> tuple[float, float]:
+    """Return the times of a small decoder layer, run by Python and within a native program."""
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=64,
@@ -211,8 +217,18 @@ def _overhead_ms() -> float:
     )
     model = optimize_and_load(Qwen3MoeForCausalLM(config), "cpu", progress=False)
     token = torch.ones(1, 1, dtype=torch.int64)
-    cache = model(token, use_cache=True).past_key_values
-    return _best_fifth_s(lambda: model(token, past_key_values=cache, use_cache=True)) / OVERHEAD_LAYERS * 1e3
+    context = injection_of(model).context  # type: ignore[union-attr] # it was injected just now
+
+    def layer_ms() -> float:
+        cache = model(token, use_cache=True).past_key_values
+        step = partial(model, input_ids=token, past_key_values=cache, use_cache=True)
+        for _ in range(RECORDED_STEPS):
+            step()
+        return _best_fifth_s(step) / OVERHEAD_LAYERS * 1e3
+
+    replayed_ms = layer_ms()
+    context.replays_steps = False
+    return layer_ms(), replayed_ms
 
 
 FILE_NAME = "measurements.json"  # in the user's cache folder

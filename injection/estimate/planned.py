@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan, Swap
+from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.estimates import ExpertSlots, GpuRates
 from moegraft.operators.experts_layer import experts_layer
@@ -95,6 +96,11 @@ class PlannedModel:
         """
         sparsity = swap.operator_type.sparsity_options(swap.options)
         return 0.0 if sparsity is None else experts_layer(swap.module, self.meta_model.skeleton).routed_target(sparsity)
+
+    def replays_steps(self, load: Workload) -> bool:
+        """Return whether decode steps on the CPU may be replayed as native programs, which record the kernels of operators."""
+        operators = [swap.operator_type.replays_steps(swap.options) for swap in self.plan.swaps]
+        return bool(operators) and all(operators) and load.batch <= MAX_REPLAYED_SEQUENCES
 
     def cache_form(self) -> QuantisedForm | None:
         """Return the form of a quantised key-value cache; None if it is in the model's dtype."""

@@ -129,11 +129,12 @@ def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
     return Rate(min(rate.decode_gbps for rate in known), min(rate.prefill_gflops for rate in known))
 
 
-def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_bytes: int, load: Workload) -> Speed:
+def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_bytes: int, load: Workload, replays: bool = False) -> Speed:
     """Predict the speed on the CPU from the time of each module and an overhead per layer.
 
     Args:
         kv_bytes: of the whole cache at `load.context`, which is read once per step.
+        replays: whether decode steps are native programs, which take less time between the layers.
 
     The arithmetic of attention is ignored: it matters in prompts of tens of thousands of tokens.
     """
@@ -142,7 +143,10 @@ def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_by
     if missing:
         return Speed(None, None, missing)
     overhead_s = layers * measured.layer_overhead_ms / 1e3
-    step_s = overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(work.seconds(measured, load.batch) for work in works)
+    step_overhead_s = overhead_s
+    if replays and measured.step_overhead_ms is not None:
+        step_overhead_s = layers * measured.step_overhead_ms / 1e3
+    step_s = step_overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(work.seconds(measured, load.batch) for work in works)
     prompt_s = overhead_s + sum(work.seconds(measured, load.prompt) for work in works)
     return Speed(load.batch / step_s, load.prompt / prompt_s)
 

@@ -190,7 +190,7 @@ class HybridExperts(Operator):
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
-        context.replays_steps = context.replays_steps and options.decode != "eager"
+        context.replays_steps = context.replays_steps and cls.replays_steps(options)
         return cls(read_layout(module), options, runtime, draft, partial(context.warn_once, logger), sparsity, engines)
 
     @classmethod
@@ -216,6 +216,10 @@ class HybridExperts(Operator):
     def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
         gpu = options.on_gpu
         return None if gpu is None or gpu.emulated else SharedSlots(gpu)
+
+    @classmethod
+    def replays_steps(cls, options: HybridExpertsOptions) -> bool:
+        return options.decode != "eager"
 
     @classmethod
     def measured_options(cls) -> Mapping[str, HybridExpertsOptions]:

@@ -84,13 +84,25 @@ def _product(one: Affine, other: Affine) -> Affine:
     raise NotRecordableError("an offset is no linear function of the position")
 
 
-StateName = tuple[Any, ...]  # of a tensor of a cache: the layer's number, then the attribute and the keys within it
+# Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
+StateName = tuple[Any, ...]
+
+
+def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
+    """Return what holds the tensor or number `name` of a cache, which has the key `name[-1]` in it."""
+    held = vars(cache.layers[name[0]] if name[0] >= 0 else cache)
+    return held if len(name) == 2 else held[name[1]]
+
+
+def _holders(cache: Cache) -> Iterator[tuple[int, dict[str, Any]]]:
+    yield -1, vars(cache)
+    yield from ((number, vars(layer)) for number, layer in enumerate(cache.layers))
 
 
 def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
-    """Yield the tensors that the layers of a cache hold, with their names."""
-    for number, layer in enumerate(cache.layers):
-        for attribute, value in vars(layer).items():
+    """Yield the tensors that a cache and its layers hold, with their names."""
+    for number, attributes in _holders(cache):
+        for attribute, value in attributes.items():
             if attribute.startswith("_"):  # constants such as the size of a window
                 continue
             if isinstance(value, torch.Tensor):
@@ -103,10 +115,10 @@ def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
 
 
 def cache_counts(cache: Cache) -> dict[StateName, int]:
-    """Return the numbers and flags that the layers of a cache hold, by name."""
+    """Return the numbers and flags that a cache and its layers hold, by name."""
     found: dict[StateName, int] = {}
-    for number, layer in enumerate(cache.layers):
-        for attribute, value in vars(layer).items():
+    for number, attributes in _holders(cache):
+        for attribute, value in attributes.items():
             if isinstance(value, int):
                 found[number, attribute] = value
             elif isinstance(value, dict | list):

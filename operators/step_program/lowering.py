@@ -64,9 +64,10 @@ class Lowering:
 
     Args:
         grown: tensors of the cache to which a step appends, by storage after the step: see `CacheTensor`.
+        replaced: tensors of the cache that a step replaces by others of their form, whose memory the program overwrites.
     """
 
-    def __init__(self, step: FittedStep, grown: Sequence[CacheTensor]) -> None:
+    def __init__(self, step: FittedStep, grown: Sequence[CacheTensor], replaced: Sequence[StateName]) -> None:
         self._grown = {tensor.after: tensor for tensor in grown}
         self._buffers = {tensor.before for tensor in grown}
         self.storage_bytes = list(step.storage_bytes)
@@ -74,6 +75,8 @@ class Lowering:
         self.nodes: list[Node] = []
         for call in step.calls:
             self._lower(call)
+        for name in replaced:
+            self.elementwise("copy", step.before[name], step.after[name])
         self._gather_linears()
 
     def temporary(self, dtype: torch.dtype, sizes: Sequence[Affine]) -> Place:
@@ -188,16 +191,18 @@ class CacheTensor:
     start_slope: int
     dtype: torch.dtype
 
-    def require_form(self, tensor: torch.Tensor) -> None:
+    def require_form(self, tensor: torch.Tensor, length: int) -> None:
         """
         Raises:
-            ForeignCacheError: `tensor`, that of a cache at this place, has another type or number of rows than the recorded one.
+            ForeignCacheError: `tensor`, that of a cache at this place, has another type or other sizes than the recorded one would have
+                with `length` tokens.
         """
         sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
         if (
             tensor.dtype != self.dtype
             or tensor.dim() != len(self.shape)
             or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
+            or tensor.shape[self.dim] != length
         ):
             raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
 
@@ -669,10 +674,12 @@ def _kernel_route(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _kernel_forward(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if kwargs:
-        raise NotRecordableError("neurons are left out of experts")
+    if kwargs.get("acted") is not None:
+        raise NotRecordableError("the activations of experts are observed")
     experts, x, index, weights, out = args
-    to.nodes.append(Node("experts", [out], [x, index, weights], payload=experts))
+    counts = kwargs.get("neuron_counts")
+    payload = experts, kwargs.get("threshold", 0.0), None if counts is None else counts.array
+    to.nodes.append(Node("experts", [out], [x, index, weights], payload=payload))
 
 
 def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -35,12 +35,14 @@ class NativeStep:
 
     Attributes:
         parts: what a step runs in order: a range of native stages, or a call of PyTorch.
+        kernels: the name of each stage's kernel; empty for a stage without one.
         arena_bytes: of the temporaries, by position.
     """
 
     def __init__(self, lowering: Lowering, runtime: Runtime, kept: Sequence[Place], last_position: int) -> None:
         self.native = Program(runtime)
         self.parts: list[tuple[int, int] | PythonCall] = []
+        self.kernels: list[str] = []
         self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
         self.origins: Mapping[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
         self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
@@ -84,16 +86,20 @@ class NativeStep:
         elif node.kind == "linear":
             native.add_linears(node.payload, [operands[-1], *operands[:-1]])
         elif node.kind == "experts":
-            native.add_experts(node.payload, operands)
+            experts, threshold, neuron_counts = node.payload
+            native.add_experts(experts, operands, threshold, neuron_counts)
         elif node.kind == "router":
             native.add_router(node.payload, operands)
         elif node.kind == "attention":
             native.add_attention(operands, **node.payload)
         else:
             native.add_matmul(operands)
+        if node.kind not in ("small", "norm"):
+            self.kernels.append(node.kind)
 
     def _close(self) -> None:
         end = self.native.end_stage()
+        self.kernels += [""] * (end - len(self.kernels))
         self.parts.append((self._first, end))
         self._first = end
 

@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.timeline import Timeline
 
 KERNELS = ("linear", "forward", "norm", "route", "attention", "matmul")
+NODE_KINDS = {"forward": "experts", "route": "router"}  # where users know a kernel by another name
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 # A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
@@ -75,6 +77,19 @@ class Call:
         return self.target if isinstance(self.target, str) else str(self.target)
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """An array that a kernel adds to; it is no part of the step's results."""
+
+    array: np.ndarray[Any, np.dtype[Any]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counters) and other.array is self.array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+
 @dataclass(slots=True)
 class Storage:
     """Memory that a recording touched.
@@ -106,6 +121,36 @@ class Recording:
                 storage.tensor = None
 
 
+@contextmanager
+def _wrapped_kernels(runtime: Runtime, wrapper: Callable[..., None]) -> Iterator[None]:
+    """Let `wrapper(name, method, *args, **kwargs)` answer the kernel calls of `runtime` while the body runs."""
+    attributes = vars(runtime)
+    before = {name: attributes.get(name) for name in KERNELS}
+    for name in KERNELS:
+        attributes[name] = partial(wrapper, name, getattr(runtime, name))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:
+                del attributes[name]
+            else:
+                attributes[name] = method
+
+
+@contextmanager
+def timed_kernels(runtime: Runtime, timeline: Timeline) -> Iterator[None]:
+    """Add the kernel calls of `runtime` to the lane `CPU` of a timeline while the body runs."""
+
+    def timed(name: str, compute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        start_ms = timeline.now_ms()
+        compute(*args, **kwargs)
+        timeline.add("CPU", NODE_KINDS.get(name, name), start_ms, timeline.now_ms())
+
+    with _wrapped_kernels(runtime, timed):
+        yield
+
+
 class Recorder(TorchDispatchMode):
     """Fills `recording` while it is entered.
 
@@ -125,15 +170,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
         """Record what the body computes."""
-        attributes = vars(self._runtime)
-        for name in KERNELS:
-            attributes[name] = partial(self._kernel, name, getattr(self._runtime, name))
-        try:
-            with self:
-                yield self.recording
-        finally:
-            for name in KERNELS:
-                del attributes[name]
+        with _wrapped_kernels(self._runtime, self._kernel), self:
+            yield self.recording
 
     def memory(self, tensor: torch.Tensor, *, produced: bool = False) -> Memory:
         """Return the description of a tensor, and give its storage a number if it has none yet."""
@@ -179,6 +217,9 @@ class Recorder(TorchDispatchMode):
         compute(*args, **kwargs)
         if threading.get_ident() != self._thread:
             return  # another thread computes with the same model, which this mode does not see
+        counts = kwargs.get("neuron_counts")
+        if counts is not None:
+            kwargs["neuron_counts"] = Counters(counts)
         leaves, form = tree_flatten((args, kwargs))
         self.recording.calls.append(Call(name, [self._kernel_leaf(leaf) for leaf in leaves], form, ()))
 

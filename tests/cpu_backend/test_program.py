@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.kernel_cases import make_batch, make_layer
@@ -434,6 +436,28 @@ def test_experts_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: R
     assert torch.equal(out, layer.forward(threaded[1], x, index, weights))
 
 
+@pytest.mark.parametrize("weight_type", ["float32", "int4"])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_sparse_experts_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, tokens: int, weight_type: str) -> None:
+    """Two layers in one run, of other sizes, with counts; run again, they count again."""
+    counts, expected = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    layers = [make_layer(weight_type, 6, 64, size, sparse=True) for size in (40, 96)]
+    x, index, weights = make_batch(tokens, 2, layers[0])
+    outs = [torch.full_like(x, math.nan) for _ in layers]
+    for layer, out in zip(layers, outs, strict=True):
+        rig.program.add_experts(layer.packed, [rig.operand(each) for each in (out, x, index, weights)], 0.2, counts)
+    for _ in range(2):
+        rig.run()
+        for layer, out in zip(layers, outs, strict=True):
+            wanted = torch.full_like(x, math.nan)
+            arrays = x.numpy(), index.numpy(), weights.numpy(), wanted.numpy()
+            threaded[1].forward(layer.packed, *arrays, threshold=0.2, neuron_counts=expected)
+            assert torch.equal(out, wanted)
+        assert counts.tolist() == expected.tolist()
+        if tokens:
+            assert 0 < counts[0] < counts[1]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "chosen_softmax"])
 def test_a_router_equals_that_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, score: str, dtype: torch.dtype) -> None:
@@ -575,6 +599,39 @@ def test_an_operand_outside_its_buffer(rig: Rig, operand: Any) -> None:
         rig.program.check(0, 0, 0)
     with pytest.raises(ValueError, match="was not checked"):
         rig.program.run(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "last"),
+    [
+        (fixed(0), (0, 1, 0), (9, -1, 0), 9),  # (p - 1) (9 - p) is largest in the middle
+        ((-20, 4, 0), (0, 1, 0), fixed(1), 5),  # nothing is read at 0; at 1 it begins before the buffer
+    ],
+)
+def test_an_operand_outside_its_buffer_between_two_positions(rig: Rig, offset: Any, size: Any, stride: Any, last: int) -> None:
+    """At both ends of the range, or at one of them, it is within."""
+    rig.program.bind(0, torch.zeros(64, dtype=torch.uint8))
+    rig.program.bind(1, torch.zeros(4, dtype=torch.uint8))
+    x = (0, "float32", offset, (size,), (stride,))
+    rig.program.add_small("copy", [(1, "float32", fixed(0), (size,), (fixed(0),)), x])
+    rig.program.end_stage()
+    with pytest.raises(ValueError, match="leaves buffer 0"):
+        rig.program.check(0, last, 0)
+
+
+def test_spans_of_kernels(rig: Rig) -> None:
+    linear = PackedLinear(32, 32, "float32")
+    linear.pack(torch.eye(32).numpy())
+    x, out = torch.zeros(2, 32), torch.zeros(2, 32)
+    rig.program.add_linears([linear], [rig.operand(x), rig.operand(out)])
+    rig.small("copy", x, out)
+    before = time.perf_counter_ns()
+    rig.run()
+    after, spent = time.perf_counter_ns(), rig.program.kernel_ns
+    (began, ended), none = rig.program.spans()
+    assert none == (0, 0)
+    assert before <= began <= ended <= after
+    assert spent == ended - began
 
 
 def test_buffers_that_are_not_bound(rig: Rig) -> None:
@@ -722,10 +779,18 @@ def test_wrong_kernels(rig: Rig, threaded: dict[int, Runtime]) -> None:
         other_rig.program.add_linears([linear], [other_rig.operand(x), other_rig.operand(found)])
         with pytest.raises(ValueError, match=r"linear layer|kernel"):
             other_rig.run()
+    dense = make_layer(num_experts=4, hidden=32, intermediate=32, weight_type="int8")
+    batch = make_batch(2, 2, dense)
+    operands = [rig.operand(each) for each in (batch[0], *batch)]
+    for threshold, counts in ((0.5, None), (0.0, np.zeros(2, np.int64))):
+        with pytest.raises(ValueError, match="no threshold and count no neurons"):
+            rig.program.add_experts(dense.packed, operands, threshold, counts)
     sparse = make_layer(num_experts=4, hidden=32, intermediate=32, weight_type="int8", sparse=True)
-    batch = make_batch(2, 2, sparse)
-    with pytest.raises(ValueError, match="sparse layout"):
-        rig.program.add_experts(sparse.packed, [rig.operand(each) for each in (batch[0], *batch)])
+    for threshold in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="threshold"):
+            rig.program.add_experts(sparse.packed, operands, threshold)
+    with pytest.raises(ValueError, match="neuron_counts"):
+        rig.program.add_experts(sparse.packed, operands, 0.5, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -99,6 +99,16 @@ void require_dtype(const py::array& array, const char* name, char kind, py::ssiz
     throw py::type_error(std::string(name) + ": expected dtype " + expected + ", found " + dtype_text(array));
 }
 
+std::int64_t* count_values(const py::object& object) {
+  if (object.is_none()) return nullptr;
+  const auto array = py::cast<py::array>(object);
+  require_layout(array, "neuron_counts", 1);
+  require_dtype(array, "neuron_counts", 'i', 8, "int64");
+  if (array.shape(0) != 2) raise_shape_error(array, "neuron_counts", "(2,) for the active neurons and all");
+  if (!array.writeable()) raise_value_error("neuron_counts is read-only");
+  return static_cast<std::int64_t*>(const_cast<void*>(array.data()));
+}
+
 WeightType float_type_of(const py::array& array, const char* name) {
   if (is_dtype(array, 'f', 4)) return WeightType::kFloat32;
   if (is_dtype(array, 'f', 2)) return WeightType::kFloat16;

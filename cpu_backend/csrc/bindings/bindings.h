@@ -37,6 +37,7 @@ std::string number_text(double value);
 [[noreturn]] void raise_shape_error(const pybind11::array& array, const char* name, const std::string& expected);
 void require_layout(const pybind11::array& array, const char* name, pybind11::ssize_t dims);
 void require_dtype(const pybind11::array& array, const char* name, char kind, pybind11::ssize_t bytes, const char* expected);
+std::int64_t* count_values(const pybind11::object& neuron_counts);  // (2,) int64, or None: null
 WeightType float_type_of(const pybind11::array& array, const char* name);  // uint16 is bfloat16
 ActivationType activation_type_of(const pybind11::array& array, const char* name);
 

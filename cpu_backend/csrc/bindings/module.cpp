@@ -33,16 +33,6 @@ struct ForwardCall {
   }
 };
 
-std::int64_t* count_values(const py::object& object) {
-  if (object.is_none()) return nullptr;
-  const auto array = py::cast<py::array>(object);
-  require_layout(array, "neuron_counts", 1);
-  require_dtype(array, "neuron_counts", 'i', 8, "int64");
-  if (array.shape(0) != 2) raise_shape_error(array, "neuron_counts", "(2,) for the active neurons and all");
-  if (!array.writeable()) raise_value_error("neuron_counts is read-only");
-  return static_cast<std::int64_t*>(const_cast<void*>(array.data()));
-}
-
 float* acted_values(const py::object& object, const py::array& top_k_index, int intermediate) {
   if (object.is_none()) return nullptr;
   const auto array = py::cast<py::array>(object);

@@ -59,9 +59,10 @@ class PyProgram {
     program_.add(make_linears(program_.machine(), std::move(found), parse_operands(operands)));
     owners_.append(linears);
   }
-  void add_experts(const py::object& experts, const py::sequence& operands) {
-    program_.add(make_experts(program_.machine(), *experts.cast<const PyExperts&>().experts, parse_operands(operands)));
-    owners_.append(experts);
+  void add_experts(const py::object& experts, const py::sequence& operands, float threshold, const py::object& neuron_counts) {
+    program_.add(make_experts(program_.machine(), *experts.cast<const PyExperts&>().experts, {threshold, count_values(neuron_counts)},
+                              parse_operands(operands)));
+    owners_.append(py::make_tuple(experts, neuron_counts));
   }
   void add_router(const py::object& router, const py::sequence& operands) {
     const auto& spec = router.cast<const PyRouter&>();
@@ -92,6 +93,12 @@ class PyProgram {
     py::gil_scoped_release release;
     program_.run(position, first, end);
   }
+  std::vector<std::pair<std::int64_t, std::int64_t>> spans() const {
+    std::vector<std::pair<std::int64_t, std::int64_t>> found;
+    for (const Program::Span& span : program_.spans()) found.emplace_back(span.began, span.ended);
+    return found;
+  }
+  std::int64_t kernel_ns() const { return program_.kernel_ns(); }
 
  private:
   py::object runtime_;
@@ -107,7 +114,7 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("add_small", &PyProgram::add_small, "name"_a, "operands"_a, "numbers"_a = std::vector<double>{})
       .def("add_norm", &PyProgram::add_norm, "norm"_a, "operands"_a)
       .def("add_linears", &PyProgram::add_linears, "linears"_a, "operands"_a)
-      .def("add_experts", &PyProgram::add_experts, "experts"_a, "operands"_a)
+      .def("add_experts", &PyProgram::add_experts, "experts"_a, "operands"_a, "threshold"_a = 0.0f, "neuron_counts"_a = py::none())
       .def("add_router", &PyProgram::add_router, "router"_a, "operands"_a)
       .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a,
            "key_tail"_a = false)
@@ -115,7 +122,9 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("end_stage", &PyProgram::end_stage)
       .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)
       .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)
-      .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a);
+      .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a)
+      .def("spans", &PyProgram::spans)
+      .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);
 }
 
 }  // namespace moegraft

@@ -12,6 +12,7 @@
 #include "ops/matmul.h"
 #include "ops/router.h"
 #include "program/program.h"
+#include "sparse/job.h"
 
 namespace moegraft {
 namespace {
@@ -80,17 +81,21 @@ class LinearsOperation final : public KernelOperation {
 
 class ExpertsOperation final : public KernelOperation {
  public:
-  ExpertsOperation(const ProgramMachine& machine, const PackedExperts& experts, std::vector<Operand> operands)
+  ExpertsOperation(const ProgramMachine& machine, const PackedExperts& experts, const ExpertsSparsity& sparsity,
+                   std::vector<Operand> operands)
       : KernelOperation(std::move(operands)),
         machine_(machine),
         experts_(experts),
+        sparsity_(sparsity),
         encode_(machine.workers),
         neurons_(machine.workers),
         rows_(machine.workers),
-        sums_(machine.workers),
-        job_(machine.kernels, experts, activation_of(operands_.at(1).type), machine.workers, {&encode_, &neurons_, &rows_, &sums_}) {
+        sums_(machine.workers) {
     if (operands_.size() != 4) refuse("experts have an output, hidden states, ids and weights");
-    if (experts.kind() == LayoutKind::kSparse) refuse("experts in the sparse layout have no operation in a program");
+    if (!(sparsity.threshold >= 0.0f)) refuse("the threshold of experts is not a number of at least 0");
+    if (experts.kind() == LayoutKind::kSparse) return;
+    if (sparsity.threshold > 0.0f || sparsity.counts != nullptr) refuse("dense experts have no threshold and count no neurons");
+    dense_.emplace(machine.kernels, experts, activation_of(operands_[1].type), machine.workers, phases());
   }
   void resolved() override {
     static constexpr const char* kNames[] = {"the experts' output", "hidden states", "ids of experts", "weights of experts"};
@@ -102,23 +107,36 @@ class ExpertsOperation final : public KernelOperation {
     if (!fits || rows_of(views_[0], experts_.shape().hidden, kNames[0]) != tokens) refuse("the operands of experts do not fit together");
     tokens_ = static_cast<int>(tokens);
     top_k_ = static_cast<int>(ids.sizes[1]);
+    if (!dense_)
+      sparse_.emplace(machine_.kernels, experts_, activation_of(views_[1].type),
+                      SparseArgs{sparsity_.threshold, sparsity_.counts, nullptr, top_k_}, machine_.workers, phases());
   }
   void prepare() override {
     Routing& routing = machine_.scratch.routing;
     routing.group({reinterpret_cast<const std::int64_t*>(views_[2].data), reinterpret_cast<const float*>(views_[3].data), tokens_, top_k_},
-                  experts_.shape().num_experts, job_.segment_pairs(), 0);
+                  experts_.shape().num_experts, dense_ ? dense_->segment_pairs() : sparse_->segment_pairs(), 0);
     for (const Segment& segment : routing.segments())
       if (!experts_.complete(segment.expert)) refuse("expert " + std::to_string(segment.expert) + " is used before it was packed");
-    job_.prepare({views_[1].data, views_[0].data, tokens_, &routing},
-                 {&machine_.scratch.records, &machine_.scratch.lanes, &machine_.scratch.neurons, machine_.scratch.workers.data()});
+    const ExpertsBatch batch = {views_[1].data, views_[0].data, tokens_, &routing};
+    ProgramScratch& scratch = machine_.scratch;
+    const ExpertsScratch memory = {&scratch.records, &scratch.lanes, &scratch.neurons, scratch.workers.data()};
+    if (dense_) dense_->prepare(batch, memory);
+    else sparse_->prepare(batch, memory);
   }
-  void run(int worker) noexcept override { job_.run(worker); }
+  void run(int worker) noexcept override {
+    if (dense_) dense_->run(worker);
+    else sparse_->run(worker);
+  }
 
  private:
+  ExpertsPhases phases() { return {&encode_, &neurons_, &rows_, &sums_}; }
+
   const ProgramMachine& machine_;
   const PackedExperts& experts_;
+  const ExpertsSparsity sparsity_;
   Phase encode_, neurons_, rows_, sums_;
-  ExpertsJob job_;
+  std::optional<ExpertsJob> dense_;
+  std::optional<SparseJob> sparse_;  // of experts in the sparse layout
   int tokens_ = 0, top_k_ = 0;
 };
 
@@ -311,8 +329,9 @@ std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std
                                               std::vector<Operand> operands) {
   return std::make_unique<LinearsOperation>(machine, std::move(linears), std::move(operands));
 }
-std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, std::vector<Operand> operands) {
-  return std::make_unique<ExpertsOperation>(machine, experts, std::move(operands));
+std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, const ExpertsSparsity& sparsity,
+                                              std::vector<Operand> operands) {
+  return std::make_unique<ExpertsOperation>(machine, experts, sparsity, std::move(operands));
 }
 std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands) {
   return std::make_unique<RouterOperation>(machine, form, std::move(operands));

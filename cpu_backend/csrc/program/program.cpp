@@ -1,8 +1,17 @@
 #include "program/program.h"
 
+#include <chrono>
 #include <stdexcept>
 
 namespace moegraft {
+
+namespace {
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
 
 std::size_t bytes_of(ElementType type) {
   switch (type) {
@@ -25,6 +34,14 @@ bool Operand::is_fixed() const {
   bool fixed = offset.slope == 0 && number_slope == 0.0;
   for (int dim = 0; dim < dims; ++dim) fixed = fixed && sizes[dim].slope == 0 && strides[dim].slope == 0;
   return fixed;
+}
+
+bool Operand::ends_suffice(std::int64_t first, std::int64_t last, std::int64_t room) const {
+  for (int dim = 0; dim < dims; ++dim) {
+    const bool bent = sizes[dim].slope != 0 && strides[dim].slope != 0;
+    if (bent || sizes[dim].at(first, room) == 0 || sizes[dim].at(last, room) == 0) return false;
+  }
+  return true;
 }
 
 std::int64_t View::elements() const {
@@ -112,6 +129,8 @@ void Program::check(std::int64_t first, std::int64_t last, std::int64_t room) {
     for (const Operand& operand : operation.operands()) {
       check_operand(operand, first);
       check_operand(operand, last);
+      if (operand.ends_suffice(first, last, room)) continue;
+      for (std::int64_t position = first + 1; position < last; ++position) check_operand(operand, position);
     }
     if (operation.is_fixed()) resolve(operation, first);
   });
@@ -148,6 +167,7 @@ void Program::run(std::int64_t position, int first, int end) {
       stage.claimed.store(false, std::memory_order_relaxed);
       stage.ready.store(false, std::memory_order_relaxed);
       stage.done.store(false, std::memory_order_relaxed);
+      stage.span = {};
       for (const auto& operation : stage.small)
         if (!operation->is_fixed()) resolve(*operation, position);
       if (stage.kernel && !stage.kernel->is_fixed()) resolve(*stage.kernel, position);
@@ -157,6 +177,10 @@ void Program::run(std::int64_t position, int first, int end) {
     failed_.store(false);
     error_ = nullptr;
   });
+  for (int i = first; i < end; ++i) {
+    const Span& span = stages_[static_cast<std::size_t>(i)]->span;
+    kernel_ns_ += span.ended > span.began ? span.ended - span.began : 0;
+  }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
@@ -166,14 +190,21 @@ void Program::run(int worker) noexcept {
     if (stage.done.load(std::memory_order_acquire)) continue;
     if (!stage.claimed.exchange(true, std::memory_order_acq_rel)) {
       run_small(stage, i > first_ ? stages_[static_cast<std::size_t>(i) - 1].get() : nullptr);
+      if (stage.kernel) stage.span.began = now_ns();
       stage.ready.store(true, std::memory_order_release);
     } else {
       wait_until([&] { return stage.ready.load(std::memory_order_acquire); });
     }
     if (failed_.load(std::memory_order_acquire)) return;
     if (stage.kernel) stage.kernel->run(worker);
-    stage.done.store(true, std::memory_order_release);
+    if (!stage.done.exchange(true, std::memory_order_acq_rel) && stage.kernel) stage.span.ended = now_ns();
   }
+}
+
+std::vector<Program::Span> Program::spans() const {
+  std::vector<Span> found;
+  for (const auto& stage : stages_) found.push_back(stage->span);
+  return found;
 }
 
 void Program::run_small(Stage& stage, Stage* before) {

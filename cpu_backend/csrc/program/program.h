@@ -6,9 +6,9 @@
 // small operations of a stage, which take microseconds, on the first worker that arrives, its kernel on all workers. Workers wait for each
 // other by spinning, and yield when that takes long. A worker that comes late finds the finished stages done and joins the current one.
 //
-// The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound. All
-// sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is checked against its buffer by check(), for a range of
-// positions, before run() touches it.
+// The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound.
+// All sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is
+// checked against its buffer by check(), for every position in a range, before run() touches it.
 #pragma once
 
 #include <array>
@@ -52,6 +52,9 @@ struct Operand {
   double number_slope = 0.0;  // for each position
 
   bool is_fixed() const;
+  // Whether it is within its buffer at all positions in a range if it is so at both ends. Not so where nothing is read at an end, and where
+  // a size and its stride both depend on the position.
+  bool ends_suffice(std::int64_t first, std::int64_t last, std::int64_t room) const;
 };
 
 // An operand at one position.
@@ -121,6 +124,12 @@ class KernelOperation : public Operation {
   virtual void finish() {}  // on one thread, after run()
 };
 
+// Which neurons of experts in the sparse layout are left out.
+struct ExpertsSparsity {
+  float threshold;  // of |act(gate)|
+  std::int64_t* counts;  // (2): incremented by the neurons that reached the threshold, and by all neurons; or null
+};
+
 struct AttentionNumbers {
   float scale;
   float softcap;
@@ -134,7 +143,8 @@ struct AttentionOperands {
 // Operands: out, then the inputs in the order of the Runtime's methods. All throw std::invalid_argument.
 std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std::vector<const PackedLinear*> linears,
                                               std::vector<Operand> operands);  // x, then one out for each
-std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, std::vector<Operand> operands);
+std::unique_ptr<KernelOperation> make_experts(const ProgramMachine& machine, const PackedExperts& experts, const ExpertsSparsity& sparsity,
+                                              std::vector<Operand> operands);
 std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, const RouterArgs& form, std::vector<Operand> operands);
 // out, query, key, value and those of the others that it has, in their order
 std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers,
@@ -164,8 +174,17 @@ class Program final : public Job {
 
   void run(int worker) noexcept override;
 
+  // When the kernel of a stage began and ended in the last run of that stage, on whatever worker came first, in ns of the steady clock;
+  // both are 0 for a stage without a kernel.
+  struct Span {
+    std::int64_t began = 0, ended = 0;
+  };
+  std::vector<Span> spans() const;
+  std::int64_t kernel_ns() const { return kernel_ns_; }  // of all spans of all runs
+
  private:
   struct Stage {
+    Span span;  // its ends are written by the workers that claim and that finish the stage first
     std::vector<std::unique_ptr<SmallOperation>> small;
     std::unique_ptr<KernelOperation> kernel;
     std::atomic<bool> claimed{false};
@@ -192,6 +211,7 @@ class Program final : public Job {
   std::vector<Buffer> buffers_;
   std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;
   int first_ = 0, end_ = 0;
+  std::int64_t kernel_ns_ = 0;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;
 };

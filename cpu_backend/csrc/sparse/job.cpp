@@ -70,13 +70,6 @@ constexpr float kPickedItems = 0.45f;
 
 }  // namespace
 
-struct SparseSizes {
-  std::size_t pairs;  // of a segment
-  std::size_t neurons;
-  std::size_t hidden_words;
-  std::size_t hidden;
-};
-
 struct SparseJob::Worker {
   Worker(std::byte* memory, const SparseSizes& sizes) {
     Arrays arrays(memory);
@@ -156,7 +149,8 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   scratch.lanes->reserve(tokens * lane_words_ * 4);
   scratch.neurons->reserve(place_arrays(nullptr));
   place_arrays(scratch.neurons->data());
-  const Worker needed(nullptr, sizes());
+  sizes_ = needed_sizes();
+  const Worker needed(nullptr, sizes_);
   for (int worker = 0; worker < workers_; ++worker) scratch.workers[worker].reserve(needed.bytes);
   std::fill_n(pairs_of_slots_, tokens * static_cast<std::size_t>(args_.top_k), -1);
   int pair = 0;
@@ -165,6 +159,7 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   phases_.neurons->reset(segments * neuron_groups_);
   phases_.rows->reset(segments * parts_);
   phases_.sums->reset(batch.tokens * chunks_);
+  add_count(1, static_cast<std::int64_t>(batch.routing->pairs().size()) * experts_.shape().intermediate);
 }
 
 // Places the arrays that all workers share in `memory` and returns their bytes; without memory it only counts.
@@ -178,7 +173,7 @@ std::size_t SparseJob::place_arrays(std::byte* memory) {
   return arrays.bytes();
 }
 
-SparseSizes SparseJob::sizes() const {
+SparseSizes SparseJob::needed_sizes() const {
   int pairs = 1;
   for (const Segment& segment : batch_.routing->segments()) pairs = std::max(pairs, segment.pairs);
   return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_,
@@ -186,7 +181,7 @@ SparseSizes SparseJob::sizes() const {
 }
 
 void SparseJob::run(int worker) noexcept {
-  Worker mine(scratch_.workers[worker].data(), sizes());
+  Worker mine(scratch_.workers[worker].data(), sizes_);
   const auto work = [&](Phase& phase, void (SparseJob::*compute)(int, Worker&)) {
     int count = 0;
     for (int unit = phase.take(worker); unit >= 0; unit = phase.take(worker), ++count) (this->*compute)(unit, mine);
@@ -196,16 +191,13 @@ void SparseJob::run(int worker) noexcept {
   };
   work(*phases_.encode, &SparseJob::encode_token);
   work(*phases_.neurons, &SparseJob::compute_neurons);
-  if (args_.counts != nullptr) add_counts(mine.active_neurons, worker == 0);
+  add_count(0, mine.active_neurons);
   work(*phases_.rows, &SparseJob::compute_rows);
   work(*phases_.sums, &SparseJob::write_chunk);
 }
 
-void SparseJob::add_counts(std::int64_t active, bool all) const {
-  __atomic_fetch_add(&args_.counts[0], active, __ATOMIC_RELAXED);
-  if (!all) return;
-  const std::int64_t neurons = static_cast<std::int64_t>(batch_.routing->pairs().size()) * experts_.shape().intermediate;
-  __atomic_fetch_add(&args_.counts[1], neurons, __ATOMIC_RELAXED);
+void SparseJob::add_count(int which, std::int64_t neurons) const {
+  if (args_.counts != nullptr) __atomic_fetch_add(&args_.counts[which], neurons, __ATOMIC_RELAXED);
 }
 
 void SparseJob::encode_token(int token, Worker& mine) {

@@ -11,6 +11,7 @@
 // The neurons phase can count active neurons, with one atomic addition per worker, and export act(gate).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "experts/job.h"
@@ -25,7 +26,13 @@ struct SparseArgs {
   int top_k;
 };
 
-struct SparseSizes;  // of a worker's memory
+// Of a worker's memory.
+struct SparseSizes {
+  std::size_t pairs;  // of the longest segment
+  std::size_t neurons;
+  std::size_t hidden_words;
+  std::size_t hidden;
+};
 
 class SparseJob final : public Job {
  public:
@@ -42,9 +49,9 @@ class SparseJob final : public Job {
   struct Run;
   class RowPrefetch;
   std::size_t place_arrays(std::byte* memory);
-  SparseSizes sizes() const;
+  SparseSizes needed_sizes() const;
   void encode_token(int token, Worker& mine);
-  void add_counts(std::int64_t active, bool all) const;
+  void add_count(int which, std::int64_t neurons) const;
 
   // neurons phase
   void compute_neurons(int unit, Worker& mine);
@@ -93,6 +100,7 @@ class SparseJob final : public Job {
   const std::size_t chunk_bytes_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
+  SparseSizes sizes_{};
   std::size_t first_token_ = 0;  // the pass's first token in the caller's batch
   int unit_chunks_ = 1;  // chunks in one unit of the rows phase
   int parts_ = 1;  // units of a segment

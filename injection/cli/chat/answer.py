@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
-from moegraft.injection.injected import decode_steps_of, injection_of
+from moegraft.injection.injected import captured_steps_of, injection_of
 from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
@@ -97,10 +98,10 @@ class StopRequest(StoppingCriteria):
 
     def __init__(self) -> None:
         self.requested = False
-        self._tokens_seen = False
+        self._hooks: list[RemovableHandle] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._tokens_seen = True
+        self._remove_hooks()
         return torch.full((input_ids.shape[0],), self.requested, dtype=torch.bool, device=input_ids.device)
 
     @contextmanager
@@ -110,7 +111,8 @@ class StopRequest(StoppingCriteria):
         Raises:
             PromptInterrupted: stopped between two layers while the prompt was computed, which can take minutes.
         """
-        hooks = [
+        # For the prompt alone: decode steps of a model with hooks run layer by layer.
+        self._hooks = [
             module.register_forward_pre_hook(self._between_layers)
             for module in model.modules()
             if isinstance(module, GradientCheckpointingLayer)  # the base class of transformers' decoder layers
@@ -122,8 +124,7 @@ class StopRequest(StoppingCriteria):
         finally:
             if main_thread:
                 signal.signal(signal.SIGINT, previous)
-            for hook in hooks:
-                hook.remove()
+            self._remove_hooks()
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -131,8 +132,12 @@ class StopRequest(StoppingCriteria):
         self.requested = True
 
     def _between_layers(self, module: torch.nn.Module, args: Any) -> None:
-        if self.requested and not self._tokens_seen:
+        if self.requested:
             raise PromptInterrupted
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers decode an incomplete character
@@ -244,7 +249,7 @@ class Answerer:
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
         cache, kept = self._cache.take(token_ids)
         room = self._room(len(token_ids))
-        model, steps = self._loaded.model, decode_steps_of(self._loaded.model)
+        model, steps = self._loaded.model, captured_steps_of(self._loaded.model)
         try:
             with stop.listening(self._loaded.model):
                 cache = self._read_ahead(token_ids, cache)
@@ -320,7 +325,7 @@ def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> An
 
 
 def work_lines(model: PreTrainedModel) -> list[str]:
-    """Return a line on drafts, if there were any, and one for each device that experts share."""
+    """Return lines on drafts, if there were any, on decode steps on the CPU, and on each device that experts share."""
     injection = injection_of(model)
     if injection is None:
         return []
@@ -328,9 +333,19 @@ def work_lines(model: PreTrainedModel) -> list[str]:
     operator = injection.model_operator
     if operator is not None and operator.statistics().get("rounds"):
         lines.append(f"drafts: {_drafts(operator.statistics())}")
-    devices = injection.statistics()["devices"]
-    assert isinstance(devices, Mapping), "devices by name"
+    devices, steps = (injection.statistics()[name] for name in ("devices", "decode_steps"))
+    assert isinstance(devices, Mapping) and isinstance(steps, Mapping), "statistics by name"
+    if steps:
+        lines.append(f"decode steps: {_steps(steps)}")
     return [*lines, *(f"{name}: {_named(found)}" for name, found in devices.items())]
+
+
+def _steps(found: Mapping[str, object]) -> str:
+    times = f", {found['step_us']} us each, {found['outside_kernels_us']} us of them outside kernels" if found["replayed_steps"] else ""
+    reasons = found["reasons"]
+    assert isinstance(reasons, list), "a list of texts"
+    others = f"; others layer by layer: {'; '.join(reasons)}" if reasons else ""
+    return f"{found['replayed_steps']} as native programs{times}{others}"
 
 
 def _drafts(found: Mapping[str, object]) -> str:

@@ -125,7 +125,10 @@ def _measured_lines(measured: Measurements) -> list[str]:
     for kind, rates in (("experts", measured.experts), ("linear", measured.linear)):
         rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
     gpu = [measured.gpu.describe()] if measured.gpu is not None else []
-    return [*columns(rows, right=(1, 2)), *gpu, f"overhead of a decoder layer: {measured.layer_overhead_ms:.2f} ms per token"]
+    overhead = f"time of a decoder layer outside kernels: {1e3 * measured.layer_overhead_ms:.0f} us in Python"
+    if measured.step_overhead_ms is not None:
+        overhead += f", {1e3 * measured.step_overhead_ms:.0f} us in a decode step that is one native program"
+    return [*columns(rows, right=(1, 2)), *gpu, overhead]
 
 
 def _as_json(facts: Facts, problems: list[Problem], measured: Measurements | None) -> Json:

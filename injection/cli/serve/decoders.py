@@ -19,7 +19,7 @@ from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import Batch, cut
 from moegraft.injection.cli.serve.constraints import Constraint
 from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job, TokenScore
-from moegraft.injection.injected import decode_steps_of, injection_of
+from moegraft.injection.injected import captured_steps_of, injection_of
 from moegraft.injection.prefill import read_ahead
 
 
@@ -190,7 +190,7 @@ class SequentialDecoder:
         ids = job.ask.token_ids
         cache, job.kept_tokens = self._kept.take(ids)
         cache = read_ahead(self._model, ids, cache, self._chunk)
-        steps = decode_steps_of(self._model)
+        steps = captured_steps_of(self._model)
         given = cache if steps is None else steps.fixed_cache(self._model, cache, len(ids) + job.ask.max_tokens)
         prompt = torch.tensor([ids], device=self._model.device)
         with torch.random.fork_rng():

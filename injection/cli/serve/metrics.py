@@ -89,6 +89,9 @@ def _operators(injection: Injection) -> Iterator[str]:
     }
     if shares:
         yield from _metric("sparsity", "gauge", "Share of neurons that the layers of each target leave out.", shares)
+    steps = {_labels(name=name): value for name, value in _numbers(found["decode_steps"])}
+    if steps:
+        yield from _metric("decode_steps", "gauge", "Decode steps on the CPU that were native programs, and their times.", steps)
     devices = {_labels(device=name, name=what): value for name, values in found["devices"].items() for what, value in _numbers(values)}
     for device, counts in injection.device_counts():
         devices |= {_labels(device=device, name=what): value for what, value in _numbers(counts)}

@@ -236,11 +236,17 @@ def test_a_trace_shows_the_rounds_of_drafts(run: Run, tmp_path: Path, gpu: str) 
     assert drafted == [span["drafted"] for span in verified]
 
 
-def test_with_the_cpu_alone_there_is_nothing_to_trace(run: Run, tmp_path: Path) -> None:
+def test_a_trace_shows_the_steps_of_the_cpu(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    result = run("--prompt", "hello", "--rules", "cpu-exact", "--trace", path, *ANSWER)
-    assert result.exit_code == 0 and "no GPU and no drafts are in use" in result.stderr
-    assert not path.exists()
+    result = run("--prompt", "hello", "--rules", "cpu-exact", "--trace", path, "--no-do-sample", "--max-new-tokens", "40")
+    assert result.exit_code == 0, result.stderr
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    steps = sorted((event for event in events if event["cat"] == "step"), key=lambda event: event["ts"])
+    assert [event["name"] for event in steps[:2]] == ["layer by layer"] * 2, "the first two are recorded"
+    assert steps[-1]["name"] == "program"
+    for step in (steps[0], steps[-1]):
+        within = [event["name"] for event in events if event["cat"] == "CPU" and 0 <= event["ts"] - step["ts"] <= step["dur"]]
+        assert {"experts", "attention"} <= set(within)
 
 
 def test_a_trace_that_cannot_be_written_is_reported_before_the_answer(run: Run, tmp_path: Path) -> None:

@@ -153,3 +153,14 @@ def test_a_failure_to_count_ends_no_answer(loaded: LoadedModel, caplog: pytest.L
         server.service.engine._counts = fail
         assert ask(server, "hello").choices[0].message.content
     assert any("cannot be counted" in record.message for record in caplog.records)
+
+
+def test_metrics_have_the_times_of_decode_steps(chat_folder: Path) -> None:
+    loaded = load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET)
+    with serving(loaded) as server:
+        ask(server, "Who goes there?", max_tokens=20)
+        samples, _ = parse(server.get("/metrics"))
+    found: Any = loaded.model.moegraft.statistics()["decode_steps"]  # type: ignore[union-attr]
+    assert found["replayed_steps"] > 5
+    for name in ("replayed_steps", "programs", "step_us", "outside_kernels_us"):
+        assert value(samples, "decode_steps", name=name) == pytest.approx(found[name])

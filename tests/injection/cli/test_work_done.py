@@ -62,7 +62,8 @@ def test_a_lossy_mode_reports_its_agreement(tmp_path: Path) -> None:
     model = optimize_and_load(tiny(), rules, progress=False, threads=1)
     model.generate(prompt(8), do_sample=False, max_new_tokens=30)
     found = model.moegraft.model_operator.statistics()
-    (drafts,) = work_lines(model)
+    drafts, steps = work_lines(model)
+    assert steps.startswith("decode steps: ") and " as native programs, " in steps and " of them outside kernels" in steps
     assert drafts.endswith(
         f"{found['agreement']:.1%} of tokens as in lossless decoding, perplexity {found['perplexity']:.2f} under the full model"
     )

@@ -200,7 +200,10 @@ def test_rates_are_kept_and_shown(run: Run, run_json: RunJson, cache: Path) -> N
     assert store.save(MEASURED) == cache
     assert store.load() == MEASURED
     assert run_json("doctor")["measured"]["experts"] == {"int8": {"decode_gbps": 30.0, "prefill_gflops": 900.0}}
-    assert "experts, int8" in run("doctor").stdout
+    shown = run("doctor").stdout
+    assert "experts, int8" in shown and "outside kernels: 250 us in Python\n" in shown
+    store.save(replace(MEASURED, step_overhead_ms=0.0123))
+    assert "250 us in Python, 12 us in a decode step that is one native program" in run("doctor").stdout
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_measuring_returns_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJ
     assert set(found["experts"]) == {"float32", "bfloat16", "int8", "int4"} == set(found["linear"])
     rates = [rate for kind in ("experts", "linear") for rate in found[kind].values()]
     assert all(rate["decode_gbps"] > 0 and rate["prefill_gflops"] > 0 for rate in rates)
-    assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["load"] >= 0
+    assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["step_overhead_ms"] > 0 and found["load"] >= 0
     loaded = store.load()
     assert loaded is not None and loaded.read_gbps == found["read_gbps"]
 

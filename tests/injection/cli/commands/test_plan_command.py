@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import Result
 
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
+from moegraft.injection.estimate.forecast import TargetMachine, forecast
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
 from moegraft.injection.estimate.planned import PlannedModel, Workload
@@ -195,6 +197,26 @@ def test_neurons_that_are_left_out_are_not_read() -> None:
     assert sparse / dense == pytest.approx(3 / 1.2)  # the gate, and a tenth of the rest
     dense, sparse = decode(64)
     assert 1 < sparse / dense < 1.5  # eight tokens an expert need most of it together
+
+
+def test_decode_steps_are_predicted_as_programs(config_folder: Path, rules: Callable[[str], Path]) -> None:
+    """Where operators, batch and cache allow it; prompts never are."""
+    rates = dict.fromkeys(("float32", "bfloat16", "int8"), EVEN)
+    measured = Measurements(10.0, rates, rates, 100.0, 0.0, step_overhead_ms=1.0)
+    meta_model, registry = build_meta_model(config_folder), load_registry()
+    experts = "- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{weights: int8{}}}}}}}\n"
+    cache = "- {match: {kind: model}, replace: {class: quantized_kv_cache, kwargs: {backend: fp8}}}\n"
+
+    def speed(text: str, batch: int, measured: Measurements = measured) -> Any:
+        read = plan(meta_model, read_rules(rules(text), registry=registry), registry=registry)
+        return forecast(meta_model, read, Workload(64, batch, 64), TargetMachine(1 << 40, measured), registry).speed
+
+    usual = [speed(experts.format(", decode: eager"), batch) for batch in (1, 8, 9)]
+    program = [speed(experts.format(""), batch) for batch in (1, 8, 9)]
+    assert [found.decode_tokens_s / other.decode_tokens_s > 50 for found, other in zip(program, usual, strict=True)] == [True, True, False]
+    assert [found.prefill_tokens_s for found in program] == [other.prefill_tokens_s for other in usual]
+    assert speed(experts.format("") + cache, 1).decode_tokens_s == usual[0].decode_tokens_s
+    assert speed(experts.format(""), 1, replace(measured, step_overhead_ms=None)).decode_tokens_s == usual[0].decode_tokens_s
 
 
 def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: Run, run_json: RunJson) -> None:
