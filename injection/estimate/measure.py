@@ -22,8 +22,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.injection.injected import injection_of
+from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
