@@ -39,7 +39,7 @@ FAMILIES = (
     *("glm4_moe_lite", "granitemoe", "granitemoeshared", "ernie4_5_moe", "minimax_m2", "phimoe", "jamba", "lfm2_moe", "hunyuan_v1_moe"),
     *("dots1", "nemotron_h", "cohere2_moe", "afmoe", "flex_olmo", "zaya", "gemma4_text"),
 )
-SHORT, LONG, CHUNK = 14, 2000, 50
+SHORT, LONG, CHUNK = 8, 2000, 50
 EXACT = ("float32", "float16", "bfloat16")
 # Relative errors of a module (Frobenius norm) beside the same weights in float64. With int8 and int4 weights activations have 8 bits.
 MODULE_TOLERANCE = {"float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5, "int8": 6e-2, "int4": 6e-2}

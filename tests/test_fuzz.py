@@ -475,7 +475,7 @@ KINDS = {
     "ktransformers": Kind(their_rule_files, 30, 10_000),
     "safetensors": Kind(safetensors_files, 20, 8_000),
     "index": Kind(indexes, 20, 4_000),
-    "gguf": Kind(gguf_files, 40, 8_000),
+    "gguf": Kind(gguf_files, 15, 8_000),
     "packed": Kind(packed_files, 50, 10_000),
     "thresholds": Kind(thresholds_files, 50, 8_000),
     "chat": Kind(saved_chats, 50, 6_000),

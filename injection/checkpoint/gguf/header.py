@@ -222,10 +222,12 @@ class _Reader:
 
     def _values(self, shape: tuple[int, ...], block_type: BlockType, begin: int) -> NDArray[Any]:
         block, block_bytes = GGML_QUANT_SIZES[block_type]
-        if not shape or 0 in shape:
-            self._refuse("a dimension of 0" if shape else "no dimensions")
+        if 0 in shape:
+            self._refuse("a dimension of 0")
         if math.prod(shape[-1:]) % block:
             self._refuse(f"rows of {math.prod(shape[-1:])} values are no multiple of the block size, {block}")
+        if not shape:
+            self._refuse("no dimensions")
         size = math.prod(shape) // block * block_bytes
         if begin + size > len(self._data):
             self._refuse(f"the tensor ends at byte {begin + size}, and the file has {len(self._data)}")
