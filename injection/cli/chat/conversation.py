@@ -123,8 +123,9 @@ def encode_chat(
     given: Any = tokenizer
     try:
         encoded = given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, return_dict=True)
-    except jinja2.TemplateError as error:
-        raise PromptRefusedError(f"the model's chat template refuses this conversation: {error}") from error
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        # Templates raise what Python does for messages and tools of a form that they do not expect.
+        raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error
     return list(encoded["input_ids"])
 
 

@@ -187,6 +187,15 @@ def test_an_agent_goes_on_with_the_result_of_a_tool(loaded: LoadedModel) -> None
         assert reply.usage.prompt_tokens == len(loaded.tokenizer(expected)["input_ids"])
 
 
+def test_what_a_template_cannot_take_is_refused(loaded: LoadedModel) -> None:
+    with scripted(loaded, "It rains.") as server:
+        calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "[1]"}}]
+        turns = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "user", "content": "weather?"}]
+        server.service.loaded.tokenizer.chat_template += "{{ messages[0].tool_calls[0].function.arguments | length + none }}"
+        with pytest.raises(openai.UnprocessableEntityError, match="chat template refuses"):
+            server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=5)
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("single", [False, True])
 def test_a_parser_finds_the_same_in_any_pieces(loaded: LoadedModel, size: int, single: bool) -> None:
