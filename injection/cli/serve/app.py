@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
-from moegraft.injection.cli.serve.protocol import Choice, Kind, Reply, RequestError, error_body, read_request
+from moegraft.injection.cli.serve.protocol import Choice, Kind, Reply, RequestError, error_body, read_object, read_request
 from moegraft.injection.cli.serve.service import Service
 
 SCRIPTS = ("page_text.js", "page.js")
@@ -165,12 +165,12 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = _object(await _body(request, service.limits.max_body))
+        asked = read_object(await _body(request, service.limits.max_body))
         return JSONResponse(await asyncio.to_thread(service.tokenize, asked))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(service.detokenize(_object(await _body(request, service.limits.max_body))))
+        return JSONResponse(service.detokenize(read_object(await _body(request, service.limits.max_body))))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -236,16 +236,6 @@ async def _body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
     return bytes(body)
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, "the body is not JSON") from error
-    if not isinstance(found, dict):
-        raise RequestError(400, "the body is not a JSON object")
-    return found
 
 
 async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Request) -> Response:

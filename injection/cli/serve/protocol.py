@@ -89,10 +89,10 @@ class Request:
     form: dict[str, Any] | str | None = None
 
 
-def read_request(kind: Kind, body: bytes) -> Request:
+def read_object(body: bytes) -> dict[str, Any]:
     """
     Raises:
-        RequestError: 400 for a malformed request, 422 for an unsupported one.
+        RequestError: the body is no JSON object.
     """
     try:
         data = json.loads(body)
@@ -100,6 +100,15 @@ def read_request(kind: Kind, body: bytes) -> Request:
         raise RequestError(400, "the body is not JSON") from error
     if not isinstance(data, dict):
         raise RequestError(400, "the body is not a JSON object")
+    return data
+
+
+def read_request(kind: Kind, body: bytes) -> Request:
+    """
+    Raises:
+        RequestError: 400 for a malformed request, 422 for an unsupported one.
+    """
+    data = read_object(body)
     for name in data:
         if name not in KNOWN:
             shown = name[:60].encode(errors="replace").decode()  # a reply cannot hold the lone surrogates that JSON can
