@@ -167,7 +167,7 @@ class Job:
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
         self.prompt_scores: list[TokenScore] = []
-        self._scores: list[TokenScore] = []  # not yet told
+        self._scores: list[TokenScore] = []  # not yet sent
         self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
         self._streamer.put(torch.empty(0))  # the first call is for the prompt
 

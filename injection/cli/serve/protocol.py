@@ -162,10 +162,10 @@ def _form(data: Mapping[str, Any]) -> dict[str, Any] | str | None:
     described = asked.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if kind != "json_schema" or not isinstance(schema, dict):
-        says = (
+        message = (
             "response_format is none of {'type': 'text'}, {'type': 'json_object'}, {'type': 'json_schema', 'json_schema': {'schema': ...}}"
         )
-        raise RequestError(400, says, param="response_format")
+        raise RequestError(400, message, param="response_format")
     return schema
 
 

@@ -174,9 +174,7 @@ class Service:
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
         if request.tools and token_ids == encode_chat(tokenizer, request.messages):
-            raise RequestError(
-                422, "this model's chat template has no place for tools; the model was not trained to call them", param="tools"
-            )
+            raise RequestError(422, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(
                 422, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"

@@ -116,10 +116,10 @@ def test_penalties_and_biases_apply(loaded: LoadedModel, way: str) -> None:
 def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: LoadedModel) -> None:
     alone = copy.deepcopy(loaded.model)
     alone.generation_config.repetition_penalty = 1.1
-    says = r"logprobs are not available for this model: .*repetition_penalty"
+    message = r"logprobs are not available for this model: .*repetition_penalty"
     with (
         serving(LoadedModel("alone", alone, loaded.tokenizer, lambda: [])) as server,
-        pytest.raises(openai.UnprocessableEntityError, match=says),
+        pytest.raises(openai.UnprocessableEntityError, match=message),
     ):
         ask(server, "hello", logprobs=True)
 
@@ -289,7 +289,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> None:
-    """The model is random and says lowercase letters, so that any JSON comes from the constraint alone."""
+    """The model is random and writes lowercase letters, so that any JSON comes from the constraint alone."""
     if way == "one by one":
         alone = copy.deepcopy(loaded.model)
         alone.generation_config.no_repeat_ngram_size = 1000
@@ -306,12 +306,12 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
         assert free.result().choices[0].message.content == alone_text, "others are not restricted"
         several = ask(server, "hello", n=2, max_tokens=80, response_format=form)
         assert all(json.loads(choice.message.content) for choice in several.choices)
-        said = ask(server, "hello", max_tokens=80, extra_body={"grammar": 'start: "yes " /[0-9]{3}/ | "no"'}).choices[0].message.content
-        assert re.fullmatch("yes [0-9]{3}|no", said)
+        text = ask(server, "hello", max_tokens=80, extra_body={"grammar": 'start: "yes " /[0-9]{3}/ | "no"'}).choices[0].message.content
+        assert re.fullmatch("yes [0-9]{3}|no", text)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"grammar": "start: other"}, "unknown name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strnig"}}}}, "strnig"),
@@ -319,6 +319,6 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
         ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "contradict"),
     ],
 )
-def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], says: str) -> None:
-    with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=says):
+def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=message):
         ask(server, "hello", extra_body=options)
