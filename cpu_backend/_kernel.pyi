@@ -372,6 +372,46 @@ class Runtime:
             ValueError: shapes or strides that do not fit.
             TypeError: dtypes that do not fit.
         """
+    def paged_attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        pool: object,
+        table: object,
+        held: object,
+        *,
+        page_tokens: int,
+        key_start: int,
+        value_start: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: NDArray[np.float32] | None = None,
+        latent: bool = False,
+    ) -> None:
+        """Append new tokens to sequences of different lengths whose keys and values are in pages, then attend causally to each.
+
+        Query t of sequence b attends to its keys up to number `held[b] + t`. A result depends on its own sequence only.
+
+        Args:
+            query: (B, heads, T, D); query, key and value have one dtype and any strides, with the last dimension contiguous.
+            key: (B, KV heads, T, D), new keys.
+            value: (B, KV heads, T, D of values), new values.
+            out: (B, T, heads, D of values), C-contiguous, of the same dtype.
+            pool: (pages, elements) tensor of the same dtype. Of a page, the keys (KV heads, page_tokens, D) begin at element `key_start`,
+                the values at `value_start`.
+            table: (B or more, most pages of a sequence) int64 tensor, the pages of each sequence in order.
+            held: (B or more,) int64 tensor, the tokens that each sequence has before the call.
+            window: keys that a query attends to, its own included; 0 for all.
+            softcap, sinks: as in `attention`.
+            latent: `key` is (B, KV heads, T, D - N), and also the values; `value` is (B, KV heads, T, N), the keys' last columns.
+
+        Raises:
+            ValueError: shapes or strides that do not fit, or a page that is not in the pool.
+            TypeError: dtypes that do not fit.
+        """
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """Batched product of a few rows, accumulated in float32 and rounded once; strides are free but for the contiguous dimensions.
 
@@ -465,6 +505,19 @@ class Program:
         """logits (T, E), weights (T, K), ids (T, K) int64, hidden states (T, H), weight (E, H); at most 8 tokens."""
     def add_attention(self, operands: Sequence[Any], scale: float, softcap: float, causal: bool, mask: bool, sinks: bool) -> None:
         """out (B, T, heads, D), query (B, heads, T, D), key, value and, by the flags, mask and sinks, as in `Runtime.attention`."""
+    def add_paged_attention(
+        self,
+        operands: Sequence[Any],
+        scale: float,
+        softcap: float,
+        page_tokens: int,
+        window: int,
+        latent: bool,
+        sinks: bool,
+        key_start: int,
+        value_start: int,
+    ) -> None:
+        """out, query, new keys, new values, pool, table, held and, by the flag, sinks, as in `Runtime.paged_attention`."""
     def add_matmul(self, operands: Sequence[Any]) -> None:
         """out (B, M, N), a (B, M, K), b (B, K, N) and perhaps bias (N), of one floating-point dtype."""
     def end_stage(self) -> int:

@@ -58,6 +58,7 @@ INTERFACE = {
     "experts_layer",
     "layout",
     "machine",
+    "paged_cache",
     "registry",
     "routing_trace",
     "self_test",

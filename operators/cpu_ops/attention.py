@@ -25,6 +25,7 @@ from moegraft.operators.cpu import ELEMENT_CODES, as_array
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
 from moegraft.operators.cpu_ops.latent import EXPAND, FEW_QUERIES, Expansion, LatentStates, projection
 from moegraft.operators.custom_ops import attention, needs_gradient, register
+from moegraft.operators.paged_cache import PAGE_TOKENS, PagedLayer, UnreadPagesError
 from moegraft.operators.structure import source_of
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,10 @@ class CpuAttention(CpuOperator):
         mask: torch.Tensor | None,
         numbers: Numbers,
     ) -> torch.Tensor:
-        """Return the kernel's answer from latents (B, 1, S, rank) and rotary keys (B, 1, S, rotary): (B, T, heads, D of values)."""
+        """Return the kernel's answer from latents (B, 1, S, rank) and rotary keys (B, 1, S, rotary): (B, T, heads, D of values).
+
+        Those of a cache in pages are the T new ones, which are appended first.
+        """
         weight = projection(module)
         nope = int(module.qk_nope_head_dim)  # type: ignore[arg-type] # `projection` read it
         batch, heads, queries, _ = query.shape
@@ -200,7 +204,13 @@ class CpuAttention(CpuOperator):
         if rotary.shape[3]:
             absorbed[..., rank:].copy_(by_head[..., nope:])
             tail = rotary
-        sums = self.compute((absorbed.transpose(0, 1), latents, latents), mask, *numbers, key_tail=tail)
+        if hasattr(latents, "pages"):
+            sums = query.new_empty(batch, queries, heads, rank)
+            sinks, scale, softcap, _ = numbers
+            states = absorbed.transpose(0, 1), latents, rotary
+            self._attend_in_pages(latents.pages, states, sums, sinks=sinks, latent=True, scale=scale, softcap=softcap)
+        else:
+            sums = self.compute((absorbed.transpose(0, 1), latents, latents), mask, *numbers, key_tail=tail)
         out = query.new_empty(batch, queries, heads, weight.shape[1] - nope)
         by_head = sums.view(rows, heads, rank).transpose(0, 1)
         self._matmul(by_head, weight[:, nope:].transpose(1, 2), out.view(rows, heads, -1).transpose(0, 1))
@@ -208,6 +218,47 @@ class CpuAttention(CpuOperator):
 
     def _matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         self.runtime.matmul(as_array(a), as_array(b), as_array(out))
+
+    def compute_paged(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Append new keys and values (B, KV heads, T, D) to their pages; return the kernel's answer (B, T, heads, D of values).
+
+        Query t of a sequence attends to its keys up to that of new token t, and in a layer with a window to the last of them.
+
+        Raises:
+            UnreadPagesError: the kernel cannot answer the call.
+        """
+        reason = self.fallback_reason((query, key, value), None, kwargs)
+        if reason is not None:
+            raise UnreadPagesError(f"attention is left to PyTorch: {reason}")
+        sinks, scale, softcap, _ = kernel_arguments(module, query, None, kwargs)
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        self._attend_in_pages(key.pages, (query, key, value), out, scale=scale, softcap=softcap, sinks=sinks)  # type: ignore[attr-defined]
+        return out
+
+    def _attend_in_pages(
+        self, layer: PagedLayer, tensors: Tensors, out: torch.Tensor, *, sinks: torch.Tensor | None, latent: bool = False, **numbers: float
+    ) -> None:
+        query, key, value = (as_array(tensor if tensor.stride(-1) == 1 else tensor.contiguous()) for tensor in tensors)
+        pool = layer.pool
+        self.runtime.paged_attention(
+            query,
+            key,
+            value,
+            as_array(out),
+            pool.data,
+            pool.table,
+            pool.held,
+            page_tokens=PAGE_TOKENS,
+            key_start=layer.key_start,
+            value_start=layer.value_start,
+            window=layer.window,
+            sinks=None if sinks is None else as_array(sinks.float().contiguous()),
+            latent=latent,
+            **numbers,
+        )
+        layer.take()
 
     def compute(
         self,
@@ -314,12 +365,17 @@ def forward(
     if type(key) is LatentStates:
         expansion = key.expansion
         latents, rotary = expansion.latents, expansion.rotary
-        fits = query.shape[2] <= FEW_QUERIES and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
+        # In pages, many queries are absorbed as well: expanding needs all latents in one tensor.
+        paged = hasattr(latents, "pages") and rotary.shape[3] > 0
+        attention_mask = None if paged else attention_mask
+        fits = (paged or query.shape[2] <= FEW_QUERIES) and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
         untouched = not expansion.done and type(value) is LatentStates and value.expansion is expansion
         if fits and untouched and operator.fallback_reason((query, latents, latents), attention_mask, kwargs) is None:
             numbers = kernel_arguments(module, query, attention_mask, kwargs)
             return operator.compute_latent(module, query, latents, rotary, attention_mask, numbers), None
         key, value = (states.expanded() if type(states) is LatentStates else states for states in (key, value))
+    if hasattr(key, "pages"):
+        return operator.compute_paged(module, query, key, value, kwargs), None
     tensors = query, key, value
     reason = operator.fallback_reason(tensors, attention_mask, kwargs)
     if reason is None:

@@ -34,7 +34,7 @@ class Node:
     """One operation of a program.
 
     Attributes:
-        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention` and `matmul` on all, `call` in PyTorch.
+        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention`, `paged attention` and `matmul` on all, `call` in PyTorch.
         writes, reads: what it touches, in the order of its native form: results first.
         name: of a small operation.
         payload: packed weights, specs or the call itself.
@@ -695,6 +695,14 @@ def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
     to.nodes.append(Node("attention", [out], reads, payload=numbers))
 
 
+def _kernel_paged_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    query, key, value, out, pool, table, held = args
+    sinks = kwargs["sinks"]
+    numbers = {**kwargs, "sinks": sinks is not None}
+    reads = [query, key, value, pool, table, held, *([] if sinks is None else [sinks])]
+    to.nodes.append(Node("paged attention", [out], reads, payload=numbers))
+
+
 def _kernel_matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     a, b, out = args
     to.nodes.append(Node("matmul", [out], [a, b]))
@@ -706,5 +714,6 @@ _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]
     "route": _kernel_route,
     "forward": _kernel_forward,
     "attention": _kernel_attention,
+    "paged_attention": _kernel_paged_attention,
     "matmul": _kernel_matmul,
 }

@@ -92,6 +92,8 @@ class NativeStep:
             native.add_router(node.payload, operands)
         elif node.kind == "attention":
             native.add_attention(operands, **node.payload)
+        elif node.kind == "paged attention":
+            native.add_paged_attention(operands, **node.payload)
         else:
             native.add_matmul(operands)
         if node.kind not in ("small", "norm"):

@@ -23,8 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.timeline import Timeline
 
-KERNELS = ("linear", "forward", "norm", "route", "attention", "matmul")
-NODE_KINDS = {"forward": "experts", "route": "router"}  # where users know a kernel by another name
+KERNELS = ("linear", "forward", "norm", "route", "attention", "paged_attention", "matmul")
+NODE_KINDS = {"forward": "experts", "route": "router", "paged_attention": "attention"}  # where users know a kernel by another name
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 # A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}

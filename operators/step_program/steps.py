@@ -6,7 +6,8 @@ number of sequences and tokens, the form of the cache, and which windows are ful
 the reason is logged once.
 
 The cache stays transformers' own: a program writes new tokens to buffers with room for more, and the tensors of the cache become views of
-them. A cache that something else has changed is copied to buffers again.
+them. A cache that something else has changed is copied to buffers again. A cache in pages (paged_cache.py) has one pool, which its programs
+read and write where it is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from transformers.utils.generic import ModelOutput
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES, Operator
 from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.step_program.fitting import (
     FittedStep,
@@ -161,8 +163,8 @@ class StepPrograms:
             or torch._C._len_torch_dispatch_stack()  # something else is watching
         ):
             return None
-        if not isinstance(cache, DynamicCache) or not _is_library(type(cache)):
-            return f"the cache is a {type(cache).__name__}, and programs append to a DynamicCache"
+        if not isinstance(cache, DynamicCache | PagedCache) or not _is_library(type(cache)):
+            return f"the cache is a {type(cache).__name__}, and programs append to a DynamicCache or to pages"
         if getattr(cache, "offloading", False):
             return "the cache is offloaded"
         if ids.shape[0] > MAX_REPLAYED_SEQUENCES:
@@ -215,7 +217,8 @@ class StepPrograms:
         passed = bisect.bisect(self._thresholds, total)
         if {total, total + 1} & set(self._thresholds):
             return None  # at the edge itself models differ by a token
-        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read, self._draft.settings, form
+        pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
+        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read, self._draft.settings, form, pages
         return _Step(kind, cache, position, inputs, settings)
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
@@ -231,7 +234,11 @@ class StepPrograms:
         if state.obstacle is not None:
             self._log(state.obstacle)
             return usual()
-        kind = self._kinds.pop(step.kind, None) or _Kind()
+        kind = self._kinds.pop(step.kind, None)
+        if kind is None:
+            kind = _Kind()
+            if isinstance(step.cache, PagedCache):
+                weakref.finalize(step.cache, _forget_kind, weakref.ref(self), step.kind)
         self._kinds[step.kind] = kind  # the latest last
         if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
@@ -345,6 +352,10 @@ class StepPrograms:
             if kind.program is not None:
                 kind.program.forget(serial)
 
+    def forget_kind(self, kind: object) -> None:
+        """Free a program over the pages of a cache that is gone."""
+        self._kinds.pop(kind, None)
+
     def _log(self, reason: str) -> None:
         if reason not in self._logged:
             self._logged.add(reason)
@@ -355,6 +366,12 @@ def _forget(steps: weakref.ref[StepPrograms], serial: int) -> None:
     found = steps()
     if found is not None:
         found.forget(serial)
+
+
+def _forget_kind(steps: weakref.ref[StepPrograms], kind: object) -> None:
+    found = steps()
+    if found is not None:
+        found.forget_kind(kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +386,7 @@ class _Step:
     """
 
     kind: object
-    cache: DynamicCache
+    cache: DynamicCache | PagedCache
     position: int
     inputs: Mapping[str, torch.Tensor]
     settings: Mapping[str, Any]

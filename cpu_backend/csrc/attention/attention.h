@@ -6,8 +6,12 @@
 //   rows   attend to a range of keys of one KV head; then combine the ranges of one KV head
 //   tiles  pack a chunk of keys of one KV head; then attend with some rows of one KV head
 // A unit's result does not depend on the worker. visible_keys.cpp evaluates masks; rows_job.cpp and tiles_job.cpp hold the two jobs.
+//
+// Sequences of different lengths keep their keys and values in pages of one pool (PagedAttention: Kwon et al. 2023, arXiv:2309.06180).
+// A sequence's result depends on its own length only, and neither on the other sequences nor on the pages that it has.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -31,6 +35,20 @@ struct HeadsView {
 };
 
 enum class MaskKind : int { kNone, kCausal, kBool, kAdded };
+
+// Keys and values in pages: (pages, page_elements) of the queries' type. A page holds `page_tokens` tokens; the keys of a KV head are
+// (page_tokens, columns) of it. The call appends new tokens, then query t of a sequence attends to its keys up to that of token held + t.
+struct Pages {
+  const std::int64_t* table;  // (batch, table_width): the pages of each sequence in order; null: keys are not in pages
+  const std::int64_t* held;   // (batch): tokens of each sequence before the call
+  std::int64_t table_width;
+  std::int64_t count;         // of the pool
+  std::int64_t page_elements;
+  int page_tokens;
+  int window;                 // keys that a query attends to, its own included; 0: all
+  HeadsView new_keys;         // (batch, kv_heads, queries, dim - tail_dim)
+  HeadsView new_values;       // (batch, kv_heads, queries, value_dim), or with a tail (batch, kv_heads, queries, tail_dim)
+};
 
 // A mask (batch, 1 or heads, queries, keys). kBool: whether a query attends to a key. kAdded: values added to the scores, in the queries'
 // type; the type's lowest number and -infinity hide a key.
@@ -65,7 +83,9 @@ struct AttentionArgs {
   float softcap;  // scores become softcap * tanh(score / softcap); 0 for none
   int tail_dim = 0;  // 0: none
   HeadsView key_tail{};  // (batch, kv_heads, keys, tail_dim)
+  Pages pages{};  // if given, `keys` is the most keys of a sequence, and key, value and key_tail are (pages, kv_heads, page_tokens, ...)
 
+  int keys_of(int sequence) const { return pages.table ? static_cast<int>(pages.held[sequence]) + queries : keys; }
   int group() const { return heads / kv_heads; }
   int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
   int padded_dim() const { return round_up(dim, 32); }
@@ -76,6 +96,31 @@ inline const std::byte* row_of(const HeadsView& view, ActivationType type, int b
   return view.data +
          static_cast<std::ptrdiff_t>(element_bytes(type)) * (batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
 }
+
+// Key, value or tail number `token` of a sequence.
+inline const std::byte* token_of(const AttentionArgs& args, const HeadsView& view, int batch, int head, int token) {
+  const Pages& pages = args.pages;
+  if (!pages.table) return row_of(view, args.type, batch, head, token);
+  const std::int64_t page = pages.table[batch * pages.table_width + token / pages.page_tokens];
+  return view.data + static_cast<std::ptrdiff_t>(element_bytes(args.type)) *
+                         (page * view.batch_stride + head * view.head_stride + (token % pages.page_tokens) * view.row_stride);
+}
+
+// How many of `count` tokens from `token` on are rows of one stride.
+inline int run_of(const AttentionArgs& args, int token, int count) {
+  return args.pages.table ? std::min(count, args.pages.page_tokens - token % args.pages.page_tokens) : count;
+}
+
+// Where the keys of a layer, and its values or tails, begin in each page.
+struct PageStarts {
+  std::int64_t keys, values;
+};
+
+// Sets key, value, key_tail and keys from `pages`, whose other members are set. `latent`: values are the keys' leading columns and new
+// values their tail. Throws std::invalid_argument where a page is not in the pool, or too small for the layer.
+void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, bool latent);
+// Writes the new keys and values to the pool.
+void append_to_pages(const AttentionArgs& args);
 
 struct QueryRow {
   int batch;
@@ -136,7 +181,9 @@ class AttentionRowsJob final : public Job {
 
  private:
   struct Sums;  // the partial results of a unit's rows
+  struct Unit;
   Sums sums_of(int unit) const;
+  Unit unit_of(int unit) const;
   void attend(int unit, std::byte* scratch);
   void combine(int unit, std::byte* scratch);
 
@@ -145,7 +192,7 @@ class AttentionRowsJob final : public Job {
   const VisibleKeys& visible_;
   const int workers_;
   const AttentionPhases phases_;
-  int splits_ = 1;
+  std::vector<int> first_units_;  // of each sequence, and the number of all
   std::size_t part_floats_ = 0;
   std::byte* parts_ = nullptr;
   AlignedMemory* scratch_ = nullptr;
@@ -169,9 +216,13 @@ class AttentionTilesJob final : public Job {
   Worker worker_of(int worker) const;
   std::size_t worker_bytes() const;
   void pack(int unit);
-  void pack_keys(int head, int chunk);
-  void pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target) const;
-  void pack_values(int head, int chunk);
+  struct Chunk;  // of the keys of one KV head
+  Chunk chunk_of(int unit) const;
+  int chunks_of(int batch) const;
+  void pack_keys(const Chunk& chunk, std::byte* target);
+  void pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target,
+                    int first_row) const;
+  void pack_values(const Chunk& chunk, std::byte* target);
   void attend(int unit, Worker& mine);
   void encode_queries(const Rows& rows, Worker& mine);
   void step(const Rows& rows, int chunk, int first, int count, Worker& mine);
@@ -187,7 +238,7 @@ class AttentionTilesJob final : public Job {
   const int tile_rows_;
   const int unit_rows_;
   const std::size_t query_words_;  // of a row's record at most
-  const int chunks_;
+  std::vector<int> first_chunks_;  // of each sequence, over its KV heads, and the number of all
   const std::size_t key_bytes_;  // of a packed chunk
   const std::size_t value_bytes_;
   std::byte* keys_ = nullptr;

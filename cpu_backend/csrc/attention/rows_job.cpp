@@ -24,11 +24,20 @@ AttentionRowsJob::AttentionRowsJob(const Kernels& kernels, const AttentionArgs& 
                                    const AttentionPhases& phases)
     : kernels_(kernels), args_(args), visible_(visible), workers_(workers), phases_(phases) {}
 
+// A range of the keys of one KV head: number `split` of `splits`.
+struct AttentionRowsJob::Unit {
+  int batch;
+  int kv_head;
+  int split;
+  int splits;
+};
+
 void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
-  const int heads = args_.batch * args_.kv_heads;
-  splits_ = std::max(1, (args_.keys + kSplitKeys - 1) / kSplitKeys);
+  first_units_.assign(1, 0);
+  for (int batch = 0; batch < args_.batch; ++batch)
+    first_units_.push_back(first_units_.back() + args_.kv_heads * std::max(1, (args_.keys_of(batch) + kSplitKeys - 1) / kSplitKeys));
   part_floats_ = static_cast<std::size_t>(args_.rows()) * static_cast<std::size_t>(2 + args_.padded_value_dim());
-  parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(heads * splits_));
+  parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(first_units_.back()));
   parts_ = parts.data();
   scratch_ = workers;
   // Each row needs its query in float32 and in 16 bits, and the scores of a step; the scores of the keys' tails follow.
@@ -36,8 +45,14 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   for (int worker = 0; worker < workers_; ++worker)
     workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows,
                                      sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
-  phases_.first->reset(heads * splits_);
-  phases_.second->reset(heads);
+  phases_.first->reset(first_units_.back());
+  phases_.second->reset(args_.batch * args_.kv_heads);
+}
+
+AttentionRowsJob::Unit AttentionRowsJob::unit_of(int unit) const {
+  const auto after = std::upper_bound(first_units_.begin(), first_units_.end(), unit);
+  const int splits = (*after - *(after - 1)) / args_.kv_heads, place = unit - *(after - 1);
+  return {static_cast<int>(after - first_units_.begin()) - 1, place / splits, place % splits, splits};
 }
 
 void AttentionRowsJob::run(int worker) noexcept {
@@ -59,7 +74,7 @@ AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {
 
 void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   const int rows = args_.rows(), dim = args_.padded_dim(), value_dim = args_.padded_value_dim();
-  const int batch = unit / splits_ / args_.kv_heads, kv_head = unit / splits_ % args_.kv_heads, split = unit % splits_;
+  const auto [batch, kv_head, split, splits] = unit_of(unit);
   auto* query = reinterpret_cast<float*>(scratch);
   float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
   auto* halves = reinterpret_cast<std::uint16_t*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
@@ -80,23 +95,25 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   const int steps = (seen.count + kKeys - 1) / kKeys;
   const int type = static_cast<int>(args_.type);
   const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
-  for (int step = steps * split / splits_; step < steps * (split + 1) / splits_; ++step) {
+  for (int step = steps * split / splits; step < steps * (split + 1) / splits; ++step) {
     const KeySpan keys = {seen.first + step * kKeys, std::min(kKeys, seen.count - step * kKeys)};
-    const std::byte* key = row_of(args_.key, args_.type, batch, kv_head, keys.first);
-    const std::byte* value = row_of(args_.value, args_.type, batch, kv_head, keys.first);
     for (int row = 0; row < rows; row += kAttentionRows) {
       const int some = std::min(kAttentionRows, rows - row);
       const float* queries = query + static_cast<std::ptrdiff_t>(row) * dim;
       const std::uint16_t* queries_halves = halves + static_cast<std::ptrdiff_t>(row) * dim;
-      kernels_.attention.score[type](
-          {queries, queries_halves, dim, some, key, bytes * args_.key.row_stride, keys.count, key_dim, scores, kKeys});
-      if (tail_dim > 0) {
-        const std::byte* tail = row_of(args_.key_tail, args_.type, batch, kv_head, keys.first);
+      for (int at = 0, run; at < keys.count; at += run) {
+        run = run_of(args_, keys.first + at, keys.count - at);
+        const std::byte* key = token_of(args_, args_.key, batch, kv_head, keys.first + at);
+        kernels_.attention.score[type](
+            {queries, queries_halves, dim, some, key, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys});
+        if (tail_dim == 0) continue;
+        const std::byte* tail = token_of(args_, args_.key_tail, batch, kv_head, keys.first + at);
         kernels_.attention.score[type]({queries + key_dim, queries_halves + key_dim, dim, some, tail, bytes * args_.key_tail.row_stride,
-                                        keys.count, tail_dim, tails, kKeys});
+                                        run, tail_dim, tails + at, kKeys});
+      }
+      if (tail_dim > 0)
         for (int r = 0; r < some; ++r)
           for (int i = r * kKeys; i < r * kKeys + keys.count; ++i) scores[i] += tails[i];
-      }
       for (int r = row; r < row + some; ++r) {
         SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
@@ -106,8 +123,12 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         if (factor != 1.0f)
           for (int d = 0; d < value_dim; ++d) values[d] *= factor;
       }
-      kernels_.attention.mix[type]({scores, kKeys, some, value, bytes * args_.value.row_stride, keys.count, args_.value_dim,
-                                    sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim});
+      for (int at = 0, run; at < keys.count; at += run) {
+        run = run_of(args_, keys.first + at, keys.count - at);
+        const std::byte* value = token_of(args_, args_.value, batch, kv_head, keys.first + at);
+        kernels_.attention.mix[type]({scores + at, kKeys, some, value, bytes * args_.value.row_stride, run, args_.value_dim,
+                                      sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim});
+      }
     }
   }
 }
@@ -115,15 +136,17 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
 void AttentionRowsJob::combine(int unit, std::byte* scratch) {
   const int value_dim = args_.padded_value_dim();
   const int batch = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
+  const int splits = (first_units_[static_cast<std::size_t>(batch) + 1] - first_units_[static_cast<std::size_t>(batch)]) / args_.kv_heads;
+  const int first = first_units_[static_cast<std::size_t>(batch)] + kv_head * splits;
   auto* combined = reinterpret_cast<float*>(scratch);
   for (int row = 0; row < args_.rows(); ++row) {
     const QueryRow where = query_row(args_, batch, kv_head, row);
     float largest = args_.sinks ? args_.sinks[where.head] : kMinusInfinity;
-    for (int split = 0; split < splits_; ++split) largest = std::fmax(largest, sums_of(unit * splits_ + split).largest[row]);
+    for (int split = 0; split < splits; ++split) largest = std::fmax(largest, sums_of(first + split).largest[row]);
     float sum = args_.sinks ? std::exp(args_.sinks[where.head] - largest) : 0.0f;
     std::fill_n(combined, value_dim, 0.0f);
-    for (int split = 0; split < splits_; ++split) {
-      const Sums part = sums_of(unit * splits_ + split);
+    for (int split = 0; split < splits; ++split) {
+      const Sums part = sums_of(first + split);
       if (part.largest[row] == kMinusInfinity) continue;
       const float share = std::exp(part.largest[row] - largest);
       sum += share * part.sum[row];

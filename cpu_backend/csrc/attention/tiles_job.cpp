@@ -43,6 +43,13 @@ struct AttentionTilesJob::Worker {
   ExpandedWeights* expanded;
 };
 
+struct AttentionTilesJob::Chunk {
+  int batch;
+  int kv_head;
+  int first;  // key
+  int count;
+};
+
 struct AttentionTilesJob::Rows {
   int batch;
   int kv_head;
@@ -63,7 +70,6 @@ AttentionTilesJob::AttentionTilesJob(const Kernels& kernels, const AttentionArgs
                                                                                            : kernels.max_tokens[static_cast<int>(format_)]),
       unit_rows_(tile_rows_ * (kernels.matrix.serves(format_, tile_rows_) ? kUnitTiles / 2 : kUnitTiles)),
       query_words_(static_cast<std::size_t>(args.padded_dim())),
-      chunks_((args.keys + kChunkKeys - 1) / kChunkKeys),
       key_bytes_(block_bytes(weights_, args.dim) * (kChunkKeys / kBlockRows)),
       value_bytes_(block_bytes(weights_, kChunkKeys) * static_cast<std::size_t>(args.padded_value_dim() / kBlockRows)) {}
 
@@ -97,7 +103,10 @@ AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
 }
 
 void AttentionTilesJob::prepare(AlignedMemory& keys, AlignedMemory& values, AlignedMemory* workers) {
-  const auto chunks = static_cast<std::size_t>(args_.batch * args_.kv_heads) * static_cast<std::size_t>(chunks_);
+  first_chunks_.assign(1, 0);
+  for (int batch = 0; batch < args_.batch; ++batch)
+    first_chunks_.push_back(first_chunks_.back() + args_.kv_heads * ((args_.keys_of(batch) + kChunkKeys - 1) / kChunkKeys));
+  const auto chunks = static_cast<std::size_t>(first_chunks_.back());
   keys.reserve(chunks * key_bytes_);
   values.reserve(chunks * value_bytes_);
   keys_ = keys.data();
@@ -123,56 +132,70 @@ void AttentionTilesJob::run(int worker) noexcept {
   phases_.second->wait();
 }
 
-void AttentionTilesJob::pack(int unit) {
-  pack_keys(unit / chunks_, unit % chunks_);
-  pack_values(unit / chunks_, unit % chunks_);
+int AttentionTilesJob::chunks_of(int batch) const {
+  return (first_chunks_[static_cast<std::size_t>(batch) + 1] - first_chunks_[static_cast<std::size_t>(batch)]) / args_.kv_heads;
 }
 
-void AttentionTilesJob::pack_keys(int head, int chunk) {
-  std::byte* target = keys_ + key_bytes_ * static_cast<std::size_t>(head * chunks_ + chunk);
+AttentionTilesJob::Chunk AttentionTilesJob::chunk_of(int unit) const {
+  const auto after = std::upper_bound(first_chunks_.begin(), first_chunks_.end(), unit);
+  const int batch = static_cast<int>(after - first_chunks_.begin()) - 1, chunks = chunks_of(batch), place = unit - *(after - 1);
+  const int first = place % chunks * kChunkKeys;
+  return {batch, place / chunks, first, std::min(kChunkKeys, args_.keys_of(batch) - first)};
+}
+
+void AttentionTilesJob::pack(int unit) {
+  const Chunk chunk = chunk_of(unit);
+  pack_keys(chunk, keys_ + key_bytes_ * static_cast<std::size_t>(unit));
+  pack_values(chunk, values_ + value_bytes_ * static_cast<std::size_t>(unit));
+}
+
+void AttentionTilesJob::pack_keys(const Chunk& chunk, std::byte* target) {
   std::memset(target, 0, key_bytes_);
   const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
-  const int end = std::min(args_.keys, (chunk + 1) * kChunkKeys);
-  const int batch = head / args_.kv_heads, kv_head = head % args_.kv_heads, key_dim = args_.dim - args_.tail_dim;
-  for (int first = chunk * kChunkKeys; first < end; first += kBlockRows, target += block_bytes(weights_, args_.dim)) {
-    const int rows = std::min(kBlockRows, end - first);
-    pack_columns(row_of(args_.key, args_.type, batch, kv_head, first), bytes * args_.key.row_stride, rows, 0, key_dim, target);
-    if (args_.tail_dim > 0)
-      pack_columns(row_of(args_.key_tail, args_.type, batch, kv_head, first), bytes * args_.key_tail.row_stride, rows, key_dim,
-                   args_.tail_dim, target);
+  const int key_dim = args_.dim - args_.tail_dim;
+  for (int block = 0; block < chunk.count; block += kBlockRows, target += block_bytes(weights_, args_.dim)) {
+    const int rows = std::min(kBlockRows, chunk.count - block);
+    for (int row = 0, run; row < rows; row += run) {
+      const int token = chunk.first + block + row;
+      run = run_of(args_, token, rows - row);
+      pack_columns(token_of(args_, args_.key, chunk.batch, chunk.kv_head, token), bytes * args_.key.row_stride, run, 0, key_dim, target,
+                   row);
+      if (args_.tail_dim > 0)
+        pack_columns(token_of(args_, args_.key_tail, chunk.batch, chunk.kv_head, token), bytes * args_.key_tail.row_stride, run, key_dim,
+                     args_.tail_dim, target, row);
+    }
   }
 }
 
-// Packs columns of a block's rows, which become columns [first, first + columns) of the block.
-void AttentionTilesJob::pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns,
-                                     std::byte* target) const {
+// Packs columns of rows, which become columns [first, first + columns) of a block's rows from `first_row` on.
+void AttentionTilesJob::pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target,
+                                     int first_row) const {
+  const std::ptrdiff_t start = static_cast<std::ptrdiff_t>(first) * kBlockRows + first_row;
   if (weights_ == WeightType::kFloat32) {
-    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint32_t*>(target) + static_cast<std::ptrdiff_t>(first) * kBlockRows);
+    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint32_t*>(target) + start);
   } else if (weights_ == WeightType::kFloat16) {
-    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint16_t*>(target) + static_cast<std::ptrdiff_t>(first) * kBlockRows);
+    pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint16_t*>(target) + start);
   } else {
     // Half a block of pairs is 16 rows: pair p of row r is at (2 p + r / 16) * 16 + r % 16, which is p * 32 + r.
     const int pairs = first % 2 == 0 ? columns / 2 : 0;
     if (pairs > 0)
       pack_rows(source, stride, rows, pairs,
-                reinterpret_cast<std::uint32_t*>(target) + static_cast<std::ptrdiff_t>(first / 2) * kBlockRows);
+                reinterpret_cast<std::uint32_t*>(target) + static_cast<std::ptrdiff_t>(first / 2) * kBlockRows + first_row);
     auto* elements = reinterpret_cast<std::uint16_t*>(target);
     for (int column = 2 * pairs; column < columns; ++column) {
       const int place = first + column;
       for (int row = 0; row < rows; ++row)
-        std::memcpy(elements + static_cast<std::ptrdiff_t>(2) * (place / 2 * kBlockRows + row) + place % 2,
+        std::memcpy(elements + static_cast<std::ptrdiff_t>(2) * (place / 2 * kBlockRows + first_row + row) + place % 2,
                     source + row * stride + 2 * static_cast<std::ptrdiff_t>(column), 2);
     }
   }
 }
 
-void AttentionTilesJob::pack_values(int head, int chunk) {
-  std::byte* target = values_ + value_bytes_ * static_cast<std::size_t>(head * chunks_ + chunk);
+void AttentionTilesJob::pack_values(const Chunk& chunk, std::byte* target) {
   std::memset(target, 0, value_bytes_);
-  const int first = chunk * kChunkKeys, count = std::min(args_.keys - first, kChunkKeys);
   const std::size_t block = block_bytes(weights_, kChunkKeys);
-  for (int k = 0; k < count; ++k) {
-    const std::byte* source = row_of(args_.value, args_.type, head / args_.kv_heads, head % args_.kv_heads, first + k);
+  for (int k = 0; k < chunk.count; ++k) {
+    const std::byte* source = token_of(args_, args_.value, chunk.batch, chunk.kv_head, chunk.first + k);
     for (int d = 0; d < args_.value_dim; d += kBlockRows) {
       std::byte* rows = target + block * static_cast<std::size_t>(d / kBlockRows);
       const int present = std::min(kBlockRows, args_.value_dim - d);
@@ -228,8 +251,9 @@ void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
 
 // Multiplies a tile of `count` rows from `first` on with one chunk.
 void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
-  const auto place = static_cast<std::size_t>((rows.batch * args_.kv_heads + rows.kv_head) * chunks_ + chunk);
-  const KeySpan keys = {chunk * kChunkKeys, std::min(kChunkKeys, args_.keys - chunk * kChunkKeys)};
+  const auto place =
+      static_cast<std::size_t>(first_chunks_[static_cast<std::size_t>(rows.batch)] + rows.kv_head * chunks_of(rows.batch) + chunk);
+  const KeySpan keys = {chunk * kChunkKeys, std::min(kChunkKeys, args_.keys_of(rows.batch) - chunk * kChunkKeys)};
   const KeySpan seen = visible_.seen_by(args_, rows.batch, rows.kv_head, rows.first + first, rows.first + first + count);
   if (seen.first >= keys.first + keys.count || seen.first + seen.count <= keys.first) return;
   const SegmentProduct scores = product_of(args_.padded_dim(), count);

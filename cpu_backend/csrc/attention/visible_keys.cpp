@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <utility>
 
 #include "core/float_conversion.h"
 
@@ -57,7 +59,52 @@ VisibleKeys::Range range_of_added(ActivationType type, const std::byte* row, int
   return {first, end, whole};
 }
 
+// Copies (batch, heads, queries, columns) to the pages of the tokens.
+void append(const AttentionArgs& args, const HeadsView& from, const HeadsView& to, int columns) {
+  const std::size_t bytes = element_bytes(args.type) * static_cast<std::size_t>(columns);
+  for (int batch = 0; batch < args.batch; ++batch)
+    for (int head = 0; head < args.kv_heads; ++head)
+      for (int query = 0; query < args.queries; ++query) {
+        const int token = static_cast<int>(args.pages.held[batch]) + query;
+        std::memcpy(const_cast<std::byte*>(token_of(args, to, batch, head, token)), row_of(from, args.type, batch, head, query), bytes);
+      }
+}
+
 }  // namespace
+
+void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, bool latent) {
+  const Pages& pages = args.pages;
+  const auto refuse = [](const char* message) { throw std::invalid_argument(message); };
+  const int key_columns = args.dim - args.tail_dim, value_columns = latent ? args.tail_dim : args.value_dim;
+  if (pages.page_tokens < 1 || pages.window < 0) refuse("a page has no tokens, or a window is negative");
+  for (const auto& [start, columns] : {std::pair{starts.keys, key_columns}, std::pair{starts.values, value_columns}})
+    if (start < 0 || start + std::int64_t{args.kv_heads} * pages.page_tokens * columns > pages.page_elements)
+      refuse("the keys or values of a layer leave their page");
+  args.keys = 0;
+  for (int batch = 0; batch < args.batch; ++batch) {
+    const std::int64_t held = pages.held[batch], end = held + args.queries;
+    if (held < 0 || end > pages.table_width * pages.page_tokens) refuse("a sequence has more tokens than its table of pages has room for");
+    for (std::int64_t place = 0; place * pages.page_tokens < end; ++place) {
+      const std::int64_t page = pages.table[batch * pages.table_width + place];
+      if (page < 0 || page >= pages.count) refuse("a table of pages names a page that is not in the pool");
+    }
+    args.keys = std::max(args.keys, static_cast<int>(end));
+  }
+  const auto part = [&](std::int64_t start, int columns) {
+    return HeadsView{pool + static_cast<std::ptrdiff_t>(element_bytes(args.type)) * start, pages.page_elements,
+                     std::int64_t{pages.page_tokens} * columns, columns};
+  };
+  args.key = part(starts.keys, key_columns);
+  args.value = latent ? args.key : part(starts.values, value_columns);
+  if (latent) args.key_tail = part(starts.values, value_columns);
+  args.mask = {MaskKind::kNone, nullptr, 0, 0, 0, 1};
+}
+
+void append_to_pages(const AttentionArgs& args) {
+  append(args, args.pages.new_keys, args.key, args.dim - args.tail_dim);
+  if (args.tail_dim > 0) append(args, args.pages.new_values, args.key_tail, args.tail_dim);
+  else append(args, args.pages.new_values, args.value, args.value_dim);
+}
 
 void VisibleKeys::find(const AttentionArgs& args) {
   const MaskKind kind = args.mask.kind;
@@ -67,6 +114,11 @@ void VisibleKeys::find(const AttentionArgs& args) {
   for (int batch = 0; batch < args.batch; ++batch)
     for (int head = 0; head < heads_; ++head)
       for (int query = 0; query < queries_; ++query) {
+        if (args.pages.table) {
+          const int end = static_cast<int>(args.pages.held[batch]) + query + 1;
+          ranges_.push_back({args.pages.window > 0 ? std::max(0, end - args.pages.window) : 0, end, true});
+          continue;
+        }
         switch (kind) {
           case MaskKind::kNone: ranges_.push_back({0, args.keys, true}); break;
           case MaskKind::kCausal: ranges_.push_back({0, args.keys - args.queries + query + 1, true}); break;

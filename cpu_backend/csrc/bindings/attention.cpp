@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <string>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -46,13 +47,18 @@ MaskView mask_of(const AttentionCall& call, ActivationType type) {
           static_cast<int>(mask.shape(1))};
 }
 
-const float* sinks_of(const AttentionCall& call) {
-  if (call.sinks.is_none()) return nullptr;
-  const auto sinks = py::cast<py::array>(call.sinks);
-  if (sinks.ndim() != 1 || sinks.shape(0) != call.query.shape(1) || sinks.dtype().kind() != 'f' || sinks.itemsize() != 4 ||
+const float* sinks_of(const py::object& given, py::ssize_t heads) {
+  if (given.is_none()) return nullptr;
+  const auto sinks = py::cast<py::array>(given);
+  if (sinks.ndim() != 1 || sinks.shape(0) != heads || sinks.dtype().kind() != 'f' || sinks.itemsize() != 4 ||
       !(sinks.flags() & py::array::c_style))
-    raise_value_error("sinks must be contiguous float32 of shape (" + std::to_string(call.query.shape(1)) + ",)");
+    raise_value_error("sinks must be contiguous float32 of shape (" + std::to_string(heads) + ",)");
   return static_cast<const float*>(sinks.data());
+}
+
+void require_numbers(float scale, float softcap) {
+  if (!(scale > 0.0f) || !std::isfinite(scale)) raise_value_error("scale must be positive");
+  if (!(softcap >= 0.0f)) raise_value_error("softcap must be at least 0, which disables it");
 }
 
 }  // namespace
@@ -86,15 +92,14 @@ void attention(Runtime& runtime, const AttentionCall& call) {
     raise_value_error("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
   if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) raise_value_error("out must be C-contiguous and writeable");
   if (call.causal && queries > keys) raise_value_error("causal attention needs at least as many keys as queries");
-  if (!(call.scale > 0.0f) || !std::isfinite(call.scale)) raise_value_error("scale must be positive");
-  if (!(call.softcap >= 0.0f)) raise_value_error("softcap must be at least 0, which disables it");
+  require_numbers(call.scale, call.softcap);
   const AttentionArgs args = {type,
                               view_of(call.query),
                               view_of(call.key),
                               view_of(call.value),
                               static_cast<std::byte*>(const_cast<void*>(call.out.data())),
                               mask_of(call, type),
-                              sinks_of(call),
+                              sinks_of(call.sinks, heads),
                               static_cast<int>(batch),
                               static_cast<int>(heads),
                               static_cast<int>(kv_heads),
@@ -106,6 +111,62 @@ void attention(Runtime& runtime, const AttentionCall& call) {
                               call.softcap,
                               static_cast<int>(tail_dim),
                               tail_dim == 0 ? HeadsView{} : view_of(tail)};
+  py::gil_scoped_release release;
+  runtime.attention(args);
+}
+
+void paged_attention(Runtime& runtime, const PagedAttentionCall& call) {
+  const TensorView pool(call.pool, "pool"), table(call.table, "table"), held(call.held, "held");
+  const ActivationType type = activation_type_of(call.query, "query");
+  for (const auto& [array, name] : {std::pair{&call.query, "query"}, {&call.key, "key"}, {&call.value, "value"}, {&call.out, "out"}}) {
+    require_columns(*array, name);
+    if (activation_type_of(*array, name) != type) throw py::type_error("query, key, value and out differ in dtype");
+  }
+  const py::ssize_t batch = call.query.shape(0), heads = call.query.shape(1), queries = call.query.shape(2);
+  const py::ssize_t kv_heads = call.key.shape(1), tail_dim = call.latent ? call.value.shape(3) : 0;
+  const py::ssize_t value_dim = call.latent ? call.key.shape(3) : call.value.shape(3);
+  if (kv_heads < 1 || heads % kv_heads != 0)
+    raise_value_error(std::to_string(heads) + " query heads are not a multiple of " + std::to_string(kv_heads) + " key heads");
+  require_shape(call.key, "key", batch, kv_heads, queries);
+  require_shape(call.value, "value", batch, kv_heads, queries);
+  require_shape(call.out, "out", batch, queries, heads);
+  if (call.key.shape(3) + tail_dim != call.query.shape(3))
+    raise_value_error("key and query differ in columns: " + shape_text(call.key) + " and " + shape_text(call.query));
+  if (call.out.shape(3) != value_dim)
+    raise_value_error("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
+  if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) raise_value_error("out must be C-contiguous and writeable");
+  require_numbers(call.scale, call.softcap);
+  pool.require_float(type);
+  pool.require_writable();
+  table.require_int64();
+  held.require_int64();
+  if (pool.dims() != 2 || table.dims() != 2 || held.dims() != 1 || table.shape(0) < batch || held.shape(0) < batch)
+    raise_value_error("expected pool (pages, elements), and table (sequences, pages) and held (sequences,) of at least " +
+                      std::to_string(batch) + " sequences");
+  AttentionArgs args{};
+  args.type = type;
+  args.query = view_of(call.query);
+  args.out = static_cast<std::byte*>(const_cast<void*>(call.out.data()));
+  args.sinks = sinks_of(call.sinks, heads);
+  args.batch = static_cast<int>(batch);
+  args.heads = static_cast<int>(heads);
+  args.kv_heads = static_cast<int>(kv_heads);
+  args.queries = static_cast<int>(queries);
+  args.dim = static_cast<int>(call.query.shape(3));
+  args.value_dim = static_cast<int>(value_dim);
+  args.scale = call.scale;
+  args.softcap = call.softcap;
+  args.tail_dim = static_cast<int>(tail_dim);
+  args.pages = {reinterpret_cast<const std::int64_t*>(table.data()),
+                reinterpret_cast<const std::int64_t*>(held.data()),
+                table.shape(1),
+                pool.shape(0),
+                pool.shape(1),
+                call.page_tokens,
+                call.window,
+                view_of(call.key),
+                view_of(call.value)};
+  use_pages(args, pool.data(), {call.key_start, call.value_start}, call.latent);
   py::gil_scoped_release release;
   runtime.attention(args);
 }

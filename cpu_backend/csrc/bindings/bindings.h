@@ -50,6 +50,7 @@ class TensorView {
   TensorView(pybind11::handle object, const char* name);
 
   std::byte* data() const { return data_; }
+  int dims() const { return dims_; }
   std::int64_t shape(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
   ActivationType float_type() const;  // of float32, float16 and bfloat16 (also as uint16); throws TypeError
   void require_float(ActivationType type) const;  // throws TypeError
@@ -124,8 +125,22 @@ struct AttentionCall {
   bool causal;
 };
 
+// The arguments of Runtime.paged_attention; pool, table and held are read and written in place, as torch tensors.
+struct PagedAttentionCall {
+  pybind11::array query, key, value, out;
+  pybind11::handle pool, table, held;
+  pybind11::object sinks;
+  int page_tokens;
+  std::int64_t key_start, value_start;
+  int window;
+  bool latent;
+  float scale;
+  float softcap;
+};
+
 // These check their arguments, release the GIL and compute.
 void attention(Runtime& runtime, const AttentionCall& call);
+void paged_attention(Runtime& runtime, const PagedAttentionCall& call);
 void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b, const pybind11::array& out);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);

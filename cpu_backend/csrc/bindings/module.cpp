@@ -211,6 +211,17 @@ void bind_runtime(py::module_& module) {
           py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), out, py::kw_only(), "scale"_a,
           "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none(), "key_tail"_a = py::none())
       .def(
+          "paged_attention",
+          [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, py::handle pool,
+             py::handle table, py::handle held, int page_tokens, std::int64_t key_start, std::int64_t value_start, float scale, int window,
+             float softcap, const py::object& sinks, bool latent) {
+            paged_attention(self.get(), {query, key, value, out, pool, table, held, sinks, page_tokens, key_start, value_start, window,
+                                         latent, scale, softcap});
+          },
+          py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), out, "pool"_a, "table"_a, "held"_a,
+          py::kw_only(), "page_tokens"_a, "key_start"_a, "value_start"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
+          "sinks"_a = py::none(), "latent"_a = false)
+      .def(
           "matmul", [](PyRuntime& self, const py::array& a, const py::array& b, const py::array& out) { matmul(self.get(), a, b, out); },
           py::arg("a").noconvert(), py::arg("b").noconvert(), out)
       .def("host_function", [=](const py::object& self) {

@@ -80,6 +80,11 @@ class PyProgram {
   void add_attention(const py::sequence& operands, float scale, float softcap, bool causal, bool mask, bool sinks, bool key_tail) {
     program_.add(make_attention(program_.machine(), {scale, softcap, causal}, {mask, sinks, key_tail}, parse_operands(operands)));
   }
+  void add_paged_attention(const py::sequence& operands, float scale, float softcap, int page_tokens, int window, bool latent, bool sinks,
+                           std::int64_t key_start, std::int64_t value_start) {
+    program_.add(make_paged_attention(program_.machine(), {scale, softcap, page_tokens, window, latent, sinks, {key_start, value_start}},
+                                      parse_operands(operands)));
+  }
   void add_matmul(const py::sequence& operands) { program_.add(make_matmul(program_.machine(), parse_operands(operands))); }
   int end_stage() { return program_.end_stage(); }
 
@@ -118,6 +123,8 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("add_router", &PyProgram::add_router, "router"_a, "operands"_a)
       .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a,
            "key_tail"_a = false)
+      .def("add_paged_attention", &PyProgram::add_paged_attention, "operands"_a, "scale"_a, "softcap"_a, "page_tokens"_a, "window"_a,
+           "latent"_a, "sinks"_a, "key_start"_a, "value_start"_a)
       .def("add_matmul", &PyProgram::add_matmul, "operands"_a)
       .def("end_stage", &PyProgram::end_stage)
       .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)

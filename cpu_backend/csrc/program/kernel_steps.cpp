@@ -184,7 +184,7 @@ class RouterOperation final : public KernelOperation {
   RouterJob job_;
 };
 
-class AttentionOperation final : public KernelOperation {
+class AttentionOperation : public KernelOperation {
  public:
   AttentionOperation(const ProgramMachine& machine, const AttentionNumbers& numbers, const AttentionOperands& has,
                      std::vector<Operand> operands)
@@ -247,7 +247,17 @@ class AttentionOperation final : public KernelOperation {
       args_.sinks = reinterpret_cast<const float*>(sinks.data);
     }
   }
-  void prepare() override {
+  void prepare() override { prepare_job(); }
+  void run(int worker) noexcept override {
+    if (rows_) rows_->run(worker);
+    else tiles_->run(worker);
+  }
+
+ protected:
+  AttentionOperation(const ProgramMachine& machine, std::vector<Operand> operands)
+      : KernelOperation(std::move(operands)), machine_(machine), has_{}, first_(machine.workers), second_(machine.workers) {}
+  static HeadsView heads_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
+  void prepare_job() {
     ProgramScratch& scratch = machine_.scratch;
     scratch.visible.find(args_);
     tiles_.reset();
@@ -260,20 +270,77 @@ class AttentionOperation final : public KernelOperation {
       tiles_->prepare(scratch.records, scratch.lanes, scratch.workers.data());
     }
   }
-  void run(int worker) noexcept override {
-    if (rows_) rows_->run(worker);
-    else tiles_->run(worker);
-  }
+  AttentionArgs args_{};
 
  private:
-  static HeadsView heads_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
-
   const ProgramMachine& machine_;
   const AttentionOperands has_;
   Phase first_, second_;
-  AttentionArgs args_{};
   std::optional<AttentionRowsJob> rows_;
   std::optional<AttentionTilesJob> tiles_;
+};
+
+class PagedAttentionOperation final : public AttentionOperation {
+ public:
+  PagedAttentionOperation(const ProgramMachine& machine, const PagedAttentionNumbers& numbers, std::vector<Operand> operands)
+      : AttentionOperation(machine, std::move(operands)), numbers_(numbers) {
+    if (operands_.size() != 7u + numbers.sinks) refuse("attention over pages has another number of operands");
+    args_.type = activation_of(operands_[1].type);
+    args_.scale = numbers.scale;
+    args_.softcap = numbers.softcap;
+  }
+  void resolved() override {
+    const View &out = views_[0], &query = views_[1], &key = views_[2], &value = views_[3];
+    const View &pool = views_[4], &table = views_[5], &held = views_[6];
+    for (const View* view : {&out, &pool, &table, &held}) require_contiguous(*view, "an operand of attention over pages");
+    for (const View* view : {&out, &query, &key, &value})
+      if (view->dims != 4 || activation_of(view->type) != args_.type || (view->sizes[3] > 1 && view->strides[3] != 1))
+        refuse("an operand of attention has another form than the kernel");
+    const bool integers = table.type == ElementType::kInt64 && held.type == ElementType::kInt64;
+    if (!integers || pool.dims != 2 || activation_of(pool.type) != args_.type || table.dims != 2 || held.dims != 1 ||
+        table.sizes[0] < query.sizes[0] || held.sizes[0] < query.sizes[0])
+      refuse("the pages of attention have another form than the kernel");
+    args_.query = heads_of(query);
+    args_.out = out.data;
+    args_.batch = static_cast<int>(query.sizes[0]);
+    args_.heads = static_cast<int>(query.sizes[1]);
+    args_.queries = static_cast<int>(query.sizes[2]);
+    args_.dim = static_cast<int>(query.sizes[3]);
+    args_.kv_heads = static_cast<int>(key.sizes[1]);
+    args_.tail_dim = numbers_.latent ? static_cast<int>(value.sizes[3]) : 0;
+    args_.value_dim = static_cast<int>(numbers_.latent ? key.sizes[3] : value.sizes[3]);
+    bool fits = key.sizes[3] + args_.tail_dim == query.sizes[3] && out.sizes[0] == query.sizes[0] && out.sizes[1] == query.sizes[2] &&
+                out.sizes[2] == query.sizes[1] && out.sizes[3] == args_.value_dim;
+    for (int dim : {0, 1, 2}) {
+      const std::int64_t expected = dim == 1 ? key.sizes[1] : query.sizes[static_cast<std::size_t>(dim)];
+      fits = fits && key.sizes[static_cast<std::size_t>(dim)] == expected && value.sizes[static_cast<std::size_t>(dim)] == expected;
+    }
+    if (!fits || args_.kv_heads < 1 || args_.heads % args_.kv_heads != 0) refuse("the operands of attention do not fit together");
+    args_.sinks = nullptr;
+    if (numbers_.sinks) {
+      const View& sinks = views_[7];
+      require_contiguous(sinks, "sinks");
+      if (sinks.type != ElementType::kFloat32 || sinks.elements() != query.sizes[1]) refuse("sinks have another form than the kernel");
+      args_.sinks = reinterpret_cast<const float*>(sinks.data);
+    }
+    args_.pages = {reinterpret_cast<const std::int64_t*>(table.data),
+                   reinterpret_cast<const std::int64_t*>(held.data),
+                   table.sizes[1],
+                   pool.sizes[0],
+                   pool.sizes[1],
+                   numbers_.page_tokens,
+                   numbers_.window,
+                   heads_of(key),
+                   heads_of(value)};
+  }
+  void prepare() override {  // what is in the table and how many tokens are held differ from step to step
+    use_pages(args_, views_[4].data, numbers_.starts, numbers_.latent);
+    append_to_pages(args_);
+    prepare_job();
+  }
+
+ private:
+  const PagedAttentionNumbers numbers_;
 };
 
 class MatmulOperation final : public KernelOperation {
@@ -339,6 +406,10 @@ std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, cons
 std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers,
                                                 const AttentionOperands& has, std::vector<Operand> operands) {
   return std::make_unique<AttentionOperation>(machine, numbers, has, std::move(operands));
+}
+std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& machine, const PagedAttentionNumbers& numbers,
+                                                      std::vector<Operand> operands) {
+  return std::make_unique<PagedAttentionOperation>(machine, numbers, std::move(operands));
 }
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands) {
   return std::make_unique<MatmulOperation>(machine, std::move(operands));

@@ -149,6 +149,17 @@ std::unique_ptr<KernelOperation> make_router(const ProgramMachine& machine, cons
 // out, query, key, value and those of the others that it has, in their order
 std::unique_ptr<KernelOperation> make_attention(const ProgramMachine& machine, const AttentionNumbers& numbers,
                                                 const AttentionOperands& has, std::vector<Operand> operands);
+// out, query, new keys, new values, pool, table, held and, if there are any, sinks
+struct PagedAttentionNumbers {
+  float scale;
+  float softcap;
+  int page_tokens;
+  int window;
+  bool latent, sinks;
+  PageStarts starts;
+};
+std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& machine, const PagedAttentionNumbers& numbers,
+                                                      std::vector<Operand> operands);
 // out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
 

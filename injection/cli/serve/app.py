@@ -11,6 +11,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -20,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
+from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError, TooLongError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.metrics import metrics
 from moegraft.injection.cli.serve.protocol import Choice, Kind, Reply, RequestError, error_body, read_object, read_request
@@ -195,6 +196,7 @@ def _status(service: Service) -> dict[str, Any]:
         "tokens_per_second": engine.tokens_per_s,
         "running": engine.running,
         "waiting": engine.waiting,
+        "memory": asdict(engine.memory),
         "one_at_a_time_because": service.alone_because,
         "work": engine.work,
     }
@@ -215,7 +217,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _error(status: int, message: str, code: str | None = None, param: str | None = None) -> Response:
-    headers = {"Retry-After": "1"} if status == 429 else {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = {"Retry-After": "1"} if status in (429, 503) else {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_body(status, message, code, param), status, headers=headers)
 
 
@@ -244,12 +246,17 @@ async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Req
     asked = read_request(kind, await _body(request, service.limits.max_body))
     pieces = Pieces()
     # In a thread, as encoding a long prompt would stop the streams of other requests.
-    choices = await asyncio.to_thread(service.choices, asked, partial(mailbox.post, asyncio.get_running_loop(), pieces))
+    post = partial(mailbox.post, asyncio.get_running_loop(), pieces)
+    client = request.client.host if request.client is not None else ""
+    scope = request.headers.get("authorization", "")
+    choices = await asyncio.to_thread(service.choices, asked, post, client=client, scope=scope)
     jobs = [choice.job for choice in choices]
     try:
         service.engine.submit(jobs)
-    except QueueFullError:
-        raise _queue_full() from None
+    except QueueFullError as error:
+        raise RequestError(429, f"{error}; try again in a moment", code="queue_full") from None
+    except TooLongError as error:
+        raise RequestError(400, str(error), code="context_length_exceeded") from None
     except StoppedError:
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     reply, parts = Reply(kind, service.model_id), _parts(request, choices, pieces)

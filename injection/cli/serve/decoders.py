@@ -1,26 +1,25 @@
-"""The two decoders of the server: one request at a time through the model's `generate`, or several in one forward pass."""
+"""The two decoders of the server: one answer at a time through the model's `generate`, or several in one forward pass."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, StoppingCriteria
-from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
-from moegraft.injection.cli.serve.batch import Batch, cut
+from moegraft.injection.cli.serve.batch import CacheMemory, PaddedTexts, PagedTexts, Text
 from moegraft.injection.cli.serve.constraints import Constraint
 from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job, TokenScore
 from moegraft.injection.injected import captured_steps_of, injection_of
-from moegraft.injection.prefill import read_ahead
+from moegraft.injection.prefill import APPENDABLE, read_ahead, why_not_appendable
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:
@@ -158,38 +157,76 @@ class _Adjusted(LogitsProcessor):
 
 
 class SequentialDecoder:
-    """Answers one request at a time with the model's `generate`, which supports every operator, and keeps the last cache."""
+    """Answers with the model's `generate`, which supports every operator, one answer at a time, and keeps the last cache.
 
-    def __init__(self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int) -> None:
+    Long prompts are read in chunks, if the model's cache allows it: one chunk in each step, and prompts that wait take turns, so that a short
+    one is answered while a long one is read. An answer that has begun is computed to its end.
+
+    Args:
+        memory_limit: bytes of keys and values.
+        token_bytes: of one token's.
+        kept_bytes: for the last cache; a longer one is not kept.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int, token_bytes: int, memory_limit: int, kept_bytes: int
+    ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._pad_token = pad_token
-        self._chunk = prefill_chunk
+        self._chunk = prefill_chunk if why_not_appendable(model) is None else 0
         self._kept = PromptCache()
-        self._job: Job | None = None
+        self._kept_scope = ""
+        self._token_bytes = token_bytes
+        self._limit = memory_limit
+        self._most_kept = kept_bytes
+        self._reading: deque[_Reading] = deque()  # the next one first
 
     @property
     def jobs(self) -> list[Job]:
-        return [self._job] if self._job else []
+        return [reading.job for reading in list(self._reading)]  # one copy, as other threads ask
 
     @property
-    def has_room(self) -> bool:
-        return self._job is None
+    def memory(self) -> CacheMemory:
+        kept = self._token_bytes * len(self._kept.held[0])
+        held = sum(reading.held() for reading in list(self._reading))
+        return CacheMemory(self._limit, self._promised(), self._token_bytes * held + kept, kept)
+
+    def _promised(self) -> int:
+        return sum(map(self.needed_bytes, self.jobs))
+
+    def needed_bytes(self, job: Job) -> int:
+        return self._token_bytes * job.most_tokens
+
+    def fits(self, job: Job) -> bool:
+        """Whether a job may start: the first, or one whose prompt can be read between the chunks of others."""
+        chunked = self._chunk > 0 and len(self._reading) < READ_TOGETHER
+        return not self._reading or (chunked and self._promised() + self.needed_bytes(job) <= self._limit)
 
     def admit(self, job: Job) -> None:
-        self._job = job
+        if job.scope != self._kept_scope:
+            self._kept.drop()
+        cache, job.kept_tokens = self._kept.take(job.ask.token_ids)
+        self._reading.append(_Reading(job, cache))
 
     def step(self) -> None:
-        """Answer the request to its end."""
-        job = self._job
-        if job is None:
+        """Read a chunk of the next prompt; answer the request to its end if no more than a chunk is left."""
+        if not self._reading:
             return
-        if not job.ask.max_tokens:
-            job.finish("length")
-            self._job = None
-            return
-        ids = job.ask.token_ids
-        cache, job.kept_tokens = self._kept.take(ids)
-        cache = read_ahead(self._model, ids, cache, self._chunk)
+        reading = self._reading[0]
+        job, ids = reading.job, reading.job.ask.token_ids
+        if job.cancelled or not job.ask.max_tokens:
+            job.finish("cancelled" if job.cancelled else "length")
+            self._reading.popleft()
+        elif self._chunk and len(ids) - reading.held() > self._chunk:
+            end = reading.held() + self._chunk
+            reading.cache = read_ahead(self._model, ids[: end + 1], reading.cache, self._chunk)
+            self._reading.rotate(-1)
+        else:
+            self._answer(reading)
+            self._reading.popleft()
+
+    def _answer(self, reading: _Reading) -> None:
+        job, cache, ids = reading.job, reading.cache, reading.job.ask.token_ids
         steps = captured_steps_of(self._model)
         given = cache if steps is None else steps.fixed_cache(self._model, cache, len(ids) + job.ask.max_tokens)
         prompt = torch.tensor([ids], device=self._model.device)
@@ -211,17 +248,33 @@ class SequentialDecoder:
             )
         known = made.past_key_values
         self._kept.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(self._model, known))
+        self._kept_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
             cache, shared = self._kept.take(ids[: job.kept_tokens + 1])
             if shared == job.kept_tokens:
                 self._kept.keep(ids, cache)
-        self._job = None
+        if self._token_bytes * len(self._kept.held[0]) > self._most_kept:
+            self._kept.drop()
 
     def forget(self) -> None:
-        """Drop the request and the cache, after a failure that may have left the cache incomplete."""
+        """Drop the requests and caches, after a failure that may have left a cache incomplete."""
         self._kept.drop()
-        self._job = None
+        self._reading.clear()
+
+
+READ_TOGETHER = 8  # prompts that take turns
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prompt and its cache."""
+
+    job: Job
+    cache: DynamicCache | None
+
+    def held(self) -> int:
+        return self.cache.get_seq_length() if self.cache is not None else 0
 
 
 def _scores_prompt(ask: Ask) -> bool:
@@ -237,34 +290,6 @@ def _sampling(job: Job) -> dict[str, Any]:
     return {"do_sample": True, **drawn, **own, **({"min_p": ask.min_p} if ask.min_p else {})}
 
 
-KEPT = 4  # conversations; each holds at most a context of keys and values
-
-
-class KeptConversations:
-    """A few caches; a request uses the one that shares most with its prompt."""
-
-    def __init__(self, most: int = KEPT) -> None:
-        self._most = most
-        self._caches: list[PromptCache] = []  # the most recently used one last
-
-    def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
-        """Return a cache with the beginning of `token_ids`, and how many of them it holds."""
-        best = max(self._caches, key=lambda cache: cache.shared(token_ids), default=None)
-        if best is None or 2 * best.shared(token_ids) < len(best.held[0]):
-            return None, 0  # a short common beginning is not worth cropping another conversation
-        self._caches.remove(best)
-        return best.take(token_ids)
-
-    def keep(self, token_ids: list[int], cache: Any) -> None:
-        kept = PromptCache()
-        kept.keep(token_ids, cache)
-        if kept.held[1] is not None and self._most:
-            self._caches = [*self._caches, kept][-self._most :]
-
-    def drop(self) -> None:
-        self._caches.clear()
-
-
 logger = logging.getLogger(__name__)
 # Options of a generation config that only `generate` applies, with the values that mean "off".
 PROCESSED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0, "typical_p": 1.0, "bad_words_ids": None}
@@ -278,149 +303,162 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if getattr(model, "_is_stateful", False) or any(type(layer) is not DynamicLayer for layer in layers):
-        return "not all of the model's layers are of full attention, and the caches of others cannot be joined at different lengths"
+    if getattr(model, "_is_stateful", False) or any(type(layer) not in APPENDABLE for layer in layers):
+        return "not all of the model's layers are of attention, and the caches of others cannot be joined at different lengths"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
 
 class BatchedDecoder:
-    """Decodes several sequences in one forward pass, and computes at most one chunk of one prompt between two steps.
+    """Decodes several texts in one forward pass, and computes at most one chunk of prompts between two such passes.
+
+    A chunk is shared by prompts that are equally far from its end: alternately the shortest rest and the oldest prompt lead, and others
+    join with as many tokens where the model's cache allows it. So a short prompt waits for one chunk of a long one, and a long one for no
+    more than every second step.
 
     A failure of one answer ends it alone; a failed forward pass ends the answers in it. The caches of the others stay valid.
     """
 
-    def __init__(self, model: PreTrainedModel, *, most: int, prefill_chunk: int) -> None:
-        self._model: Any = model  # torch types every attribute of a module as a tensor
+    def __init__(self, model: PreTrainedModel, texts: PagedTexts | PaddedTexts, *, most: int, prefill_chunk: int) -> None:
+        self._texts = texts
         self._most = most
         self._chunk = prefill_chunk
-        self._kept = KeptConversations()
-        self._reading: Job | None = None
-        self._read: DynamicCache | None = None
-        self._drop_texts()
-
-    def _drop_texts(self) -> None:
-        self._batch = Batch(self._model)
-        self._jobs: list[Job] = []
+        self._decoding: list[tuple[Job, Text]] = []
+        self._reading: list[tuple[Job, Text]] = []  # the oldest first
+        self._oldest_leads = False
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     @property
     def jobs(self) -> list[Job]:
-        return [*self._jobs, *([self._reading] if self._reading else [])]
+        return [job for job, _ in (*self._decoding, *self._reading)]
 
     @property
-    def has_room(self) -> bool:
-        return self._reading is None and len(self._jobs) < self._most
+    def memory(self) -> CacheMemory:
+        return self._texts.memory
+
+    def needed_bytes(self, job: Job) -> int:
+        return self._texts.needed_bytes(job.most_tokens)
+
+    def fits(self, job: Job) -> bool:
+        return len(self._decoding) + len(self._reading) < self._most and self._texts.fits(job.most_tokens)
 
     def admit(self, job: Job) -> None:
-        """Start a request; `has_room` must be true."""
-        assert self._reading is None, "one prompt is computed at a time"
-        if _scores_prompt(job.ask):
-            self._read, job.kept_tokens = None, 0  # every token's logits are needed
-        else:
-            self._read, job.kept_tokens = self._kept.take(job.ask.token_ids)
-        self._reading = job
+        """Start a request; `fits` must be true."""
+        # For the scores of a prompt every token's logits are needed.
+        text = self._texts.begin(job.ask.token_ids, job.most_tokens, job.scope, fresh=_scores_prompt(job.ask))
+        job.kept_tokens = text.tokens
+        self._reading.append((job, text))
 
     def step(self) -> None:
-        """Decode a token of each sequence, then compute a chunk of the prompt."""
-        for row in reversed(range(len(self._jobs))):
-            if self._jobs[row].cancelled:
-                self._jobs[row].finish("cancelled")
-                self._leave(row)
-        if self._jobs:
+        """Decode a token of each text, then compute a chunk of prompts."""
+        for job, text in [*self._decoding, *self._reading]:
+            if job.cancelled:
+                job.finish("cancelled")
+                self._end(job, text)
+        if self._decoding:
             self._decode()
-        if self._reading is not None:
-            self._read_on(self._reading)
+        if self._reading:
+            self._read()
 
     def forget(self) -> None:
         """Drop all requests and caches, after a failure that may have left caches incomplete."""
-        self._drop_texts()
-        self._reading = self._read = None
-        self._kept.drop()
+        for _, text in [*self._decoding, *self._reading]:
+            self._texts.end(text)
+        self._decoding, self._reading = [], []
+        self._texts.drop_kept()
 
     def _decode(self) -> None:
+        jobs, texts = [job for job, _ in self._decoding], [text for _, text in self._decoding]
         try:
-            logits = self._batch.step([job.token_ids[-1] for job in self._jobs])
+            logits = self._texts.step(texts, [job.token_ids[-1] for job in jobs])
             good = usable(logits)
             logits = logits if good.all() else logits.where(good[:, None], 0.0)
-            tokens = choose(logits, self._jobs)
+            tokens = choose(logits, jobs)
             scores = [
                 None if job.ask.logprobs is None else score(row, [token], job.ask.logprobs)[0]
-                for job, row, token in zip(self._jobs, logits.split(1), tokens, strict=True)
+                for job, row, token in zip(jobs, logits.split(1), tokens, strict=True)
             ]
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except Exception as error:  # any error must leave other prompts and waiting requests running
-            logger.exception("serve: a forward pass failed; the %d answers in it end", len(self._jobs))
-            for job in self._jobs:
+            logger.exception("serve: a forward pass failed; the %d answers in it end", len(jobs))
+            for job, text in self._decoding:
                 job.fail(error)
-            self._drop_texts()
+                self._texts.end(text)
+            self._decoding = []
             if isinstance(error, torch.OutOfMemoryError):
-                self._kept.drop()
+                self._texts.drop_kept()
             return
-        for row in reversed(range(len(self._jobs))):
-            job = self._jobs[row]
+        for row, (job, text) in enumerate(list(self._decoding)):
             with job.failing_alone():
                 if not good[row]:
                     raise BadLogitsError
                 job.take(tokens[row], scores[row])
             if job.ending is not None:
-                self._leave(row)
+                self._end(job, text)
 
-    def _leave(self, row: int) -> None:
-        job = self._jobs.pop(row)
-        if job.ending != "failed" or job.kept_tokens:
+    def _end(self, job: Job, text: Text) -> None:
+        """Remove a job that has ended; keep its cache, after a failure only the part from an earlier request, as later parts may be wrong."""
+        self._decoding = [each for each in self._decoding if each[0] is not job]
+        self._reading = [each for each in self._reading if each[0] is not job]
+        self._texts.end(text, job.token_ids if job.ending != "failed" else job.token_ids[: job.kept_tokens])
+
+    def _read(self) -> None:
+        """Compute a chunk of the prompts that share this step."""
+        rest = {job: len(job.token_ids) - text.tokens for job, text in self._reading}
+        self._oldest_leads = not self._oldest_leads
+        leader = self._reading[0] if self._oldest_leads else min(self._reading, key=lambda each: rest[each[0]])
+        tokens = min(rest[leader[0]], self._chunk or rest[leader[0]])
+        together = [leader]
+        if self._texts.shares_passes and not _scores_prompt(leader[0].ask):
+            others = [each for each in self._reading if each is not leader and rest[each[0]] >= tokens and not _scores_prompt(each[0].ask)]
+            together += sorted(others, key=lambda each: rest[each[0]])[: self._chunk // tokens - 1 if self._chunk else 0]
+        if len(together) > 1:
             try:
-                self._keep(job, self._batch.copy(row))
-            except RuntimeError:  # out of memory
-                logger.exception("serve: the cache of an answer is not kept")
-        self._batch.remove(row)
+                self._read_chunk(together, tokens)
+                return
+            except torch.AcceleratorError:
+                raise
+            except Exception:  # which of the prompts has caused it is not known
+                logger.warning("serve: a chunk of %d prompts failed; each is computed alone", len(together), exc_info=True)
+        for job, text in together:
+            with job.failing_alone():
+                self._read_chunk([(job, text)], tokens)
+            if job.ending == "failed" and (job, text) in self._reading:
+                self._end(job, text)
 
-    def _keep(self, job: Job, cache: DynamicCache) -> None:
-        """Keep the cache of an answer that ended; after a failure only the part from an earlier request, as later parts may be wrong."""
-        if job.ending != "failed":
-            self._kept.keep(job.token_ids, cache)
-        elif job.kept_tokens:
-            self._kept.keep(job.token_ids, cut(cache, job.kept_tokens))
-
-    def _read_on(self, job: Job) -> None:
-        with job.failing_alone():
-            if job.cancelled:
-                job.finish("cancelled")
-                self._read = None
-            else:
-                self._read_chunk(job)
-        if job.ending is not None:
-            if self._read is not None:
-                self._keep(job, self._read)
-            self._reading = self._read = None
-
-    def _read_chunk(self, job: Job) -> None:
-        cache = self._read if self._read is not None else DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        self._read, held = cache, cache.get_seq_length()
-        end = min(len(job.token_ids), held + self._chunk) if self._chunk else len(job.token_ids)
-        ids = torch.tensor([job.token_ids[held:end]], device=self._model.device)
-        scored = _scores_prompt(job.ask)
-        extra = {"logits_to_keep": 1} if not scored and "logits_to_keep" in inspect.signature(self._model.forward).parameters else {}
+    def _read_chunk(self, together: list[tuple[Job, Text]], tokens: int) -> None:
+        chunks = [job.token_ids[text.tokens : text.tokens + tokens] for job, text in together]
+        scored = _scores_prompt(together[0][0].ask)
         try:
-            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+            logits = self._texts.read([text for _, text in together], chunks, **({} if scored else self._last_only))
         except torch.OutOfMemoryError:
-            self._kept.drop()
+            self._texts.drop_kept()
             raise
-        logits = output.logits[:, -1].float()
-        if scored:
+        for row, (job, text) in enumerate(together):
+            with job.failing_alone():
+                self._go_on(job, text, logits[row], tokens)
+            if job.ending is not None:
+                self._end(job, text)
+
+    def _go_on(self, job: Job, text: Text, logits: torch.Tensor, tokens: int) -> None:
+        """Take the logits (T, V) of a chunk, and start the answer if it was the last."""
+        held = text.tokens
+        if _scores_prompt(job.ask):
             assert job.ask.logprobs is not None, "scores are asked for"
-            following = job.token_ids[held + 1 : end + 1]
-            job.prompt_scores += [] if held else [TokenScore(job.token_ids[0])]
-            job.prompt_scores += score(output.logits[0, : len(following)], following, job.ask.logprobs)
-        if end < len(job.token_ids):
+            following = job.token_ids[held - tokens + 1 : held + 1]
+            job.prompt_scores += [] if held > tokens else [TokenScore(job.token_ids[0])]
+            job.prompt_scores += score(logits[: len(following)], following, job.ask.logprobs)
+        if held < len(job.token_ids):
             return
         if not job.ask.max_tokens:
             job.finish("length")
             return
-        if not usable(logits).all():
+        last = logits[-1:].float()
+        if not usable(last).all():
             raise BadLogitsError
-        token = choose(logits, [job])[0]
-        if not job.take(token, None if job.ask.logprobs is None else score(logits, [token], job.ask.logprobs)[0]):
-            self._batch.add(cache)
-            self._jobs.append(job)
-            self._reading = self._read = None
+        token = choose(last, [job])[0]
+        if not job.take(token, None if job.ask.logprobs is None else score(last, [token], job.ask.logprobs)[0]):
+            self._texts.join(text)
+            self._reading.remove((job, text))
+            self._decoding.append((job, text))

@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from moegraft.injection.cli.serve.batch import CacheMemory, mib
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,11 @@ def difference(after: Counts, before: Counts) -> dict[str, int]:
 
 
 class QueueFullError(Exception):
-    """The queue of waiting requests is full."""
+    """The queue of waiting requests is full, for all clients or for one; the message may be shown to it."""
+
+
+class TooLongError(Exception):
+    """A request needs more memory than there is for all; the message may be shown to its client."""
 
 
 class StoppedError(Exception):
@@ -52,7 +57,15 @@ class Decoder(Protocol):
     @property
     def jobs(self) -> list[Job]: ...
     @property
-    def has_room(self) -> bool: ...
+    def memory(self) -> CacheMemory: ...
+    def needed_bytes(self, job: Job) -> int:
+        """Return the bytes of keys and values that a job may need until its end."""
+        ...
+
+    def fits(self, job: Job) -> bool:
+        """Whether a job can start now."""
+        ...
+
     def admit(self, job: Job) -> None:
         """Start a job; after an exception the job is not in `jobs`."""
         ...
@@ -64,21 +77,27 @@ class Decoder(Protocol):
 class Engine:
     """The queue of requests and the thread that answers them, from the constructor to `close`. `submit` may be called from any thread.
 
-    Requests start in the order in which they came. A request that fails ends alone; if a forward pass fails, all requests in it end. The
-    engine continues after both. If its thread has to end, all running and waiting requests fail, and later ones are refused.
+    Clients take turns; the requests of one start in the order in which they came, each as soon as its prompt and its longest answer fit
+    into memory. None overtakes the next in turn, so that a long request waits for no longer than the running answers take. A request that
+    fails ends alone; if a forward pass fails, all requests in it end. The engine continues after both. If its thread has to end, all running
+    and waiting requests fail, and later ones are refused.
 
     Args:
+        max_queue: requests that may wait.
+        max_client: requests of one client that may wait.
         counts: returns the model's work so far; called between steps.
     """
 
-    def __init__(self, decoder: Decoder, *, max_queue: int, counts: Callable[[], Counts] = dict) -> None:
+    def __init__(self, decoder: Decoder, *, max_queue: int, max_client: int | None = None, counts: Callable[[], Counts] = dict) -> None:
         self._decoder = decoder
         self._max_queue = max_queue
+        self._max_client = max_queue if max_client is None else max_client
         self._counts = counts
         self._before: dict[Job, Counts] = {}  # the model's work when each job started
-        self._waiting: deque[Job] = deque()
+        self._queues: OrderedDict[str, deque[Job]] = OrderedDict()  # by client, none empty; the next in turn first
         self._wake = threading.Condition()
         self._closing = False
+        self._draining = False
         self.endings: dict[Ending, int] = {"stop": 0, "length": 0, "cancelled": 0, "failed": 0}
         self.rejected = self.prompt_tokens = self.kept_tokens = self.completion_tokens = 0
         self.first_token_s = Histogram()
@@ -89,7 +108,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The bytes of keys and values; numbers of one moment between steps."""
+        return self._decoder.memory
 
     @property
     def running(self) -> int:
@@ -98,7 +122,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not self._closing and not self._draining
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,7 +139,7 @@ class Engine:
         """Whether no request can wait; counts a refusal if so."""
         with self._wake:
             self._drop_cancelled()
-            if len(self._waiting) < self._max_queue:
+            if self.waiting < self._max_queue:
                 return False
             self.rejected += 1
             return True
@@ -125,23 +149,54 @@ class Engine:
 
         Raises:
             QueueFullError: the queue has not that much room.
-            StoppedError: the engine has ended.
+            TooLongError: a job's prompt and answer never fit.
+            StoppedError: the engine has ended, or will.
         """
+        memory = self.memory
+        needed = max(map(self._decoder.needed_bytes, jobs))
+        numbers = f"{mib(needed)} of keys and values; the limit is {mib(memory.limit)}, of which {mib(memory.free)} are free"
         with self._wake:
             self._drop_cancelled()
             if not self.alive:
                 raise StoppedError
-            if self._waiting and len(self._waiting) + len(jobs) > self._max_queue:
+            if needed > memory.limit:
                 self.rejected += 1
-                raise QueueFullError
-            self._waiting.extend(jobs)
+                raise TooLongError(f"the prompt and the answer's maximum of {jobs[0].most_tokens} tokens need {numbers}")
+            client = jobs[0].client
+            waiting, own = self.waiting, len(self._queues.get(client, ()))
+            if waiting and waiting + len(jobs) > self._max_queue:
+                self.rejected += 1
+                raise QueueFullError(f"{waiting} requests are waiting, of at most {self._max_queue}; this one needs {numbers}")
+            if own and own + len(jobs) > self._max_client:
+                self.rejected += 1
+                raise QueueFullError(
+                    f"{own} requests of this client are waiting, of at most {self._max_client} for each; this one needs {numbers}"
+                )
+            self._queues.setdefault(client, deque()).extend(jobs)
             self._wake.notify()
+
+    def drain(self, grace_s: float) -> None:
+        """Accept no more requests, and end answers that still run or wait after `grace_s` seconds; returns at once."""
+        self._draining = True
+        ending = threading.Timer(grace_s, self._cancel_all)
+        ending.daemon = True
+        ending.start()
+
+    def _cancel_all(self) -> None:
+        with self._wake:
+            for job in [*self._all_waiting(), *self._decoder.jobs]:
+                job.cancel()
+            self._drop_cancelled()
+
+    def _all_waiting(self) -> Iterator[Job]:
+        for queue in self._queues.values():
+            yield from queue
 
     def close(self) -> None:
         """Cancel every request, and end the thread."""
         with self._wake:
             self._closing = True
-            for job in [*self._waiting, *self._decoder.jobs]:
+            for job in [*self._all_waiting(), *self._decoder.jobs]:
                 job.cancel()
             self._wake.notify()
         self._thread.join(timeout=60)
@@ -156,7 +211,8 @@ class Engine:
             error = AnswerError("the model cannot be used any more; restart the server")
         with self._wake:
             self._closing = True  # no job is added after this
-            jobs = list(dict.fromkeys([*self._before, *self._decoder.jobs, *self._waiting]))
+            jobs = list(dict.fromkeys([*self._before, *self._decoder.jobs, *self._all_waiting()]))
+            self._queues.clear()
         for job in jobs:
             if error is not None:
                 job.fail(error)
@@ -204,22 +260,31 @@ class Engine:
     def _admit(self) -> bool:
         """Wait for requests, and start those that there is room for; return False when closing."""
         with self._wake:
-            while not self._closing and not self._waiting and not self._decoder.jobs:
+            while not self._closing and not self._queues and not self._decoder.jobs:
                 self._wake.wait()
             self._drop_cancelled()
-            while self._waiting and self._decoder.has_room:
-                job = self._waiting[0]  # in the queue until it is admitted, so that it ends with the queue if the thread fails
+            while self._queues:
+                client, queue = next(iter(self._queues.items()))
+                job = queue[0]  # in the queue until it is admitted, so that it ends with the queue if the thread fails
+                if not self._decoder.fits(job):
+                    break
                 with job.failing_alone():
                     self._decoder.admit(job)
-                self._waiting.popleft()
+                queue.popleft()
+                if queue:
+                    self._queues.move_to_end(client)
+                else:
+                    del self._queues[client]
                 if job.ending is not None:
                     self._settle(job)
             return not self._closing
 
     def _drop_cancelled(self) -> None:
         """Remove waiting requests whose clients have left."""
-        for job in [job for job in self._waiting if job.cancelled]:
-            self._waiting.remove(job)
+        for job in [job for job in self._all_waiting() if job.cancelled]:
+            self._queues[job.client].remove(job)
+            if not self._queues[job.client]:
+                del self._queues[job.client]
             job.finish("cancelled")
             self._settle(job)
 

@@ -136,6 +136,8 @@ class Job:
     Args:
         raw: whether the text has special tokens, which mark reasoning and calls of tools.
         constraint: the grammar that the answer follows.
+        client: who asks; the engine lets clients take turns.
+        scope: whose the conversation is: its cache is used again for requests of this scope only.
     """
 
     def __init__(
@@ -147,10 +149,14 @@ class Job:
         *,
         raw: bool = False,
         constraint: Constraint | None = None,
+        client: str = "",
+        scope: str = "",
     ) -> None:
         self.ask = ask
         self.listener = listener
         self.constraint = constraint
+        self.client = client
+        self.scope = scope
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
         self.random = random.Random(self.seed)
@@ -170,6 +176,11 @@ class Job:
         self._scores: list[TokenScore] = []  # not yet sent
         self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
         self._streamer.put(torch.empty(0))  # the first call is for the prompt
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and the longest answer."""
+        return len(self.ask.token_ids) + self.ask.max_tokens
 
     def cancel(self) -> None:
         """End the answer at the next step."""

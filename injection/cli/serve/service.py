@@ -17,11 +17,13 @@ from moegraft.injection.cli.chat.conversation import Conversation, Message, Prom
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
+from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, mib, open_texts
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import work_counts
 from moegraft.injection.cli.serve.protocol import Choice, Request, RequestError, read_request, readable
+from moegraft.operators.cache_form import token_bytes
 
 logger = logging.getLogger(__name__)
 MOST_SEED = (1 << 63) - 1
@@ -37,6 +39,9 @@ class Limits:
         max_body: bytes of one request.
         max_batch: requests answered at once.
         prefill_chunk: prompt tokens computed between two decode steps; 0: all.
+        max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
+        kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
+        prefix_cache: bytes of these for conversations that have ended; None: half.
     """
 
     max_queue: int = 64
@@ -44,6 +49,9 @@ class Limits:
     max_body: int = 1 << 20
     max_batch: int = 32
     prefill_chunk: int = 512
+    max_client: int | None = None
+    kv_memory: int | None = None
+    prefix_cache: int | None = None
 
 
 class Service:
@@ -60,20 +68,45 @@ class Service:
         self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
         self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
-        self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
+        most_of_client = limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8))
+        decoder = self._decoder()
+        self.engine = Engine(decoder, max_queue=limits.max_queue, max_client=most_of_client, counts=lambda: work_counts(loaded.model))
+        logger.info("serve: answers may hold %s of keys and values together", mib(self.engine.memory.limit))
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits
-        if self.alone_because:
-            logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
-            return SequentialDecoder(loaded.model, pad_token=pad_token(loaded), prefill_chunk=limits.prefill_chunk)
-        return BatchedDecoder(loaded.model, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
+        if self.alone_because is None:
+            try:
+                texts = open_texts(
+                    loaded.model,
+                    limit=limits.kv_memory,
+                    kept_bytes=limits.prefix_cache,
+                    most=limits.max_batch,
+                    context=loaded.context_tokens,
+                )
+                return BatchedDecoder(loaded.model, texts, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
+            except UnbatchableError as error:
+                self.alone_because = str(error)
+        logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
+        limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
+        return SequentialDecoder(
+            loaded.model,
+            pad_token=pad_token(loaded),
+            prefill_chunk=limits.prefill_chunk,
+            token_bytes=sum(token_bytes(loaded.model.config, loaded.model.dtype)),
+            memory_limit=limit,
+            kept_bytes=limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
+        )
 
     def close(self) -> None:
         self.engine.close()
 
-    def choices(self, request: Request, listener: Callable[[int, Piece], None]) -> list[Choice]:
+    def choices(self, request: Request, listener: Callable[[int, Piece], None], *, client: str = "", scope: str = "") -> list[Choice]:
         """Return the answers to a request, whose jobs are not submitted; `listener` gets the number of an answer and its next piece.
+
+        Args:
+            client: who asks; clients take turns.
+            scope: requests of one scope share the caches of their conversations.
 
         Raises:
             RequestError: the request names another model, exceeds a limit, or asks for what this model cannot do.
@@ -89,7 +122,16 @@ class Service:
         found = []
         for index in range(request.n):
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
-            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None, constraint=self._constraint(request))
+            job = Job(
+                own,
+                tokenizer,
+                self.ends,
+                partial(listener, index),
+                raw=template is not None,
+                constraint=self._constraint(request),
+                client=client,
+                scope=scope,
+            )
             parser = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))

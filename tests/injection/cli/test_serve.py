@@ -141,7 +141,7 @@ def test_draws_follow_their_seed(server: Server) -> None:
 def test_32_clients_at_once_get_what_each_gets_alone() -> None:
     loaded = load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET)
     questions = [f"{'Speak, ' * (number % 5)}what of the king's {number} men?" for number in range(32)]
-    with serving(loaded, Limits(max_batch=16, max_queue=32, prefill_chunk=16)) as server:
+    with serving(loaded, Limits(max_batch=16, max_queue=64, prefill_chunk=16)) as server:
         alone = [ask(server, question, temperature=0, max_tokens=16).choices[0].message.content for question in questions[:6]]
         most = 0
 
