@@ -82,7 +82,7 @@ class PagePool:
         if len(dtypes) != 1:
             raise ValueError("keys and values have several dtypes")
         (dtype,) = dtypes
-        self.page_bytes = self.page_elements * dtype.itemsize
+        self.page_bytes: int = self.page_elements * dtype.itemsize
         self.data = torch.empty(pages, self.page_elements, dtype=dtype)
         self.table = torch.zeros(most_sequences, -(-most_tokens // PAGE_TOKENS), dtype=torch.int64)
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
@@ -151,6 +151,7 @@ class PagePool:
 
 
 def pages_of(tokens: int) -> int:
+    """Return how many pages `tokens` tokens take."""
     return -(-tokens // PAGE_TOKENS)
 
 

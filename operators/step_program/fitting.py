@@ -37,6 +37,18 @@ class Affine:
         return self.base, self.slope, self.capacity
 
 
+def product(one: Affine, other: Affine) -> Affine:
+    """
+    Raises:
+        NotRecordableError: both depend on the position or on the room of a buffer.
+    """
+    if one.slope == one.capacity == 0:
+        return other.times(one.base)
+    if other.slope == other.capacity == 0:
+        return one.times(other.base)
+    raise NotRecordableError("a size is no linear function of the position")
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A tensor of a fitted step, as `Memory` with linear numbers."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from moegraft.operators.step_program.fitting import Affine, FittedCall, FittedStep, Place, StateName
+from moegraft.operators.step_program.cache_buffers import CacheTensor
+from moegraft.operators.step_program.fitting import Affine, FittedCall, FittedStep, Place, StateName, product
 from moegraft.operators.step_program.recording import NotRecordableError
 
 ELEMENT_NAMES = {
@@ -34,7 +35,8 @@ class Node:
     """One operation of a program.
 
     Attributes:
-        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention`, `paged attention` and `matmul` on all, `call` in PyTorch.
+        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention`, `paged attention` and `matmul` on all,
+            `call` in PyTorch.
         writes, reads: what it touches, in the order of its native form: results first.
         name: of a small operation.
         payload: packed weights, specs or the call itself.
@@ -49,10 +51,6 @@ class Node:
 
     def storages(self) -> list[int]:
         return [place.storage for place in (*self.writes, *self.reads) if isinstance(place, Place)]
-
-
-class ForeignCacheError(Exception):
-    """A cache's tensors have other forms than those of the cache that was recorded; the program is not for this cache."""
 
 
 class _Unsupported(Exception):
@@ -84,7 +82,7 @@ class Lowering:
         strides, stride = [], _ONE
         for size in reversed(sizes):
             strides.append(stride)
-            stride = stride.times(size.base) if not (size.slope or size.capacity) else _times(size, stride)
+            stride = stride.times(size.base) if not (size.slope or size.capacity) else product(size, stride)
         self.storage_bytes.append(stride.times(dtype.itemsize))
         self.produced.add(len(self.storage_bytes) - 1)
         return Place(len(self.storage_bytes) - 1, dtype, _ZERO, tuple(sizes), tuple(reversed(strides)))
@@ -169,112 +167,6 @@ class Lowering:
                 node.writes = [*node.writes, *other.writes]
                 self.nodes[later] = Node("none", [], [])
             self.nodes = [each for each in self.nodes if each.kind != "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """A tensor of the cache to which each step appends, kept in a buffer with room for more tokens.
-
-    Attributes:
-        name: in the cache.
-        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer.
-        dim: along which it grows.
-        shape: of the tensor with the new tokens.
-        start_slope: by how many rows the tensor's start moves in a step: 1 for a window that is full, else 0.
-    """
-
-    name: StateName
-    before: int
-    after: int
-    dim: int
-    shape: tuple[Affine, ...]
-    start_slope: int
-    dtype: torch.dtype
-
-    def require_form(self, tensor: torch.Tensor, length: int) -> None:
-        """
-        Raises:
-            ForeignCacheError: `tensor`, that of a cache at this place, has another type or other sizes than the recorded one would have
-                with `length` tokens.
-        """
-        sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
-        if (
-            tensor.dtype != self.dtype
-            or tensor.dim() != len(self.shape)
-            or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
-            or tensor.shape[self.dim] != length
-        ):
-            raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
-
-    def strides(self) -> tuple[Affine, ...]:
-        """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
-        strides, stride = [], _ONE
-        for dim in reversed(range(len(self.shape))):
-            strides.append(stride)
-            stride = Affine(0, 0, stride.base) if dim == self.dim else stride.times(self.shape[dim].base)
-            if dim != self.dim and self.shape[dim].slope:
-                raise NotRecordableError("a cache grows in two dimensions")
-        return tuple(reversed(strides))
-
-    def rows(self, start: Affine, sizes: Sequence[Affine]) -> Place:
-        """Return the place of new tokens, of `sizes`, behind `start` tokens."""
-        strides = self.strides()
-        moved = Affine(start.base, start.slope + self.start_slope)
-        return Place(self.before, self.dtype, _row_offset(strides[self.dim], moved), tuple(sizes), strides)
-
-    def translated(self, place: Place) -> Place:
-        """Return where a view of the tensor with its new tokens is in the buffer."""
-        stride, packed = _ONE, []
-        for size in reversed(self.shape):
-            packed.append(stride)
-            stride = _times(size, stride)
-        packed.reverse()
-        own = self.strides()
-        rest, offset = place.offset, Affine(0, self.start_slope).times(own[self.dim].base)
-        if own[self.dim].capacity or own[self.dim].slope:
-            raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
-        # The offset is that of a row, or of heads: the largest stride first.
-        for dim, one in enumerate(packed):
-            if rest == _ZERO:
-                break
-            if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
-                count = Affine(rest.base // one.base, rest.slope // one.base)
-                if dim != self.dim and (count.slope or not count.base >= 0):
-                    continue
-                offset = offset.plus(_row_offset(own[dim], count))
-                rest = _ZERO
-        if rest != _ZERO:
-            raise NotRecordableError("a view of the cache begins in the middle of it")
-        strides = []
-        for size, stride in zip(place.sizes, place.strides, strict=True):
-            if size == _ONE or stride == _ZERO:
-                strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
-                continue
-            known = [
-                own[dim]
-                for dim, one in enumerate(packed)
-                if one == stride and self.shape[dim] != _ONE and (size.slope, size.base) <= (self.shape[dim].slope, self.shape[dim].base)
-            ]
-            if not known:
-                raise NotRecordableError("a view of the cache joins its dimensions")
-            strides.append(known[0])
-        return Place(self.before, place.dtype, offset, place.sizes, tuple(strides))
-
-
-def _row_offset(stride: Affine, rows: Affine) -> Affine:
-    if stride.capacity and (rows.slope or rows.capacity):
-        raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
-    if stride.capacity:
-        return Affine(0, 0, stride.capacity * rows.base)
-    return rows.times(stride.base)
-
-
-def _times(one: Affine, other: Affine) -> Affine:
-    if one.slope == one.capacity == 0:
-        return other.times(one.base)
-    if other.slope == other.capacity == 0:
-        return one.times(other.base)
-    raise NotRecordableError("a size is no linear function of the position")
 
 
 Lower = Callable[[Lowering, Sequence[Any], Mapping[str, Any], Sequence[Place]], None]

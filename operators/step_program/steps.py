@@ -5,41 +5,36 @@ program (lowering.py, native_step.py). A program is compared with the same step 
 number of sequences and tokens, the form of the cache, and which windows are full. A step that cannot be replayed runs layer by layer, and
 the reason is logged once.
 
-The cache stays transformers' own: a program writes new tokens to buffers with room for more, and the tensors of the cache become views of
-them. A cache that something else has changed is copied to buffers again. A cache in pages (paged_cache.py) has one pool, which its programs
-read and write where it is.
+cache_buffers.py has the memory that programs append to, model_state.py what a recording relies on. A cache in pages (paged_cache.py) has
+memory of its own, which its programs read and write in place.
 """
 
 from __future__ import annotations
 
 import bisect
-import copy
-import itertools
 import logging
 import math
 import operator
 import re
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.base import MAX_REPLAYED_SEQUENCES, Operator
+from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
+from moegraft.operators.step_program.cache_buffers import CacheBuffers, ForeignCacheError, grown_tensors
 from moegraft.operators.step_program.fitting import (
     FittedStep,
     RecordedStep,
@@ -50,7 +45,8 @@ from moegraft.operators.step_program.fitting import (
     holder,
     storage_bytes,
 )
-from moegraft.operators.step_program.lowering import CacheTensor, ForeignCacheError, Lowering
+from moegraft.operators.step_program.lowering import Lowering
+from moegraft.operators.step_program.model_state import ModelState, is_library
 from moegraft.operators.step_program.native_step import ARENA, NativeStep, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 from moegraft.operators.timeline import Timeline
@@ -63,7 +59,6 @@ VERIFIED_STEPS = 2  # of each program, computed both ways
 RECORDINGS = 4  # of one kind before it is given up
 MAX_KINDS = 32  # of which programs are kept: a server's batch has two for each number of rows
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
-ROOM = 256  # tokens by which the buffers of a cache grow at least
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
 ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
 _PLAIN_ARGUMENTS = {
@@ -73,15 +68,8 @@ _PLAIN_ARGUMENTS = {
     "output_hidden_states": (False, None),
 }
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor")  # in names of a config
-_LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-_DEPTH = 4  # of lists in lists, and the like
-_COUNTED = 1  # reference that sys.getrefcount itself holds
-_LONG = 1 << 20  # positions, for a cache of states alone
 # Of a configuration, read in each forward pass.
 _SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
-# Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are.
-_CAPTURING = "transformers.utils.output_capturing"
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -100,8 +88,8 @@ class StepPrograms:
         self._sparse = sparse
         self._lock = threading.Lock()
         self._kinds: dict[object, _Kind] = {}
-        self._caches: weakref.WeakKeyDictionary[Any, _CacheBuffers] = weakref.WeakKeyDictionary()
-        self._state: _ModelState | None = None
+        self._caches: weakref.WeakKeyDictionary[Any, CacheBuffers] = weakref.WeakKeyDictionary()
+        self._state: ModelState | None = None
         self._logged: set[str] = set()
         self._thresholds: list[int] | None = None
         self._after_prompt = True  # or after another pass that was no step
@@ -163,7 +151,7 @@ class StepPrograms:
             or torch._C._len_torch_dispatch_stack()  # something else is watching
         ):
             return None
-        if not isinstance(cache, DynamicCache | PagedCache) or not _is_library(type(cache)):
+        if not isinstance(cache, DynamicCache | PagedCache) or not is_library(type(cache)):
             return f"the cache is a {type(cache).__name__}, and programs append to a DynamicCache or to pages"
         if getattr(cache, "offloading", False):
             return "the cache is offloaded"
@@ -227,7 +215,7 @@ class StepPrograms:
         if state is None or state.changed(fully=fully):
             self._changes = 0 if fully else self._changes + 1
             self._kinds.clear()
-            state = self._state = _ModelState(model)
+            state = self._state = ModelState(model)
         if self._changes > MAX_CHANGES:
             self._log("the model's attributes change from step to step")
             return usual()
@@ -308,7 +296,7 @@ class StepPrograms:
         logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
         return outputs
 
-    def _verify(self, kind: _Kind, program: _StepProgram, buffers: _CacheBuffers, step: _Step, usual: Callable[[], Any]) -> Any:
+    def _verify(self, kind: _Kind, program: _StepProgram, buffers: CacheBuffers, step: _Step, usual: Callable[[], Any]) -> Any:
         """Compute a step both ways, and give the program up where they differ."""
         failure = None
         with torch.inference_mode():  # the states may have been made in it
@@ -339,10 +327,10 @@ class StepPrograms:
             kind.verified_until = max(kind.verified_until, 2 * step.position)
         return expected
 
-    def _buffers(self, cache: Any) -> _CacheBuffers:
+    def _buffers(self, cache: Any) -> CacheBuffers:
         found = self._caches.get(cache)
         if found is None:
-            found = self._caches[cache] = _CacheBuffers()
+            found = self._caches[cache] = CacheBuffers()
             weakref.finalize(cache, _forget, weakref.ref(self), found.serial)
         return found
 
@@ -420,7 +408,7 @@ class _StepProgram:
         self._fitted = fitted
         self._runtime = runtime
         self._output_type = output_type
-        self._grown = _grown_tensors(fitted)
+        self._grown = grown_tensors(fitted)
         others = [name for name in fitted.before if not self._is_grown(name)]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
@@ -464,7 +452,7 @@ class _StepProgram:
     def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
         return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
 
-    def run(self, buffers: _CacheBuffers, step: _Step, *, advance: bool) -> Any:
+    def run(self, buffers: CacheBuffers, step: _Step, *, advance: bool) -> Any:
         """Run the step; `advance`: the cache then holds the new tokens."""
         cache, position = step.cache, step.position
         if position > self._last_position:
@@ -519,7 +507,7 @@ class _StepProgram:
             self._bound_states = []
             self._tensors = {}
 
-    def _bind(self, cache: Any, buffers: _CacheBuffers, position: int, tokens: int) -> None:
+    def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> None:
         native, fitted = self._native, self._fitted
         tensors: dict[int, torch.Tensor] = {}
         origins: dict[int, int] = {}
@@ -556,187 +544,6 @@ class _StepProgram:
         self._bound = buffers.serial, buffers.version
 
 
-class _Rows:
-    """A tensor of a cache in a buffer with room for more tokens.
-
-    Attributes:
-        bytes: the buffer as (bytes,) uint8.
-        view: what the cache holds, `length` tokens from `start`.
-        anchor: `start` at position 0, which is constant while the cache only grows: a window that is full moves on by a token in each
-            step (`start_slope` of 1).
-    """
-
-    def __init__(self, buffer: torch.Tensor, length: int, each: CacheTensor, position: int) -> None:
-        self.buffer = buffer
-        self.bytes = storage_bytes(buffer)
-        self.dim, self.start_slope = each.dim, each.start_slope
-        self.start, self.length = 0, length
-        self.anchor = -self.start_slope * position
-        self.view = buffer.narrow(self.dim, 0, length)
-        self._storage = buffer.untyped_storage()
-        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def adopt(self, held: torch.Tensor) -> bool:
-        """Let `held` be the view if it is a part of it, as a crop returns, and if nothing else sees the tokens outside that part."""
-        buffer, dim = self.buffer, self.dim
-        start, rest = divmod(int(held.storage_offset()), buffer.stride(dim))
-        length = held.shape[dim] if held.dim() == buffer.dim() else -1
-        if (
-            held.untyped_storage()._cdata != self._storage._cdata
-            or held.dtype != buffer.dtype
-            or held.stride() != buffer.stride()
-            or rest
-            or length < 0
-            or start + length > self.start + self.length
-            or (*held.shape[:dim], *held.shape[dim + 1 :]) != (*buffer.shape[:dim], *buffer.shape[dim + 1 :])
-            or torch._C._storage_Use_Count(self._storage._cdata) != self._uses + 1  # another view was kept
-            or sys.getrefcount(self.view) != 1 + _COUNTED
-        ):
-            return False
-        self.start, self.length = start, length
-        self.view = held  # last: until then this is repeated where it was interrupted
-        return True
-
-
-class _Owned:
-    """A tensor of a cache that the model replaces in each step, and that a program overwrites instead; `view` is what the cache holds."""
-
-    def __init__(self, content: torch.Tensor) -> None:
-        self.buffer = content.clone()
-        self.bytes = storage_bytes(self.buffer)
-        self._storage = self.buffer.untyped_storage()
-        self.renew()
-        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def renew(self) -> None:
-        """Let the cache hold another view: one that someone has kept shows."""
-        self.view = self.buffer.detach()
-
-    @property
-    def alone(self) -> bool:
-        """Whether only this object and the cache hold the view."""
-        return torch._C._storage_Use_Count(self._storage._cdata) == self._uses and sys.getrefcount(self.view) == 2 + _COUNTED
-
-
-@dataclass(slots=True)
-class _CacheBuffers:
-    """The buffers of one cache.
-
-    Attributes:
-        serial: that no other cache's buffers have.
-        version: changes with every buffer that is new or has moved its contents.
-        room: tokens that each buffer has room for.
-    """
-
-    serial: int = field(default_factory=itertools.count().__next__)
-    tensors: dict[StateName, _Rows] = field(default_factory=dict)
-    owned: dict[StateName, _Owned] = field(default_factory=dict)
-    version: int = 0
-    room: int = 0
-
-    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int) -> None:
-        """Make sure that the grown tensors are in buffers with room for `tokens` more.
-
-        Raises:
-            ForeignCacheError: a tensor has another form than in the recording, or another number of tokens than the cache.
-        """
-        moved = []
-        for each in grown:
-            rows = self.tensors.get(each.name)
-            held = holder(cache, each.name)[each.name[-1]]
-            size = each.shape[each.dim]
-            length = size.base + size.slope * position - tokens
-            if (
-                rows is None
-                or rows.start_slope != each.start_slope
-                or (held is not rows.view and not rows.adopt(held))
-                or rows.start + rows.length + tokens > self.room
-                or rows.length != length
-                or rows.buffer.shape[each.dim] != self.room
-            ):
-                each.require_form(held, length)
-                moved.append((each, held))
-            elif rows.start - each.start_slope * position != rows.anchor:
-                rows.anchor = rows.start - each.start_slope * position
-                self.version += 1
-        if not moved:
-            return
-        self.version += 1  # first: programs bind again even if this is interrupted
-        needed = max(held.shape[each.dim] for each, held in moved) + tokens
-        if needed + 1 > self.room:
-            self.room = -(-max(needed + needed // 4, needed + ROOM) // ROOM) * ROOM
-            moved = [(each, holder(cache, each.name)[each.name[-1]]) for each in grown]
-        for each, content in moved:
-            length = content.shape[each.dim]
-            sizes = list(content.shape)
-            sizes[each.dim] = self.room
-            rows = _Rows(content.new_empty(sizes), length, each, position)
-            rows.view.copy_(content)
-            self.tensors[each.name] = rows
-            holder(cache, each.name)[each.name[-1]] = rows.view
-
-    def own(self, cache: Any, names: Sequence[StateName]) -> None:
-        """Make sure that nothing but the cache sees the tensors that a program overwrites."""
-        for name in names:
-            owned, held = self.owned.get(name), holder(cache, name)
-            if owned is None or held[name[-1]] is not owned.view or not owned.alone:
-                self.version += 1
-                owned = self.owned[name] = _Owned(held[name[-1]])
-                held[name[-1]] = owned.view
-
-    def steps_left(self, tokens: int) -> int:
-        """Return the positions by which a step may still move on before a buffer is full."""
-        return min((self.room - rows.start - rows.length - tokens for rows in self.tensors.values()), default=_LONG)
-
-    def advance(self, cache: Any, tokens: int, counts: Mapping[StateName, int], replaced: Sequence[StateName]) -> None:
-        """Let the cache show the tokens that a step has written."""
-        for name in replaced:
-            self.owned[name].renew()
-            holder(cache, name)[name[-1]] = self.owned[name].view
-        for name, rows in self.tensors.items():
-            if rows.start_slope:
-                rows.start += tokens
-            else:
-                rows.length += tokens
-            rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
-            holder(cache, name)[name[-1]] = rows.view
-        for name, step in counts.items():
-            if step:
-                holder(cache, name)[name[-1]] += step
-
-
-def _grown_tensors(fitted: FittedStep) -> list[CacheTensor]:
-    """Return the tensors of the cache that a step appends to.
-
-    Raises:
-        NotRecordableError: one changes in another way.
-    """
-    appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
-    found = []
-    for name, after in fitted.after.items():
-        before = fitted.before[name]
-        call = appended.get(after.storage)
-        if after.storage == before.storage or call is None:
-            continue
-        pieces = call.leaves[:-1] if isinstance(call.leaves[-1], int) else call.leaves
-        dim = call.leaves[-1] if isinstance(call.leaves[-1], int) else 0
-        out = call.outputs[0]
-        dim %= out.dims
-        if len(pieces) != 2 or pieces[0].storage != before.storage or len(name) != 2:
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) is not appended to")
-        row = out.strides[dim]
-        if row.slope or (after.offset.slope and not row.base):
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) grows in another way than by tokens")
-        dropped = after.offset
-        if dropped.slope or dropped.base % row.base:
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) drops another number of tokens in each step")
-        tokens, gone = pieces[1].sizes[dim].base, dropped.base // row.base
-        if gone not in (0, tokens):
-            raise NotRecordableError("a window is about to be full")
-        found.append(CacheTensor(name, before.storage, after.storage, dim, out.sizes, int(gone > 0), before.dtype))
-    return found
-
-
 def thresholds(config: PretrainedConfig) -> list[int]:
     """Return the positions at which a model may begin to compute in another way: its config's windows, chunks, lengths and the like.
 
@@ -751,137 +558,6 @@ def thresholds(config: PretrainedConfig) -> list[int]:
                 yield value
 
     return sorted(set(numbers(config.get_text_config().to_dict())))
-
-
-class _ModelState:
-    """What the recordings of a model rely on: its modules, their parameters and the absence of hooks.
-
-    Modules count wherever they are reached from an attribute of another: in lists, dicts, closures and objects.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._modules = list(model.modules())
-        self._containers: list[tuple[Any, Any]] = []  # each with a copy
-        self._cells: list[tuple[CellType, Any]] = []
-        self._seen = set(map(id, self._modules))
-        for module in self._modules:  # which grows meanwhile
-            own = not _is_library(type(module))
-            if own:
-                self._containers.append((vars(module), vars(module).copy()))
-            for name, value in vars(module).items():
-                if name not in _TORCH_ATTRIBUTES:
-                    self._reach(value, own=own)
-        modules = self._modules
-        self._tables: list[dict[str, Any]] = [
-            table for module in modules for table in (module._modules, module._parameters, module._buffers) if table
-        ]
-        self._copies = [dict(table) for table in self._tables]
-        self._hooks = [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
-        self._tensors = list(
-            {id(each): each for table in self._tables for each in table.values() if isinstance(each, torch.Tensor)}.values()
-        )
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        # Operators copy small vectors when they are loaded, and compute otherwise once one is edited.
-        self._edited = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._edited]
-        self.obstacle = "its modules have hooks" if self._hooked() else None
-        self._settings: list[tuple[dict[str, Any], str, Any]] = []
-        # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
-        self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
-        for module in modules:
-            if not _is_library(type(module)) or isinstance(module, Operator):
-                continue
-            for name, value in vars(module).items():
-                if name not in _TORCH_ATTRIBUTES and isinstance(value, bool | int | float | str | None):
-                    # Numbers of the libraries' own modules hardly ever change: they are compared once for each prompt.
-                    (self._attributes if value is None else self._settings).append((vars(module), name, value))
-        configs = {id(each): each for module in modules for each in vars(module).values() if isinstance(each, PretrainedConfig)}
-        self._settings += [
-            (vars(config), name, copy.deepcopy(value))
-            for config in configs.values()
-            for name, value in vars(config).items()
-            if isinstance(value, bool | int | float | str | list | dict | None)
-        ]
-
-    def _reach(self, value: Any, *, own: bool, depth: int = 0) -> None:
-        """Note what an attribute holds; `own`: of a module that is none of the libraries', whose every list, dict and object matters."""
-        if depth > _DEPTH or id(value) in self._seen:
-            return
-        inner: Iterable[Any] = ()
-        if isinstance(value, nn.Module):
-            self._modules += [module for module in value.modules() if id(module) not in self._seen]
-            self._seen.update(map(id, value.modules()))
-            return
-        if isinstance(value, list | dict | tuple):
-            inner = list(value.values()) if isinstance(value, dict) else list(value)
-            if not isinstance(value, tuple) and (own or any(isinstance(each, nn.Module | torch.Tensor | FunctionType) for each in inner)):
-                self._containers.append((value, value.copy()))
-        elif isinstance(value, FunctionType) and not _is_library(value):
-            cells = [(cell, _contents(cell)) for cell in value.__closure__ or ()]
-            self._cells += cells
-            inner, own = [contents for _, contents in cells], True
-        elif isinstance(value, MethodType):
-            inner = value.__self__, value.__func__
-        elif isinstance(value, partial):
-            inner = value.func, value.args, value.keywords
-        elif (
-            own and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch.Tensor) and not _is_library(type(value))
-        ):
-            self._containers.append((vars(value), vars(value).copy()))
-            inner = list(vars(value).values())
-        else:
-            return
-        self._seen.add(id(value))
-        for each in inner:
-            self._reach(each, own=own, depth=depth + 1)
-
-    def rely_on(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notice as well when an attribute of a module that is one of `tensors`, or shares its memory, is replaced."""
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {
-            tensor.untyped_storage().data_ptr() for tensor in self._tensors
-        }
-        for module in self._modules:
-            for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in addresses:
-                    self._attributes.append((vars(module), name, value))
-
-    def _hooked(self) -> bool:
-        hooks = (hook for table in self._hooks if table for hook in table.values())
-        return any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks) or bool(nn.modules.module._has_any_global_hook())
-
-    def changed(self, *, fully: bool) -> bool:
-        """Whether a module or a parameter was replaced, or a hook added or removed; `fully`: or an attribute of any module."""
-        try:
-            same = self._tables == self._copies
-        except RuntimeError:  # two tensors were compared, of which one replaced the other
-            same = False
-        return (
-            not same
-            or any(table.get(name) is not value for table, name, value in self._attributes)
-            or (fully and any(table.get(name) != value for table, name, value in self._settings))
-            or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
-            or [tensor._version for tensor in self._edited] != self._versions
-            or not all(_same_items(container, kept) for container, kept in self._containers)
-            or any(_contents(cell) is not kept for cell, kept in self._cells)
-            or self._hooked() != (self.obstacle is not None)
-        )
-
-
-def _is_library(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _same_items(container: Any, kept: Any) -> bool:
-    if isinstance(container, dict):
-        return container.keys() == kept.keys() and all(map(operator.is_, container.values(), kept.values()))
-    return len(container) == len(kept) and all(map(operator.is_, container, kept))
 
 
 def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:

@@ -398,7 +398,7 @@ class BatchedDecoder:
                 self._end(job, text)
 
     def _end(self, job: Job, text: Text) -> None:
-        """Remove a job that has ended; keep its cache, after a failure only the part from an earlier request, as later parts may be wrong."""
+        """Remove a job that has ended, and keep its cache: after a failure only the part of an earlier request, which is right."""
         self._decoding = [each for each in self._decoding if each[0] is not job]
         self._reading = [each for each in self._reading if each[0] is not job]
         self._texts.end(text, job.token_ids if job.ending != "failed" else job.token_ids[: job.kept_tokens])

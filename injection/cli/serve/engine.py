@@ -78,9 +78,10 @@ class Engine:
     """The queue of requests and the thread that answers them, from the constructor to `close`. `submit` may be called from any thread.
 
     Clients take turns; the requests of one start in the order in which they came, each as soon as its prompt and its longest answer fit
-    into memory. None overtakes the next in turn, so that a long request waits for no longer than the running answers take. A request that
-    fails ends alone; if a forward pass fails, all requests in it end. The engine continues after both. If its thread has to end, all running
-    and waiting requests fail, and later ones are refused.
+    into memory. None overtakes the next in turn, so that a long request waits for no longer than the running answers take.
+
+    A request that fails ends alone; if a forward pass fails, all requests in it end. The engine continues after both. If its thread has to
+    end, all running and waiting requests fail, and later ones are refused.
 
     Args:
         max_queue: requests that may wait.

@@ -16,8 +16,8 @@ from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
-from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, mib, open_texts
+from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece

@@ -30,7 +30,8 @@ from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
-from moegraft.operators.step_program.steps import StepPrograms, _ModelState
+from moegraft.operators.step_program.model_state import ModelState
+from moegraft.operators.step_program.steps import StepPrograms
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")
@@ -926,7 +927,7 @@ def test_what_dynamo_guards_is_noticed(qwen: PreTrainedModel) -> None:
         found = torch._dynamo.explain(qwen)(input_ids=prompt(20)[:, 11:12], past_key_values=cache, use_cache=True)
     torch._dynamo.reset()
     guards = [(guard.create_fn_name(), guard.name) for guard in found.out_guards if guard.name.startswith("L['self']")]
-    state = _ModelState(qwen)
+    state = ModelState(qwen)
     noticed = []
     for kind, name in guards:
         owner_name, _, attribute = name.rpartition(".")
