@@ -159,7 +159,7 @@ class _Adjusted(LogitsProcessor):
 class SequentialDecoder:
     """Answers with the model's `generate`, which supports every operator, one answer at a time, and keeps the last cache.
 
-    Long prompts are read in chunks, if the model's cache allows it: one chunk in each step, and prompts that wait take turns, so that a short
+    Long prompts are read in chunks if the model's cache allows it: one chunk in each step, and prompts take turns, so that a short
     one is answered while a long one is read. An answer that has begun is computed to its end.
 
     Args:
