@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, parse_size, takes_options
 from moegraft.injection.cli.output import Terminal, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LOOPBACK_NAMES = ("127.0.0.1", "[::1]", "localhost")  # in a Host header
 SPARE_CONNECTIONS = 128  # beside those of requests that run or wait, for idle clients and the page
-SHUTDOWN_S = 5  # how long streams may take to end when the server stops
+SHUTDOWN_S = 5  # how long streams may take to end once their answers have ended
 
 
 def _option(name: str, metavar: str, about: str, **bounds: Any) -> Any:
@@ -41,6 +44,18 @@ class ServeOptions:
     prefill_chunk: Annotated[
         int, _option("--prefill-chunk", "N", "Prompt tokens computed between two decode steps of other answers; 0: all.", min=0)
     ] = 512
+    max_client: Annotated[
+        int | None, _option("--max-client", "N", "Requests of one address that may wait; default: 7/8 of --max-queue.", min=1)
+    ] = None
+    kv_memory: Annotated[
+        str | None,
+        _option("--kv-memory", "SIZE", "Memory for keys and values, such as 8GiB; requests wait for it. Default: half of what is free."),
+    ] = None
+    prefix_cache: Annotated[
+        str | None,
+        _option("--prefix-cache", "SIZE", "Of --kv-memory, for conversations that may go on, such as 2GiB; 0: none. Default: half."),
+    ] = None
+    grace: Annotated[int, _option("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
@@ -56,9 +71,11 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
     /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics. Needs the extra 'serve'
-    (pip install 'moegraft[serve]'). Ctrl-C stops the server.
+    (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running answers --grace
+    seconds; a second signal ends it at once.
     """
     _require_server()
+    sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
     terminal = open_terminal()
     # Before weights are read, so that an address in use is reported at once.
     listening = _listen(options.host, options.port)
@@ -66,7 +83,16 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
         from moegraft.injection.cli.models import load_model
         from moegraft.injection.cli.serve.service import Limits, Service
 
-        limits = Limits(options.max_queue, options.max_tokens, options.max_body, options.max_batch, options.prefill_chunk)
+        limits = Limits(
+            max_queue=options.max_queue,
+            max_tokens=options.max_tokens,
+            max_body=options.max_body,
+            max_batch=options.max_batch,
+            prefill_chunk=options.prefill_chunk,
+            max_client=options.max_client,
+            kv_memory=sizes[0],
+            prefix_cache=sizes[1],
+        )
         service = Service(load_model(model, terminal), limits)
         try:
             _run(service, listening, options, terminal)
@@ -101,14 +127,34 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app
+    from moegraft.injection.cli.serve.batch import mib
+
+    class Server(uvicorn.Server):
+        """Ends on its first signal, when answers have ended, and exits at once on the second."""
+
+        caught: int | None = None
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                os._exit(128 + sig)
+            self.should_exit, self.caught = True, sig
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            service.engine.drain(options.grace)
+            await super().shutdown(sockets)
 
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{listening.getsockname()[1]}"
     if options.host not in LOOPBACK and options.api_key is None:
         terminal.notice("anyone who can reach this address may use the model: --api-key sets a key", style="yellow")
+    terminal.notice(f"answers may hold {mib(service.engine.memory.limit)} of keys and values together (--kv-memory)")
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=most)
-    uvicorn.Server(config).run(sockets=[listening])
+    ending = options.grace + SHUTDOWN_S
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=ending, limit_concurrency=most)
+    server = Server(config)
+    server.run(sockets=[listening])
+    if server.caught == signal.SIGINT:
+        raise KeyboardInterrupt

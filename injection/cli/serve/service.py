@@ -16,7 +16,7 @@ from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
-from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, mib, open_texts
+from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, open_texts
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
@@ -71,7 +71,6 @@ class Service:
         most_of_client = limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8))
         decoder = self._decoder()
         self.engine = Engine(decoder, max_queue=limits.max_queue, max_client=most_of_client, counts=lambda: work_counts(loaded.model))
-        logger.info("serve: answers may hold %s of keys and values together", mib(self.engine.memory.limit))
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits

@@ -122,7 +122,7 @@ def test_32_mixed_texts_take_the_memory_of_their_own_tokens(qwen: PreTrainedMode
     some = []
     for length in lengths:
         assert texts.fits(length)
-        some.append(begun(texts, prompt(length, seed=length)[0].tolist()[:-1] + [1], total=length))
+        some.append(begun(texts, [*prompt(length - 1, seed=length)[0].tolist(), 1], total=length))
     with torch.inference_mode():
         texts.step(some, [1] * 32)
     assert isinstance(texts, PagedTexts)

@@ -1,0 +1,283 @@
+"""Memory, turns and the end of a server are shared fairly: by clients of one model, and with answers that run when it is stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support.serving import PATIENCE_S, ask, messages, openai, serving, until
+
+from moegraft.injection.cli.models import LoadedModel, load_model
+from moegraft.injection.cli.options import ModelOptions
+from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
+from moegraft.injection.cli.serve.engine import QueueFullError
+from moegraft.injection.cli.serve.job import Ask, Job
+from moegraft.injection.cli.serve.service import Limits, Service
+
+TOKEN_BYTES = 2 * 2 * 16 * 4  # of the tiny model: keys and values of 2 layers, one head of 16 columns in float32
+
+
+@pytest.fixture
+def slowly(loaded: LoadedModel) -> Iterator[None]:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
+    yield
+    hook.remove()
+
+
+@contextmanager
+def running(loaded: LoadedModel, limits: Limits) -> Iterator[Service]:
+    service = Service(loaded, limits)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def job(loaded: LoadedModel, tokens: int = 4, *, prompt: int = 5, client: str = "", **options: Any) -> Job:
+    ids = torch.randint(10, 90, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
+    return Job(Ask(ids, max_tokens=tokens, **options), loaded.tokenizer, [0], client=client)
+
+
+def wait(*jobs: Job) -> None:
+    until(lambda: all(each.ending is not None for each in jobs))
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_request_waits_for_memory(loaded: LoadedModel) -> None:
+    with running(loaded, Limits(kv_memory=150 * TOKEN_BYTES, prefix_cache=0)) as service:
+        engine = service.engine
+        first, second, third = job(loaded, 60), job(loaded, 5, prompt=70), job(loaded, 5)
+        engine.submit([first])
+        until(lambda: engine.running == 1)
+        engine.submit([second])  # a padded batch of both would hold two rows of 75 tokens
+        engine.submit([third])
+        until(lambda: engine.running == 2)
+        assert engine.memory.promised <= engine.memory.limit == 150 * TOKEN_BYTES
+        assert engine.waiting == 1
+        wait(first, second, third)
+        assert [each.ending for each in (first, second, third)] == ["length"] * 3
+        until(lambda: engine.running == 0)
+        assert engine.memory.promised == 0
+
+
+def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> None:
+    with serving(loaded, Limits(kv_memory=1000 * TOKEN_BYTES)) as server:
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(server, "hello", max_tokens=4000)
+        assert "4008 tokens need 1.0 MiB of keys and values; the limit is 0.2 MiB, of which 0.2 MiB are free" in str(refused.value)
+        status = json.loads(server.get("/v1/status"))["memory"]
+        assert status["limit"] == 1000 * TOKEN_BYTES and status["promised"] == 0
+        assert ask(server, "hello").usage.completion_tokens == 12
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_full_queue_reports_the_numbers(loaded: LoadedModel) -> None:
+    with running(loaded, Limits(max_queue=2, max_batch=1, kv_memory=1000 * TOKEN_BYTES)) as service:
+        engine = service.engine
+        jobs = [job(loaded, 50, client=name) for name in "abc"]
+        engine.submit(jobs[:1])
+        until(lambda: engine.running == 1)
+        engine.submit(jobs[1:2])
+        engine.submit(jobs[2:])
+        with pytest.raises(QueueFullError, match=r"2 requests are waiting, of at most 2; this one needs .* MiB .* limit is .* free"):
+            engine.submit([job(loaded, client="d")])
+
+
+@pytest.mark.usefixtures("slowly")
+def test_one_client_does_not_fill_the_queue_and_clients_take_turns(loaded: LoadedModel) -> None:
+    with running(loaded, Limits(max_queue=8, max_client=4, max_batch=1)) as service:
+        engine, order = service.engine, []
+        engine.submit([job(loaded, 30)])
+        until(lambda: engine.running == 1)
+        many = [job(loaded, 2, client="many") for _ in range(4)]
+        for each in many:
+            engine.submit([each])
+        with pytest.raises(QueueFullError, match="4 requests of this client are waiting, of at most 4 for each"):
+            engine.submit([job(loaded, client="many")])
+        one = job(loaded, 2, client="one")
+        engine.submit([one])
+        for name, each in [("one", one), *(("many", each) for each in many)]:
+            each.listener = lambda piece, name=name: order.append(name) if piece.ending else None  # type: ignore[misc]
+        wait(one, *many)
+        assert order.index("one") <= 1
+
+
+@contextmanager
+def passes(loaded: LoadedModel) -> Iterator[list[tuple[int, int]]]:
+    """The sequences and tokens of each forward pass."""
+    seen: list[tuple[int, int]] = []
+    hook = loaded.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def alone_too(loaded: LoadedModel) -> LoadedModel:
+    """A model whose answers only `generate` computes."""
+    model = copy.deepcopy(loaded.model)
+    model.generation_config.repetition_penalty = 1.0001
+    return LoadedModel("alone", model, loaded.tokenizer, lambda: [])
+
+
+@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
+    model = way(loaded)
+    with running(model, Limits(prefill_chunk=50)) as service, passes(model) as seen:
+        hook = model.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
+        long, short = job(loaded, 3, prompt=2000), job(loaded, 3, prompt=20)
+        service.engine.submit([long])
+        until(lambda: len(seen) > 2)
+        service.engine.submit([short])
+        wait(short)
+        assert long.ending is None and long.completion_tokens == 0
+        wait(long)
+        hook.remove()
+        assert max(tokens for _, tokens in seen) <= 50
+
+
+@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
+def test_who_leaves_while_its_prompt_is_read_frees_its_place_within_a_chunk(
+    loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]
+) -> None:
+    model = way(loaded)
+    with running(model, Limits(prefill_chunk=20)) as service, passes(model) as seen:
+        hook = model.model.register_forward_pre_hook(lambda *args: time.sleep(0.02))
+        long = job(loaded, 3, prompt=2000)
+        service.engine.submit([long])
+        until(lambda: len(seen) > 2)
+        long.cancel()
+        before = len(seen)
+        wait(long)
+        hook.remove()
+        assert long.ending == "cancelled" and len(seen) <= before + 2
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A server process and its address."""
+    code = "from moegraft.injection.cli.moegraft import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    return process, next(match.group(1) for said in process.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
+
+
+def streamed(address: str, tokens: int) -> Any:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    model = next(iter(client.models.list())).id
+    return client.chat.completions.create(
+        model=model, messages=messages("Speak"), max_tokens=tokens, temperature=1.0, stream=True, logit_bias={"0": -100}
+    )
+
+
+def test_sigterm_gives_running_answers_the_grace_and_ends_the_others() -> None:
+    """There is no time in which all of these end, and plenty for the short ones."""
+    process, address = start("--grace", "5")
+    try:
+        long = [streamed(address, 4000) for _ in range(24)]
+        short = streamed(address, 8)
+        process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in short][-1] == "length"
+        with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+            streamed(address, 1)
+        with pytest.raises(openai.APIError, match="cancelled"):
+            for each in long:
+                list(each)
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, output) == (0, "")
+    assert "Traceback" not in errors
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    process, address = start("--grace", "1000")
+    try:
+        stream = streamed(address, 4000)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def bundled(rules: str, dtype: str) -> LoadedModel:
+    quiet = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
+    return load_model(ModelOptions(rules=rules, dtype=dtype, threads=1), quiet)
+
+
+def questions(loaded: LoadedModel) -> list[list[int]]:
+    """32 prompts of 10 to 60 tokens."""
+    texts = [f"What of the king number {number}{' and his men' * (number % 7)}?" for number in range(32)]
+    return [list(loaded.tokenizer(text)["input_ids"]) for text in texts]
+
+
+def test_an_answer_does_not_depend_on_31_others() -> None:
+    """Greedy and drawn, with exact weights in float32; prompts are read in pieces that depend on the others."""
+    loaded = bundled("cpu-exact", "float32")
+    asked = [
+        Ask(ids, max_tokens=16, seed=number, temperature=0.0 if number % 2 else 1.2, top_p=0.95, top_k=0 if number % 3 else 40)
+        for number, ids in enumerate(questions(loaded))
+    ]
+    with running(loaded, Limits(prefill_chunk=40, prefix_cache=0)) as service:
+
+        def answers(some: list[Ask]) -> list[list[int]]:
+            jobs = [Job(each, loaded.tokenizer, service.ends) for each in some]
+            service.engine.submit(jobs)
+            wait(*jobs)
+            return [each.token_ids for each in jobs]
+
+        together = answers(asked)
+        assert [answers([each])[0] for each in asked[::3]] == together[::3]
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype", "most", "mean"),
+    [
+        ("cpu-exact", "float32", 1e-5, 1e-6),
+        ("cpu-exact", "bfloat16", 0.05, 0.01),
+        ("cpu", "float32", 0.05, 0.002),  # int8
+        ("cpu", "bfloat16", 0.15, 0.005),
+    ],
+)
+def test_logits_beside_31_others_differ_within_a_bound(rules: str, dtype: str, most: float, mean: float) -> None:
+    """Relative to each token's logits. More sequences take other kernels, which round elsewhere: rarely, an expert changes with that."""
+    loaded = bundled(rules, dtype)
+    texts = open_texts(loaded.model, limit=None, kept_bytes=0, most=32, context=512)
+    assert isinstance(texts, PagedTexts)
+    prompts, given = questions(loaded), torch.randint(5, 200, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits(rows: list[int]) -> torch.Tensor:
+        some = [texts.begin(prompts[row], 100, "") for row in rows]
+        with torch.inference_mode():
+            for text, row in zip(some, rows, strict=True):
+                texts.read([text], [prompts[row]])
+            found = torch.stack([texts.step(some, [given[row][step] for row in rows]) for step in range(8)], 1)
+        for text in some:
+            texts.end(text)
+        return found
+
+    together, alone = logits(list(range(32))), torch.cat([logits([row]) for row in range(32)])
+    off = (together - alone).norm(dim=-1) / alone.norm(dim=-1)
+    assert float(off.max()) <= most and float(off.mean()) <= mean
