@@ -1,6 +1,6 @@
 """Keys and values of many sequences in pages of one pool (PagedAttention: Kwon et al. 2023, arXiv:2309.06180, section 4).
 
-A page holds the keys and values of `PAGE_TOKENS` tokens in all layers. A sequence has the pages that its tokens fill, in any order, so that
+A page holds the keys and values of `PAGE_TOKENS` tokens: a part of each layer's memory, under one number. A sequence has the pages that its tokens fill, in any order, so that
 its memory follows its own length: at most one page is partly empty. Sequences join, leave and share a common beginning without a copy of
 anything but one page.
 
@@ -52,10 +52,13 @@ class PagePool:
     pages are given first. Nothing moves, so that recorded decode steps stay valid.
 
     Attributes:
-        data: (pages, elements of a page), of the cache's dtype. For each layer, keys (KV heads, PAGE_TOKENS, columns), then values.
+        data: of each layer, (pages, elements) of the cache's dtype: a page's keys (KV heads, PAGE_TOKENS, columns), then its values. A layer's
+            pages are side by side, for the caches of addresses.
+        value_starts: of each layer's values in a page, in elements.
         table: (sequences, most pages of one) int64, the pages of the sequences of the current forward pass.
         held: (sequences,) int64, their tokens before it.
-        page_bytes: of one page.
+        pages: their number.
+        page_bytes: of one page in all layers.
 
     Args:
         example: a cache of the model that holds tokens; its layers' keys and values have the forms to store.
@@ -68,22 +71,20 @@ class PagePool:
     """
 
     def __init__(self, example: DynamicCache, pages: int, *, most_sequences: int, most_tokens: int) -> None:
-        self.starts: list[tuple[int, int]] = []  # of each layer's keys and values in a page, in elements
-        self.page_elements, dtypes = 0, set()
+        forms: list[tuple[list[int], torch.dtype]] = []
         for layer in example.layers:
             keys: Any = getattr(layer, "keys", None)
             values: Any = getattr(layer, "values", None)
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or keys is None or keys.shape[1] != values.shape[1]:
                 raise ValueError(f"a layer's cache is a {type(layer).__name__}, which has no pages")
             sizes = [PAGE_TOKENS * states.shape[1] * states.shape[3] for states in (keys, values)]
-            self.starts.append((self.page_elements, self.page_elements + sizes[0]))
-            self.page_elements += sum(sizes)
-            dtypes |= {keys.dtype, values.dtype}
-        if len(dtypes) != 1:
-            raise ValueError("keys and values have several dtypes")
-        (dtype,) = dtypes
-        self.page_bytes: int = self.page_elements * dtype.itemsize
-        self.data = torch.empty(pages, self.page_elements, dtype=dtype)
+            if keys.dtype != values.dtype:
+                raise ValueError("keys and values have several dtypes")
+            forms.append((sizes, keys.dtype))
+        self.pages = pages
+        self.page_bytes: int = sum(sum(sizes) * dtype.itemsize for sizes, dtype in forms)
+        self.value_starts = [sizes[0] for sizes, _ in forms]
+        self.data = [torch.empty(pages, sum(sizes), dtype=dtype) for sizes, dtype in forms]
         self.table = torch.zeros(most_sequences, -(-most_tokens // PAGE_TOKENS), dtype=torch.int64)
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
         self._uses = [0] * pages
@@ -128,7 +129,8 @@ class PagePool:
             except NoPagesError:
                 self.release(found)
                 raise
-            self.data[found.pages[whole]] = self.data[other.pages[whole]]
+            for layer in self.data:
+                layer[found.pages[whole]] = layer[other.pages[whole]]
             found.tokens = tokens
         return found
 
@@ -159,7 +161,7 @@ class PagedLayer(CacheLayerMixin):
     """One layer of a `PagedCache`.
 
     Attributes:
-        key_start, value_start: of the layer in a page, in elements.
+        data, value_start: of the layer, as in `PagePool`.
         window: tokens that a query attends to; 0: all.
     """
 
@@ -167,7 +169,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = weakref.ref(cache)
         self._number = number
-        self.key_start, self.value_start = cache.pool.starts[number]
+        self.value_start = cache.pool.value_starts[number]
         self.window = window
         self.is_sliding = window > 0
         self.is_initialized = True
@@ -175,6 +177,10 @@ class PagedLayer(CacheLayerMixin):
     @property
     def pool(self) -> PagePool:
         return self._owner.pool
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.pool.data[self._number]
 
     @property
     def _owner(self) -> PagedCache:

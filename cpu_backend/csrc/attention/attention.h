@@ -185,6 +185,7 @@ class AttentionRowsJob final : public Job {
   Sums sums_of(int unit) const;
   Unit unit_of(int unit) const;
   void attend(int unit, std::byte* scratch);
+  void prefetch_values(int batch, int kv_head, int token, int count) const;
   void combine(int unit, std::byte* scratch);
 
   const Kernels& kernels_;

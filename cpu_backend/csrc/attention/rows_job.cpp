@@ -72,6 +72,14 @@ AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {
   return {floats, floats + args_.rows(), floats + 2 * args_.rows()};
 }
 
+// Values are in pages of their own, which no hardware prefetcher expects; those of a step are read after its keys.
+void AttentionRowsJob::prefetch_values(int batch, int kv_head, int token, int count) const {
+  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
+  const std::byte* value = token_of(args_, args_.value, batch, kv_head, token);
+  for (int row = 0; row < count; ++row, value += bytes * args_.value.row_stride)
+    for (std::ptrdiff_t byte = 0; byte < bytes * args_.value_dim; byte += 64) __builtin_prefetch(value + byte, 0, 3);
+}
+
 void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   const int rows = args_.rows(), dim = args_.padded_dim(), value_dim = args_.padded_value_dim();
   const auto [batch, kv_head, split, splits] = unit_of(unit);
@@ -103,13 +111,20 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
       const std::uint16_t* queries_halves = halves + static_cast<std::ptrdiff_t>(row) * dim;
       for (int at = 0, run; at < keys.count; at += run) {
         run = run_of(args_, keys.first + at, keys.count - at);
-        const std::byte* key = token_of(args_, args_.key, batch, kv_head, keys.first + at);
+        const int token = keys.first + at;
+        const std::byte* key = token_of(args_, args_.key, batch, kv_head, token);
+        const std::byte* ahead = key + 16 * bytes * args_.key.row_stride;
+        if (args_.pages.table) {
+          ahead = token_of(args_, args_.key, batch, kv_head, std::min(token + 16, seen.first + seen.count - 1));
+          if (row == 0) prefetch_values(batch, kv_head, token, run);
+        }
         kernels_.attention.score[type](
-            {queries, queries_halves, dim, some, key, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys});
+            {queries, queries_halves, dim, some, key, ahead, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys});
         if (tail_dim == 0) continue;
         const std::byte* tail = token_of(args_, args_.key_tail, batch, kv_head, keys.first + at);
-        kernels_.attention.score[type]({queries + key_dim, queries_halves + key_dim, dim, some, tail, bytes * args_.key_tail.row_stride,
-                                        run, tail_dim, tails + at, kKeys});
+        kernels_.attention.score[type]({queries + key_dim, queries_halves + key_dim, dim, some, tail,
+                                        tail + 16 * bytes * args_.key_tail.row_stride, bytes * args_.key_tail.row_stride, run, tail_dim,
+                                        tails + at, kKeys});
       }
       if (tail_dim > 0)
         for (int r = 0; r < some; ++r)

@@ -66,8 +66,9 @@ void MatmulJob::compute(int unit, float* sums) const {
     const int rows = static_cast<int>(std::min<std::int64_t>(kAttentionRows, args_.rows - row));
     const std::ptrdiff_t place = padded_ * static_cast<std::ptrdiff_t>(matrix * args_.rows + row);
     if (dots) {
+      const std::ptrdiff_t column = bytes * b.col_stride;
       kernels_.attention.score[type](
-          {widened_ + place, halves_ + place, padded_, rows, columns, bytes * b.col_stride, cols, inner, sums, stride});
+          {widened_ + place, halves_ + place, padded_, rows, columns, columns + 16 * column, column, cols, inner, sums, stride});
     } else {
       std::fill_n(sums, static_cast<std::ptrdiff_t>(rows) * stride, 0.0f);
       kernels_.attention.mix[type]({widened_ + place, padded_, rows, columns, bytes * b.row_stride, inner, cols, sums, stride});

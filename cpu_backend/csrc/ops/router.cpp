@@ -111,9 +111,10 @@ void RouterJob::run(int worker) noexcept {
   int count = 0;
   for (int unit = rows_.take(worker); unit >= 0; unit = rows_.take(worker), ++count) {
     const int first = unit * unit_experts_;
+    const std::byte* rows = args_.weight + row_bytes * static_cast<std::size_t>(first);
     kernels_.attention.score[static_cast<int>(args_.type)](
-        {states_, halves_, args_.hidden, tokens_, args_.weight + row_bytes * static_cast<std::size_t>(first),
-         static_cast<std::ptrdiff_t>(row_bytes), std::min(unit_experts_, experts - first), args_.hidden, logits_ + first, experts});
+        {states_, halves_, args_.hidden, tokens_, rows, rows + 16 * row_bytes, static_cast<std::ptrdiff_t>(row_bytes),
+         std::min(unit_experts_, experts - first), args_.hidden, logits_ + first, experts});
   }
   rows_.finish(count);
   rows_.wait();

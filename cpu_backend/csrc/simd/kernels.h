@@ -235,6 +235,7 @@ struct ScoreArgs {
   int query_stride;
   int rows;
   const std::byte* keys;
+  const std::byte* ahead;  // the key that is prefetched with the first one, 16 further on where there is one; the next ones follow
   std::ptrdiff_t key_bytes;  // from a key to the next
   int count;
   int dim;

@@ -68,10 +68,9 @@ void score(const ScoreArgs& args) {
     if (args.rows < N) return score<T, Type, N - 1>(args);
   }
   alignas(64) float scores[kAttentionRows];
-  const std::byte* key = args.keys;
-  for (int j = 0; j < args.count; ++j, key += args.key_bytes) {
+  const std::byte *key = args.keys, *ahead = args.ahead;
+  for (int j = 0; j < args.count; ++j, key += args.key_bytes, ahead += args.key_bytes) {
     // 16 keys ahead covers the latency of memory. The rows of one head may be too far apart for the hardware prefetcher.
-    const std::byte* ahead = key + 16 * args.key_bytes;
     const int line = 64 / (Type == ActivationType::kFloat32 ? 4 : 2);
     for (int d = 0; d < args.dim; d += line) __builtin_prefetch(ahead + d * (64 / line), 0, 3);
     score_key<T, Type, N>(args, key, scores);

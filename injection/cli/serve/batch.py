@@ -171,14 +171,14 @@ class PagedTexts:
     @property
     def memory(self) -> CacheMemory:
         size, kept = self._pool.page_bytes, self._kept_pages()
-        return CacheMemory(size * len(self._pool.data), size * self._promised, size * self._pool.used, size * kept)
+        return CacheMemory(size * self._pool.pages, size * self._promised, size * self._pool.used, size * kept)
 
     def needed_bytes(self, tokens: int) -> int:
         return pages_of(tokens) * self._pool.page_bytes
 
     def fits(self, total: int) -> bool:
         """Whether a text of `total` tokens can begin now."""
-        return self._promised + pages_of(total) <= len(self._pool.data)
+        return self._promised + pages_of(total) <= self._pool.pages
 
     def begin(self, token_ids: list[int], total: int, scope: str, *, fresh: bool = False) -> Text:
         """Begin a text, with what a kept conversation shares with its prompt; `fresh`: with nothing. The last token is never shared."""
