@@ -404,6 +404,7 @@ class Runtime:
                 the values at `value_start`.
             table: (B or more, most pages of a sequence) int64 tensor, the pages of each sequence in order.
             held: (B or more,) int64 tensor, the tokens that each sequence has before the call.
+            page_tokens: tokens of a page, a power of two.
             window: keys that a query attends to, its own included; 0 for all.
             softcap, sinks: as in `attention`.
             latent: `key` is (B, KV heads, T, D - N), and also the values; `value` is (B, KV heads, T, N), the keys' last columns.

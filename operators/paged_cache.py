@@ -1,8 +1,8 @@
 """Keys and values of many sequences in pages of one pool (PagedAttention: Kwon et al. 2023, arXiv:2309.06180, section 4).
 
-A page holds the keys and values of `PAGE_TOKENS` tokens: a part of each layer's memory, under one number. A sequence has the pages that its tokens fill, in any order, so that
-its memory follows its own length: at most one page is partly empty. Sequences join, leave and share a common beginning without a copy of
-anything but one page.
+A page holds the keys and values of `PAGE_TOKENS` tokens: a part of each layer's memory, under one number. A sequence has the pages that its
+tokens fill, in any order, so that its memory follows its own length: at most one page is partly empty. Sequences join, leave and share a
+common beginning without a copy of anything but one page.
 
 Attention reads keys where they are, by a table of pages (`Runtime.paged_attention`). That needs an attention operator which knows these
 tables: the states that `PagedLayer.update` returns have the layer as their attribute `pages`, and the operator reports with `take` that it
@@ -52,8 +52,8 @@ class PagePool:
     pages are given first. Nothing moves, so that recorded decode steps stay valid.
 
     Attributes:
-        data: of each layer, (pages, elements) of the cache's dtype: a page's keys (KV heads, PAGE_TOKENS, columns), then its values. A layer's
-            pages are side by side, for the caches of addresses.
+        data: of each layer, (pages, elements) of the cache's dtype: a page's keys (KV heads, PAGE_TOKENS, columns), then its values. The
+            pages of a layer are side by side, so that a pass uses few pages of virtual memory.
         value_starts: of each layer's values in a page, in elements.
         table: (sequences, most pages of one) int64, the pages of the sequences of the current forward pass.
         held: (sequences,) int64, their tokens before it.

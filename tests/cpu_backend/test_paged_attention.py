@@ -129,8 +129,12 @@ def test_pages_outside_of_the_pool_are_refused(change: Any, message: str) -> Non
         Runtime(threads=1).paged_attention(*arguments, **numbers)
 
 
-def test_a_layer_that_leaves_its_page_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"value_start": 10**6}, "leave their page"), ({"page_tokens": 12}, "no power of two"), ({"window": -1}, "window is negative")],
+)
+def test_pages_of_no_form_are_refused(change: dict[str, int], message: str) -> None:
     case = Case(SIZES[0], torch.float32)
     arguments, numbers = case.arguments([0, 1, 2])
-    with pytest.raises(ValueError, match="leave their page"):
-        Runtime(threads=1).paged_attention(*arguments, **{**numbers, "value_start": numbers["value_start"] + 9})
+    with pytest.raises(ValueError, match=message):
+        Runtime(threads=1).paged_attention(*arguments, **{**numbers, **change})

@@ -44,7 +44,7 @@ struct Pages {
   std::int64_t table_width;
   std::int64_t count;         // of the pool
   std::int64_t page_elements;
-  int page_tokens;
+  int page_tokens;            // a power of two
   int window;                 // keys that a query attends to, its own included; 0: all
   HeadsView new_keys;         // (batch, kv_heads, queries, dim - tail_dim)
   HeadsView new_values;       // (batch, kv_heads, queries, value_dim), or with a tail (batch, kv_heads, queries, tail_dim)
@@ -101,14 +101,14 @@ inline const std::byte* row_of(const HeadsView& view, ActivationType type, int b
 inline const std::byte* token_of(const AttentionArgs& args, const HeadsView& view, int batch, int head, int token) {
   const Pages& pages = args.pages;
   if (!pages.table) return row_of(view, args.type, batch, head, token);
-  const std::int64_t page = pages.table[batch * pages.table_width + token / pages.page_tokens];
+  const std::int64_t page = pages.table[batch * pages.table_width + (token >> __builtin_ctz(static_cast<unsigned>(pages.page_tokens)))];
   return view.data + static_cast<std::ptrdiff_t>(element_bytes(args.type)) *
-                         (page * view.batch_stride + head * view.head_stride + (token % pages.page_tokens) * view.row_stride);
+                         (page * view.batch_stride + head * view.head_stride + (token & (pages.page_tokens - 1)) * view.row_stride);
 }
 
 // How many of `count` tokens from `token` on are rows of one stride.
 inline int run_of(const AttentionArgs& args, int token, int count) {
-  return args.pages.table ? std::min(count, args.pages.page_tokens - token % args.pages.page_tokens) : count;
+  return args.pages.table ? std::min(count, args.pages.page_tokens - (token & (args.pages.page_tokens - 1))) : count;
 }
 
 // Where the keys of a layer, and its values or tails, begin in each page.

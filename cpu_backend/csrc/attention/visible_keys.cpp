@@ -76,7 +76,8 @@ void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, b
   const Pages& pages = args.pages;
   const auto refuse = [](const char* message) { throw std::invalid_argument(message); };
   const int key_columns = args.dim - args.tail_dim, value_columns = latent ? args.tail_dim : args.value_dim;
-  if (pages.page_tokens < 1 || pages.window < 0) refuse("a page has no tokens, or a window is negative");
+  if (pages.page_tokens < 1 || (pages.page_tokens & (pages.page_tokens - 1)) != 0) refuse("the tokens of a page are no power of two");
+  if (pages.window < 0) refuse("a window is negative");
   for (const auto& [start, columns] : {std::pair{starts.keys, key_columns}, std::pair{starts.values, value_columns}})
     if (start < 0 || start + std::int64_t{args.kv_heads} * pages.page_tokens * columns > pages.page_elements)
       refuse("the keys or values of a layer leave their page");

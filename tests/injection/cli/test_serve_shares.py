@@ -115,6 +115,18 @@ def test_one_client_does_not_fill_the_queue_and_clients_take_turns(loaded: Loade
         assert order.index("one") <= 1
 
 
+def test_waiting_prompts_share_a_pass() -> None:
+    loaded = bundled("cpu-exact", "float32")
+    with running(loaded, Limits(prefill_chunk=64)) as service, passes(loaded) as seen:
+        first = job(loaded, 2, prompt=300)
+        service.engine.submit([first])
+        others = [job(loaded, 2, prompt=16, seed=number) for number in range(4)]
+        service.engine.submit(others)
+        wait(first, *others)
+    assert any(rows > 1 and tokens == 16 for rows, tokens in seen)
+    assert max(rows * tokens for rows, tokens in seen) <= 64
+
+
 @contextmanager
 def passes(loaded: LoadedModel) -> Iterator[list[tuple[int, int]]]:
     """The sequences and tokens of each forward pass."""
