@@ -210,12 +210,15 @@ class SequentialDecoder:
 
     def step(self) -> None:
         """Read a chunk of the next prompt; answer the request to its end if no more than a chunk is left."""
+        for reading in [reading for reading in self._reading if reading.job.cancelled]:
+            reading.job.finish("cancelled")
+            self._reading.remove(reading)
         if not self._reading:
             return
         reading = self._reading[0]
         job, ids = reading.job, reading.job.ask.token_ids
-        if job.cancelled or not job.ask.max_tokens:
-            job.finish("cancelled" if job.cancelled else "length")
+        if not job.ask.max_tokens:
+            job.finish("length")
             self._reading.popleft()
         elif self._chunk and len(ids) - reading.held() > self._chunk:
             end = reading.held() + self._chunk
@@ -266,7 +269,7 @@ class SequentialDecoder:
 READ_TOGETHER = 8  # prompts that take turns
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Reading:
     """A prompt and its cache."""
 

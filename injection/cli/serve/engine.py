@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, list(self._queues.values())))  # one copy, as other threads ask
 
     @property
     def memory(self) -> CacheMemory:

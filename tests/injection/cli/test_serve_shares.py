@@ -181,6 +181,17 @@ def test_who_leaves_while_its_prompt_is_read_frees_its_place_within_a_chunk(
         assert long.ending == "cancelled" and len(seen) <= before + 2
 
 
+def test_what_one_key_has_asked_is_not_kept_for_another(loaded: LoadedModel) -> None:
+    with serving(loaded) as server:
+
+        def cached(key: str) -> int:
+            reply = server.client(key).chat.completions.create(model=server.service.model_id, messages=messages("a question"), max_tokens=2)
+            return int(reply.usage.prompt_tokens_details.cached_tokens)
+
+        assert [cached(key) for key in ("one", "two")] == [0, 0]
+        assert min(cached("one"), cached("two")) > 5
+
+
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     """A server process and its address."""
     code = "from moegraft.injection.cli.moegraft import main; main()"
