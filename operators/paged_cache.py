@@ -220,8 +220,8 @@ class PagedCache(Cache):
         longest: tokens of the longest sequence before the current pass.
         unread: layers whose states no operator has read yet.
 
-    Raises:
-        ValueError: the model's layers attend in a way that pages do not have.
+    Args:
+        windows: of each layer: tokens that a query attends to; 0: all.
     """
 
     def __init__(self, pool: PagePool, windows: Sequence[int]) -> None:

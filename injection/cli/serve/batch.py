@@ -406,10 +406,17 @@ def open_texts(
         context: tokens of one text.
 
     Raises:
-        UnbatchableError: a layer has a sliding window, which no padded batch can have, and attention does not read pages.
+        UnbatchableError: a layer has a sliding window, which no padded batch can have, and attention does not read pages; or the forward
+            pass fails on a few tokens.
     """
-    example, expected = _stock_steps(model)
-    token_bytes = sum(states.nbytes // states.shape[2] for layer in _layers(example) for states in (layer.keys, layer.values))
+    try:
+        example, expected = _stock_steps(model)
+        states = [states for layer in _layers(example) for states in (layer.keys, layer.values)]
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # what a single answer by `generate` may not need
+        raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
+    token_bytes = sum(each.nbytes // each.shape[2] for each in states if each is not None)
     if limit is None:
         limit = default_limit(model)
         if context is not None:

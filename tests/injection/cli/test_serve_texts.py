@@ -239,6 +239,17 @@ def test_attention_of_pytorch_is_padded_and_with_windows_alone(caplog: pytest.Lo
         opened(stock("gpt_oss"))
 
 
+def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched() -> None:
+    model = stock("qwen3_moe")
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("inner")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(UnbatchableError, match="cannot compute a few tokens"):
+        opened(model)
+
+
 def test_a_closed_pool_leaves_no_program_behind(qwen: PreTrainedModel) -> None:
     """The memory of a server's pool is freed with it, although steps over it were recorded."""
     steps = qwen.moegraft.context.decode_steps
