@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
 pytest.importorskip("uvicorn", reason="an extra for tests: pip install 'moegraft[test]'")
 pytest.importorskip("fastapi", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("prometheus_client", reason="an extra for tests: pip install 'moegraft[test]'")
 
 import openai
 import uvicorn

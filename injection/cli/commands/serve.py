@@ -55,8 +55,8 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics. Needs the extra 'serve'
-    (pip install 'moegraft[serve]'). Ctrl-C stops the server.
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs
+    the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C stops the server.
     """
     _require_server()
     terminal = open_terminal()
@@ -81,6 +81,7 @@ def _require_server() -> None:
     """
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise OptionsError(f"serve needs {error.name}, which is not installed: pip install 'moegraft[serve]'") from error

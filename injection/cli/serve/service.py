@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,13 @@ from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
-from moegraft.injection.cli.serve.metrics import work_counts
-from moegraft.injection.cli.serve.protocol import Choice, Request, RequestError, read_request, readable
+from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
 
 logger = logging.getLogger(__name__)
 MOST_SEED = (1 << 63) - 1
@@ -60,7 +60,9 @@ class Service:
         self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
         self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
-        self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=lambda: work_counts(loaded.model))
+        self.metrics = Metrics(self)
+        counts = partial(work_counts, loaded.model)
+        self.engine = Engine(self._decoder(), max_queue=limits.max_queue, counts=counts, metrics=self.metrics)
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits
@@ -85,7 +87,7 @@ class Service:
         tokenizer = self.loaded.tokenizer
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
-        template = self._response_template if request.kind == "chat" else None
+        template = None if request.kind == "text" else self._response_template
         found = []
         for index in range(request.n):
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
@@ -113,32 +115,26 @@ class Service:
         except GrammarError as error:
             raise RequestError(422, f"{name}: {error}", param=name) from error
 
-    def tokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tokens of `prompt` (or `content`, as llama.cpp names it), or of `messages` by the chat template.
+    def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
+        """Return the tokens of a text, or of messages by the chat template.
 
         Raises:
-            RequestError: there is no text.
+            RequestError: the model cannot take the messages.
         """
-        if asked.get("messages"):
-            request = read_request("chat", json.dumps({"messages": asked["messages"], "tools": asked.get("tools") or []}).encode())
-            token_ids = self._token_ids(request)
+        if asked.text is None:
+            token_ids = self._token_ids(asked.request())
         else:
-            text = asked.get("prompt", asked.get("content"))
-            if not isinstance(text, str):
-                raise RequestError(400, "prompt is not text", param="prompt")
-            special = asked.get("add_special_tokens", asked.get("add_special", "prompt" in asked))
-            token_ids = list(self.loaded.tokenizer(readable(text), add_special_tokens=bool(special))["input_ids"])
+            token_ids = list(self.loaded.tokenizer(asked.text, add_special_tokens=asked.special)["input_ids"])
         return {"tokens": token_ids, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
 
-    def detokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         """
         Raises:
-            RequestError: `tokens` are not this model's.
+            RequestError: the tokens are not this model's.
         """
-        tokens = asked.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in tokens):
-            raise RequestError(400, f"tokens is not a list of numbers from 0 to {self._vocabulary - 1}", param="tokens")
-        text = str(self.loaded.tokenizer.decode(tokens))
+        if not all(token < self._vocabulary for token in asked.tokens):
+            raise RequestError(400, f"tokens: there are tokens above {self._vocabulary - 1}", param="tokens")
+        text = str(self.loaded.tokenizer.decode(asked.tokens))
         return {"prompt": text, "content": text}
 
     def _token_ids(self, request: Request) -> list[int]:
