@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
+from moegraft.injection.cli.serve.constraints import Constraint, Grammars, with_whitespace
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
@@ -90,29 +90,38 @@ class Service:
         template = None if request.kind == "text" else self._response_template
         found = []
         for index in range(request.n):
-            own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
-            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None, constraint=self._constraint(request))
             parser = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))
                 parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
+            own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
+            constraint = self._constraint(request, reasoning=parser is not None and parser.begun_reasoning)
+            job = Job(own, tokenizer, self.ends, partial(listener, index), raw=template is not None, constraint=constraint)
             before = ""
             if request.echo:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
             found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
         return found
 
-    def _constraint(self, request: Request) -> Constraint | None:
-        """
+    def _constraint(self, request: Request, *, reasoning: bool) -> Constraint | None:
+        """Return the form that an answer has to follow, after the reasoning that the prompt has begun.
+
         Raises:
-            RequestError: the grammar or the schema cannot be followed.
+            RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
         """
-        if request.form is None:
-            return None
-        name = "grammar" if isinstance(request.form, str) else "response_format"
+        form, name = request.form, "grammar" if isinstance(request.form, str) else "response_format"
         try:
-            return self._grammars.constraint(request.form)
-        except GrammarError as error:
+            if self._response_template is not None:
+                added = self.loaded.tokenizer.added_tokens_decoder
+                marked = CallGrammar(self._response_template, {str(token): number for number, token in added.items()})
+                if request.forced_tools:
+                    name = "tool_choice"
+                    tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
+                    form = marked.calls(tools, single=request.single_tool_call, reasoning=reasoning)
+                elif reasoning and isinstance(form, dict):
+                    form = marked.after_reasoning(with_whitespace(form))
+            return None if form is None else self._grammars.constraint(form)
+        except ValueError as error:
             raise RequestError(422, f"{name}: {error}", param=name) from error
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
