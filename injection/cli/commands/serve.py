@@ -102,6 +102,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app
+    from moegraft.injection.cli.serve.connections import server_config
 
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{listening.getsockname()[1]}"
@@ -111,5 +112,5 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=most)
+    config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
     uvicorn.Server(config).run(sockets=[listening])

@@ -17,19 +17,13 @@ from urllib.request import Request, urlopen
 import jsonschema
 import pytest
 import torch
-from support.serving import PATIENCE_S, Server, ask, openai, serving, until
+from support.serving import CALL, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until
 from tokenizers import AddedToken
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.service import Limits
-
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -124,33 +118,6 @@ def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: 
         pytest.raises(openai.UnprocessableEntityError, match=message),
     ):
         ask(server, "hello", logprobs=True)
-
-
-@contextmanager
-def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>") -> Iterator[Server]:
-    """Serve a model whose chat template has tools, and which always answers `text`."""
-    tokenizer = copy.deepcopy(loaded.tokenizer)
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
-        "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}" + opening
-    )
-    answer = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    began = []
-
-    def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        position = kwargs["past_key_values"].get_seq_length()
-        if kwargs.get("position_ids") is None:
-            began[:] = [position]
-        output.logits[:] = 0
-        output.logits[..., answer[position - began[0]]] = 100
-
-    hook = loaded.model.register_forward_hook(script, with_kwargs=True)
-    try:
-        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: [])) as server:
-            yield server
-    finally:
-        hook.remove()
 
 
 def test_calls_of_tools_and_reasoning_are_found(loaded: LoadedModel) -> None:
@@ -384,14 +351,6 @@ def test_a_full_queue_refuses_before_it_reads_the_body(loaded: LoadedModel) -> N
             assert server.service.engine.rejected == 1
     finally:
         hook.remove()
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "degrees": {"type": "integer", "minimum": -9, "maximum": 9}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
-}
 
 
 @pytest.mark.parametrize("way", ["together", "one by one"])

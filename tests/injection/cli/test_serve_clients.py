@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from urllib.error import HTTPError
 
 import pytest
@@ -30,9 +31,13 @@ def server(loaded: LoadedModel) -> Iterator[Server]:
     hook.remove()
 
 
-def connect(server: Server) -> socket.socket:
+def connect_address(server: Server) -> tuple[str, int]:
     host, port = server.address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    return host, int(port)
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(connect_address(server), timeout=PATIENCE_S)
 
 
 def request(tokens: int, *, stream: bool) -> bytes:
@@ -117,6 +122,84 @@ def test_who_vanishes_while_asking_leaves_nothing_behind(server: Server, sent: b
         client.sendall(sent)
     assert ask(server, "hello", max_tokens=2).choices[0].message.content
     assert quiet(server)
+
+
+def closed(client: socket.socket) -> bool:
+    """Whether the server has closed the connection."""
+    try:
+        return client.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_idle_connections_make_room_for_those_that_ask(loaded: LoadedModel) -> None:
+    """Four times as many as the server takes; a stream that runs meanwhile is whole, and a new client is answered."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, most=16) as server, ExitStack() as clients, ThreadPoolExecutor(1) as pool:
+            alone = said(server, stream=True)
+            streaming = pool.submit(ask, server, "hello there", max_tokens=200)
+            until(lambda: server.service.engine.running == 1)
+            idle = [clients.enter_context(connect(server)) for _ in range(32)]
+            for sent in (HEAD.encode(), HEAD.encode() + b'Content-Length: 1000\r\n\r\n{"messages"'):
+                for _ in range(16):
+                    half = clients.enter_context(connect(server))
+                    half.sendall(sent)
+                    idle.append(half)
+            assert said(server, stream=True) == alone
+            assert streaming.result().choices[0].message.content.startswith(alone)
+            assert all(closed(client) for client in idle[:40])
+    finally:
+        hook.remove()
+
+
+def test_if_all_connections_are_answered_another_is_refused(loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, Limits(max_batch=8), most=8) as server, ExitStack() as clients:
+            for _ in range(7):
+                client = clients.enter_context(connect(server))
+                client.sendall(request(2000, stream=True))
+            until(lambda: server.service.engine.running == 7)
+            with pytest.raises(openai.InternalServerError) as refused:
+                ask(server, "hello")
+            assert refused.value.status_code == 503
+            clients.close()
+            until(lambda: quiet(server))
+            assert ask(server, "hello").choices[0].message.content
+    finally:
+        hook.remove()
+
+
+def test_heads_that_do_not_arrive_and_answers_that_are_not_read_end_their_connection(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moegraft.injection.cli.serve.connections.HEAD_S", 0.2)
+    monkeypatch.setattr("moegraft.injection.cli.serve.connections.READ_S", 0.2)
+    with serving(loaded, Limits(max_tokens=4000)) as server:
+        with connect(server) as silent, connect(server) as slow:
+            slow.sendall(b"GET / HT")
+            assert closed(silent) and closed(slow)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(connect_address(server))
+            deaf.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 300)  # pages that nobody reads
+            until(lambda: len(server.connections) == 1)
+            until(lambda: not server.connections)
+        assert ask(server, "hello").choices[0].message.content
+
+
+def test_who_closes_one_half_leaves_nothing_behind(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(request(2000, stream=True))
+        until(lambda: server.service.engine.running == 1)
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: quiet(server))
+    with connect(server) as client:
+        client.sendall(request(2000, stream=True))
+        client.shutdown(socket.SHUT_RD)
+        until(lambda: server.service.engine.running == 1)
+    until(lambda: quiet(server))
 
 
 @pytest.mark.parametrize(
