@@ -116,3 +116,23 @@ def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>") -> It
             yield server
     finally:
         hook.remove()
+
+
+def calls_as(opening: dict[str, str], close: str, function: Any) -> dict[str, Any]:
+    """A response template without reasoning, whose calls have JSON."""
+    call = {**opening, "close": close, "repeats": True, "content": "json", "transform": {"type": "function", "function": function}}
+    return {"start_anchor": "<assistant>", "fields": {"content": {"content": "text"}, "tool_calls": call}}
+
+
+IN_JSON = calls_as({"open_pattern": r"\s*<tool_call>"}, "</tool_call>", "{content}")
+IN_MARK = calls_as({"open_pattern": r"\s*\[call:(?P<name>[^\]]+)\]"}, "[/call]", {"name": "{name}", "arguments": "{content}"})
+
+
+@contextmanager
+def with_tools(loaded: LoadedModel, template: dict[str, Any], limits: Limits | None = None) -> Iterator[Server]:
+    """Serve the random model, which writes letters, with a chat template for tools and a response template of its own."""
+    tokenizer: Any = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    tokenizer.response_template = template
+    with serving(LoadedModel("tools", loaded.model, tokenizer, lambda: []), limits) as server:
+        yield server

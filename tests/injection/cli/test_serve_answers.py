@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -17,7 +16,7 @@ from urllib.request import Request, urlopen
 import jsonschema
 import pytest
 import torch
-from support.serving import CALL, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until
+from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until, with_tools
 from tokenizers import AddedToken
 
 from moegraft.injection.cli.models import LoadedModel
@@ -177,26 +176,6 @@ SHORT["function"]["parameters"] = {  # type: ignore[index]
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-def calls_as(opening: dict[str, str], close: str, function: Any) -> dict[str, Any]:
-    """A response template without reasoning, whose calls have JSON."""
-    call = {**opening, "close": close, "repeats": True, "content": "json", "transform": {"type": "function", "function": function}}
-    return {"start_anchor": "<assistant>", "fields": {"content": {"content": "text"}, "tool_calls": call}}
-
-
-IN_JSON = calls_as({"open_pattern": r"\s*<tool_call>"}, "</tool_call>", "{content}")
-IN_MARK = calls_as({"open_pattern": r"\s*\[call:(?P<name>[^\]]+)\]"}, "[/call]", {"name": "{name}", "arguments": "{content}"})
-
-
-@contextmanager
-def with_tools(loaded: LoadedModel, template: dict[str, Any]) -> Iterator[Server]:
-    """Serve the random model, which writes letters, with a chat template for tools and a response template of its own."""
-    tokenizer: Any = copy.deepcopy(loaded.tokenizer)
-    tokenizer.chat_template = "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
-    tokenizer.response_template = template
-    with serving(LoadedModel("tools", loaded.model, tokenizer, lambda: [])) as server:
-        yield server
 
 
 @pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
