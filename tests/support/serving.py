@@ -92,21 +92,23 @@ def ask(server: Server, *said: str, **options: Any) -> Any:
 
 
 @contextmanager
-def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>") -> Iterator[Server]:
-    """Serve a model whose chat template has tools, and which always answers `text`."""
+def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>", then: str | None = None) -> Iterator[Server]:
+    """Serve a model whose chat template has tools, and which always answers `text`, or `then` after the result of a tool."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = (
         "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
         "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}" + opening
     )
-    answer = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    began = []
+    first, second = ([*tokenizer(said)["input_ids"], tokenizer.eos_token_id] for said in (text, then or text))
+    answer: list[int] = []
+    began: list[int] = []
 
     def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         position = kwargs["past_key_values"].get_seq_length()
         if kwargs.get("position_ids") is None:
             began[:] = [position]
+            answer[:] = second if "tool:" in tokenizer.decode(kwargs["input_ids"][0]) else first
         output.logits[:] = 0
         output.logits[..., answer[position - began[0]]] = 100
 
