@@ -246,17 +246,17 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         """The text of tokens."""
         return JSONResponse(service.detokenize(body))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat(body: ChatBody, request: HttpRequest) -> Response:
         """Answers to a chat, by the model's chat template."""
         return await _answer(service, mailbox, body.request(), request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def complete(body: TextBody, request: HttpRequest) -> Response:
         """Continuations of a text."""
         return await _answer(service, mailbox, body.request(), request)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAMED)
     async def respond(body: ResponseBody, request: HttpRequest) -> Response:
         """The answer to a conversation in the form of OpenAI's Responses. Nothing is stored."""
         return await _answer(service, mailbox, body.request(), request)
@@ -290,6 +290,9 @@ REFUSALS: dict[int | str, str] = {
     500: "The server failed on the request.",
     503: "The server is shutting down, or has to be restarted.",
 }
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}}}
 
 
 def _model(service: Service) -> dict[str, Any]:
