@@ -174,12 +174,11 @@ class ResponseReply:
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": used["prompt_tokens_details"],
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart, and clients need the field
             "total_tokens": used["total_tokens"],
         }
-        status = "failed" if job.ending in ("failed", "cancelled") else "incomplete" if cut else "completed"
         return {
-            **self._response(status),
+            **self._response("incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": tokens,
             "moegraft": figures(job),
@@ -272,7 +271,7 @@ class ResponseReply:
             "parallel_tool_calls": not asked.single_tool_call,
             "tool_choice": "required" if forced else "auto" if asked.tools else "none",
             "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in asked.tools],
-            "text": {"format": {"type": "text"} if form is None else {"type": "json_schema", "name": "answer", "schema": form}},
+            "text": {"format": {"type": "json_schema", "name": "answer", "schema": form} if isinstance(form, dict) else {"type": "text"}},
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "max_output_tokens": asked.max_tokens,

@@ -119,16 +119,16 @@ class Metrics:
         now = time.perf_counter()
         for job, count in zip(jobs, before, strict=True):
             added = job.completion_tokens - count
-            if not count and added:
+            if not added:
+                continue
+            first_s = (job.first_token_ms or 0.0) / 1e3
+            if not count:
                 self._prompt.observe(len(job.ask.token_ids))
-                first_s = (job.first_token_ms or 0.0) / 1e3
                 self._first_s.observe(first_s)
-                self._last_s[job] = job.asked_s + first_s
                 added -= 1
             for _ in range(added):  # a draft brings several at once
-                self._between_s.observe((now - self._last_s[job]) / added)
-            if added:
-                self._last_s[job] = now
+                self._between_s.observe((now - self._last_s.get(job, job.asked_s + first_s)) / added)
+            self._last_s[job] = now
 
     def ended(self, job: Job) -> None:
         self._last_s.pop(job, None)

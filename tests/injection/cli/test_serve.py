@@ -344,7 +344,7 @@ def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -
         assert ask(server, question).choices[0].message.content == wanted(sliding, question)
 
 
-@pytest.mark.parametrize("package", ["fastapi", "prometheus_client", "uvicorn"])
+@pytest.mark.parametrize("package", ["fastapi", "httptools", "prometheus_client", "uvicorn"])
 def test_without_a_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     result = CliRunner().invoke(app, ["serve"], prog_name="moegraft")
