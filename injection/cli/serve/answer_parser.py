@@ -57,7 +57,7 @@ class CallGrammar:
             reasoning: whether the prompt has begun the reasoning.
 
         Raises:
-            ValueError: the template does not tell how a call is written.
+            ValueError: the template does not define how a call is written.
         """
         calls = [f"call_{number}: {self._call(tool['function'])}" for number, tool in enumerate(tools)]
         names = " | ".join(f"call_{number}" for number in range(len(calls)))
@@ -84,7 +84,7 @@ class CallGrammar:
         if shape == "{content}":
             shape = {"name": "{content.name}", "arguments": "{content.arguments}"}
         if field.get("content") != "json" or field.get("transform_each") or not isinstance(shape, Mapping):
-            raise ValueError("the model's response template does not tell how a call is written")
+            raise ValueError("the model's response template does not define how a call is written")
         if {"unquoted_keys", "string_delims"} & (field.get("content_args") or {}).keys():
             raise ValueError("the model writes calls in a form of its own, which is not JSON")
         schema: dict[str, Any] = dict(function.get("parameters") or {"type": "object"})
@@ -121,7 +121,7 @@ def _literal(field: Mapping[str, Any], key: str, captures: Mapping[str, str] | N
     text = re.sub(r"\\(\W)", r"\1", text)
     match = re.fullmatch(pattern, text)
     if not text or match is None or not match.groupdict().items() <= (captures or {}).items():
-        raise ValueError(f"the model's response template has a pattern, {pattern!r}, which does not tell how a call is written")
+        raise ValueError(f"the model's response template has a pattern, {pattern!r}, which does not define how a call is written")
     return text
 
 

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moegraft.injection.cli.serve.answers import Choice, Reply, ResponseReply
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError
-from moegraft.injection.cli.serve.job import Piece
+from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.protocol import (
     ChatBody,
     DetokenizeBody,
@@ -157,6 +157,7 @@ def _received(body: bytes, receive: Receive) -> Receive:
     return again
 
 
+Parts = tuple[Choice, list[dict[str, Any]]]  # of an answer, as a stream sends them
 Pieces = asyncio.Queue[tuple[int, Piece]]  # the number of an answer, and its next piece
 
 
@@ -401,7 +402,8 @@ async def _answer(service: Service, mailbox: Mailbox, asked: Request, request: H
         raise _queue_full() from None
     except StoppedError:
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
-    parts = _parts(request, choices, pieces)
+    # Not by the stream itself, which never starts if the client leaves before it.
+    parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
     name = service.model_id
     reply = ResponseReply(asked, name, choices[0]) if asked.kind == "response" else Reply(asked, name, choices)
     if asked.stream:
@@ -420,19 +422,16 @@ def _queue_full() -> RequestError:
     return RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full")
 
 
-async def _parts(request: HttpRequest, choices: Sequence[Choice], pieces: Pieces) -> AsyncIterator[tuple[Choice, list[dict[str, Any]]]]:
-    """Yield the parts of the answers, pieces that are waiting as one; cancel the jobs when the client disconnects."""
+async def _cancel_when_gone(request: HttpRequest, jobs: Sequence[Job]) -> None:
+    """Cancel the jobs when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    for job in jobs:
+        job.cancel()
 
-    def cancel() -> None:
-        for choice in choices:
-            choice.job.cancel()  # no effect on an answer that has ended
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        cancel()
-
-    watching = asyncio.create_task(watch())
+async def _parts(choices: Sequence[Choice], pieces: Pieces, watching: asyncio.Task[None]) -> AsyncIterator[Parts]:
+    """Yield the parts of the answers, pieces that are waiting as one; at the end, cancel what is left and `watching`."""
     try:
         left = len(choices)
         while left:
@@ -449,10 +448,11 @@ async def _parts(request: HttpRequest, choices: Sequence[Choice], pieces: Pieces
                 yield choices[number], choices[number].add(Piece("".join(piece.text for piece in several), ending, scores))
     finally:
         watching.cancel()
-        cancel()
+        for choice in choices:
+            choice.job.cancel()  # no effect on an answer that has ended
 
 
-async def _stream(reply: Reply | ResponseReply, answers: AsyncIterator[tuple[Choice, list[dict[str, Any]]]]) -> AsyncIterator[str]:
+async def _stream(reply: Reply | ResponseReply, answers: AsyncIterator[Parts]) -> AsyncIterator[str]:
     """Yield the answers as server-sent events, those that are ready as one piece."""
     yield "".join(reply.start())
     async for choice, parts in answers:

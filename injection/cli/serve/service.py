@@ -111,18 +111,20 @@ class Service:
         """
         form, name = request.form, "grammar" if isinstance(request.form, str) else "response_format"
         try:
-            if self._response_template is not None:
-                added = self.loaded.tokenizer.added_tokens_decoder
-                marked = CallGrammar(self._response_template, {str(token): number for number, token in added.items()})
-                if request.forced_tools:
-                    name = "tool_choice"
-                    tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
-                    form = marked.calls(tools, single=request.single_tool_call, reasoning=reasoning)
-                elif reasoning and isinstance(form, dict):
-                    form = marked.after_reasoning(with_whitespace(form))
+            if request.forced_tools:
+                name = "tool_choice"
+                tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
+                form = self._call_grammar().calls(tools, single=request.single_tool_call, reasoning=reasoning)
+            elif reasoning and isinstance(form, dict):
+                form = self._call_grammar().after_reasoning(with_whitespace(form))
             return None if form is None else self._grammars.constraint(form)
         except ValueError as error:
             raise RequestError(422, f"{name}: {error}", param=name) from error
+
+    def _call_grammar(self) -> CallGrammar:
+        assert self._response_template is not None, "tools and reasoning are refused without it"
+        added = self.loaded.tokenizer.added_tokens_decoder
+        return CallGrammar(self._response_template, {str(token): number for number, token in added.items()})
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         """Return the tokens of a text, or of messages by the chat template.

@@ -222,7 +222,7 @@ def test_a_call_that_cannot_be_forced_is_refused(loaded: LoadedModel) -> None:
     inline["fields"]["tool_calls"] |= {"content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>a)(?P<value>b)"}}  # type: ignore[index]
     with with_tools(loaded, inline) as server:
         for options, message in (
-            ({"tool_choice": "required"}, "tool_choice: the model's response template does not tell how a call is written"),
+            ({"tool_choice": "required"}, "tool_choice: the model's response template does not define how a call is written"),
             ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice: there is no tool 'other'"),
             ({"tool_choice": "required", "tools": []}, "tool_choice: there are no tools"),
             ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -17,7 +19,8 @@ from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, 
 
 from moegraft.injection.cli.commands.serve import ServeOptions
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.cli.serve.app import make_app
+from moegraft.injection.cli.serve.service import Limits, Service
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -86,6 +89,42 @@ def test_a_stream_that_openais_client_closes_is_answered_no_further(server: Serv
     stream.close()
     until(lambda: quiet(server))
     assert engine.endings["cancelled"] == 1 and engine.completion_tokens < 1000
+
+
+def test_a_stream_that_never_starts_is_answered_no_further(loaded: LoadedModel) -> None:
+    """The client leaves before the head of the answer is sent."""
+    body = json.dumps({"messages": messages("hello there"), "max_tokens": 2000, "stream": True}).encode()
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    service = Service(loaded, Limits())
+
+    async def visit() -> None:
+        sent, gone = False, asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            gone.set()
+            raise ConnectionResetError
+
+        headers = [(b"host", b"x"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        with pytest.raises(ConnectionResetError):
+            await make_app(service)({**scope, "query_string": b"", "http_version": "1.1"}, receive, send)  # type: ignore[arg-type]
+        while not service.engine.endings["cancelled"] + service.engine.endings["length"]:
+            await asyncio.sleep(0.01)
+
+    try:
+        asyncio.run(visit())
+        assert service.engine.endings["cancelled"] == 1 and service.engine.completion_tokens < 1000
+    finally:
+        hook.remove()
+        service.close()
 
 
 def test_who_leaves_the_queue_makes_room_in_it(loaded: LoadedModel) -> None:
