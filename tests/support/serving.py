@@ -1,7 +1,8 @@
-"""A server in this process, and OpenAI's client for it."""
+"""A server in this process, OpenAI's client for it, and a model that answers what a test gives."""
 
 from __future__ import annotations
 
+import copy
 import socket
 import threading
 import time
@@ -16,21 +17,37 @@ import pytest
 pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
 pytest.importorskip("uvicorn", reason="an extra for tests: pip install 'moegraft[test]'")
 pytest.importorskip("fastapi", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("prometheus_client", reason="an extra for tests: pip install 'moegraft[test]'")
 
 import openai
 import uvicorn
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.app import make_app
+from moegraft.injection.cli.serve.connections import server_config
 from moegraft.injection.cli.serve.service import Limits, Service
 
 PATIENCE_S = 60  # long enough for a busy machine, but ends a hang
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "degrees": {"type": "integer", "minimum": -9, "maximum": 9}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     service: Service
     address: str
+    connections: Collection[object] = ()
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
@@ -42,15 +59,16 @@ class Server:
 
 @contextmanager
 def serving(
-    loaded: LoadedModel, limits: Limits | None = None, key: str | None = None, hosts: Collection[str] | None = None
+    loaded: LoadedModel, limits: Limits | None = None, key: str | None = None, hosts: Collection[str] | None = None, most: int = 200
 ) -> Iterator[Server]:
+    """`most` connections at a time."""
     service = Service(loaded, limits or Limits())
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(service, key, hosts), log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(make_app(service, key, hosts), most, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}", server.server_state.connections)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
@@ -71,3 +89,52 @@ def messages(*said: str) -> Any:
 def ask(server: Server, *said: str, **options: Any) -> Any:
     model = server.service.model_id
     return server.client().chat.completions.create(**{"model": model, "messages": messages(*said), "max_tokens": 12, **options})
+
+
+@contextmanager
+def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>", then: str | None = None) -> Iterator[Server]:
+    """Serve a model whose chat template has tools, and which always answers `text`, or `then` after the result of a tool."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}" + opening
+    )
+    first, second = ([*tokenizer(said)["input_ids"], tokenizer.eos_token_id] for said in (text, then or text))
+    answer: list[int] = []
+    began: list[int] = []
+
+    def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        position = kwargs["past_key_values"].get_seq_length()
+        if kwargs.get("position_ids") is None:
+            began[:] = [position]
+            answer[:] = second if "tool:" in tokenizer.decode(kwargs["input_ids"][0]) else first
+        output.logits[:] = 0
+        output.logits[..., answer[position - began[0]]] = 100
+
+    hook = loaded.model.register_forward_hook(script, with_kwargs=True)
+    try:
+        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: [])) as server:
+            yield server
+    finally:
+        hook.remove()
+
+
+def calls_as(opening: dict[str, str], close: str, function: Any) -> dict[str, Any]:
+    """A response template without reasoning, whose calls have JSON."""
+    call = {**opening, "close": close, "repeats": True, "content": "json", "transform": {"type": "function", "function": function}}
+    return {"start_anchor": "<assistant>", "fields": {"content": {"content": "text"}, "tool_calls": call}}
+
+
+IN_JSON = calls_as({"open_pattern": r"\s*<tool_call>"}, "</tool_call>", "{content}")
+IN_MARK = calls_as({"open_pattern": r"\s*\[call:(?P<name>[^\]]+)\]"}, "[/call]", {"name": "{name}", "arguments": "{content}"})
+
+
+@contextmanager
+def with_tools(loaded: LoadedModel, template: dict[str, Any], limits: Limits | None = None) -> Iterator[Server]:
+    """Serve the random model, which writes letters, with a chat template for tools and a response template of its own."""
+    tokenizer: Any = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    tokenizer.response_template = template
+    with serving(LoadedModel("tools", loaded.model, tokenizer, lambda: []), limits) as server:
+        yield server

@@ -70,9 +70,9 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics. Needs the extra 'serve'
-    (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running answers --grace
-    seconds; a second signal ends it at once.
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs
+    the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running
+    answers --grace seconds; a second signal ends it at once.
     """
     _require_server()
     sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
@@ -107,6 +107,8 @@ def _require_server() -> None:
     """
     try:
         import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise OptionsError(f"serve needs {error.name}, which is not installed: pip install 'moegraft[serve]'") from error
@@ -128,6 +130,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
 
     from moegraft.injection.cli.serve.app import make_app
     from moegraft.injection.cli.serve.batch import mib
+    from moegraft.injection.cli.serve.connections import server_config
 
     class Server(uvicorn.Server):
         """Ends on its first signal, when answers have ended, and exits at once on the second."""
@@ -152,8 +155,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
-    ending = options.grace + SHUTDOWN_S
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=ending, limit_concurrency=most)
+    config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=options.grace + SHUTDOWN_S)
     server = Server(config)
     server.run(sockets=[listening])
     if server.caught == signal.SIGINT:

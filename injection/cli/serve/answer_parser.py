@@ -1,14 +1,17 @@
-"""Reasoning and calls of tools in a model's text, found by transformers' response templates."""
+"""Reasoning and calls of tools in a model's text, found by transformers' response templates, and the grammar of a forced call."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from moegraft.injection.cli.serve.constraints import with_whitespace
 
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
@@ -35,8 +38,98 @@ def response_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     return found
 
 
+class CallGrammar:
+    """Grammars, in llguidance's form of Lark, of answers in which reasoning or a call of a tool is marked as in a response template.
+
+    Args:
+        tokens: texts that are one token each; llguidance matches them by their numbers alone.
+    """
+
+    def __init__(self, template: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
+        self._fields: Mapping[str, Any] = template["fields"]
+        self._tokens = tokens
+
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, single: bool, reasoning: bool) -> str:
+        """Return the grammar of an answer that consists of calls of `tools`, after reasoning.
+
+        Args:
+            single: whether there is exactly one call.
+            reasoning: whether the prompt has begun the reasoning.
+
+        Raises:
+            ValueError: the template does not define how a call is written.
+        """
+        calls = [f"call_{number}: {self._call(tool['function'])}" for number, tool in enumerate(tools)]
+        names = " | ".join(f"call_{number}" for number in range(len(calls)))
+        repeated = "" if single else r' ("\n"? call)*'
+        return "\n".join([self._start(f"call{repeated}", reasoning=reasoning), f"call: {names}", *calls])
+
+    def after_reasoning(self, schema: Mapping[str, Any]) -> str:
+        """Return the grammar of JSON by `schema` after reasoning that the prompt has begun."""
+        return self._start(f"%json {json.dumps(schema)}", reasoning=True)
+
+    def _start(self, rest: str, *, reasoning: bool) -> str:
+        field = next((self._fields[name] for name in REASONING if name in self._fields), None)
+        if field is None:
+            return f"start: {rest}"
+        opening, close = self._spell(_literal(field, "open")), _literal(field, "close")
+        one_token = f"thought: /(?s:.*)/ {self._spell(close)}"
+        thought = one_token if close in self._tokens else f"thought[suffix={json.dumps(close)}]: /(?s:.*)/"
+        begin = r'thought "\n"*' if reasoning else rf'({opening} thought "\n"*)?'
+        return f"start: {begin} {rest}\n{thought}"
+
+    def _call(self, function: Mapping[str, Any]) -> str:
+        field = self._fields.get("tool_calls") or {}
+        shape = (field.get("transform") or {}).get("function")
+        if shape == "{content}":
+            shape = {"name": "{content.name}", "arguments": "{content.arguments}"}
+        if field.get("content") != "json" or field.get("transform_each") or not isinstance(shape, Mapping):
+            raise ValueError("the model's response template does not define how a call is written")
+        if {"unquoted_keys", "string_delims"} & (field.get("content_args") or {}).keys():
+            raise ValueError("the model writes calls in a form of its own, which is not JSON")
+        schema: dict[str, Any] = dict(function.get("parameters") or {"type": "object"})
+        captures = {}
+        name, arguments = shape["name"].strip("{}"), shape["arguments"].strip("{}")
+        if arguments != "content":
+            properties = {arguments.removeprefix("content."): schema}
+            if name.startswith("content."):
+                properties = {name.removeprefix("content."): {"const": function["name"]}, **properties}
+            schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        if not name.startswith("content."):
+            captures[name] = function["name"]
+        opening, closing = (self._spell(_literal(field, key, captures)) for key in ("open", "close"))
+        return rf'{opening} "\n"? %json {json.dumps(with_whitespace(schema))} "\n"? {closing}'
+
+    def _spell(self, text: str) -> str:
+        """Return a text as a rule."""
+        known = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True)))
+        parts = [part for part in (re.split(f"({known})", text) if known else [text]) if part]
+        return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else json.dumps(part) for part in parts)
+
+
+def _literal(field: Mapping[str, Any], key: str, captures: Mapping[str, str] | None = None) -> str:
+    """Return the text that a field's anchor stands for.
+
+    Raises:
+        ValueError: the anchor is a pattern that is not one text with optional white space before it, and with `captures` in it.
+    """
+    if key in field:
+        given: str | list[str] = field[key]
+        return given if isinstance(given, str) else given[0]
+    pattern = field.get(f"{key}_pattern", "")
+    text = re.sub(r"\(\?P<(\w+)>[^()]*\)", lambda found: (captures or {}).get(found[1], ""), pattern.replace(r"\s*", ""))
+    text = re.sub(r"\\(\W)", r"\1", text)
+    match = re.fullmatch(pattern, text)
+    if not text or match is None or not match.groupdict().items() <= (captures or {}).items():
+        raise ValueError(f"the model's response template has a pattern, {pattern!r}, which does not define how a call is written")
+    return text
+
+
 class AnswerParser:
     """Parses one answer as it arrives. Text that the template cannot parse is passed on as content.
+
+    Attributes:
+        begun_reasoning: whether the prompt has begun the answer's reasoning.
 
     Args:
         prompt: the text of the prompt: templates of chats may begin the answer, such as its reasoning.
@@ -49,6 +142,9 @@ class AnswerParser:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
         self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=[dict(tool) for tool in tools] or None)
+        opened = [event.get("field") for event in self._parser.initial_events if event["type"] == "region_open"]
+        closed = sum(event["type"] == "region_close" for event in self._parser.initial_events)
+        self.begun_reasoning = len(opened) > closed and opened[-1] in REASONING
         self._single = single_tool_call
         self._calls = 0
         self._unparsed = ""  # fed since the last event

@@ -7,24 +7,39 @@ import base64
 import hashlib
 import hmac
 import json
-import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from html import escape
 from importlib.resources import files
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moegraft.injection.cli.serve.answers import Choice, Reply, ResponseReply
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError, TooLongError
 from moegraft.injection.cli.serve.job import Job, Piece
-from moegraft.injection.cli.serve.metrics import metrics
-from moegraft.injection.cli.serve.protocol import Choice, Kind, Reply, RequestError, error_body, read_object, read_request
+from moegraft.injection.cli.serve.protocol import (
+    ChatBody,
+    DetokenizeBody,
+    Request,
+    RequestError,
+    ResponseBody,
+    TextBody,
+    TokenizeBody,
+    error_body,
+    refusal,
+)
 from moegraft.injection.cli.serve.service import Service
 
 SCRIPTS = ("page_text.js", "page.js")
@@ -62,41 +77,88 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-logger = logging.getLogger(__name__)
 BODY_S = 60.0  # for the body of a request to arrive
-OPEN = ("/", "/favicon.ico", "/health")  # routes without a key
+OPEN = ("/", "/favicon.ico", "/health", "/docs", "/openapi.json")  # routes without a key
+ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 class Gate:
-    """Refuses requests without the key, and those whose Host header is none of `hosts`.
+    """Refuses requests before they cost anything: those without the key, of another site, for a full queue, and bodies without an end.
 
-    A page of another site whose name is made to resolve to this address (DNS rebinding) sends that name as Host. Plain ASGI, as a route
-    behind starlette's own middleware cannot detect a disconnect.
+    A page of another site whose name is made to resolve to this address (DNS rebinding) sends that name as Host, which is none of
+    `hosts`. Plain ASGI, as a route behind starlette's own middleware cannot detect a disconnect.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None) -> None:
+    def __init__(self, app: ASGIApp, service: Service, api_key: str | None, hosts: Collection[str] | None) -> None:
         self._app = app
+        self._service = service
         self._wanted = f"Bearer {api_key}".encode() if api_key else None
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+                if scope["method"] == "POST":
+                    receive = _received(await self._body(scope, receive), receive)
+            except RequestError as error:
+                await _refused(error)(scope, receive, send)
+                return
+            except ClientDisconnect:
+                return
+        await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _check(self, scope: Scope) -> None:
         given = dict(scope["headers"])
         host = re.sub(r":\d+$", "", given.get(b"host", b"").decode("latin-1").lower())
         if self._hosts is not None and host not in self._hosts:
-            return _error(403, f"this server is not {host[:80]!r}; use its address, {' or '.join(sorted(self._hosts))}", "wrong_host")
+            known = " or ".join(sorted(self._hosts))
+            raise RequestError(403, f"this server is not {host[:80]!r}; use its address, {known}", code="wrong_host")
         if (
             self._wanted is not None
             and scope["path"] not in OPEN
             and not hmac.compare_digest(given.get(b"authorization", b""), self._wanted)
         ):
-            return _error(401, "send this server's key as 'Authorization: Bearer KEY'", "invalid_api_key")
-        return None
+            raise RequestError(401, "send this server's key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        # JSON, as forms of other sites cannot send it.
+        if scope["method"] == "POST" and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
+        if scope["path"] in ANSWERS and scope["method"] == "POST" and self._service.engine.full:
+            raise _queue_full()
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """
+        Raises:
+            RequestError: the body is too long, or does not arrive.
+            ClientDisconnect: the client left.
+        """
+        body, most = bytearray(), self._service.limits.max_body
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in HttpRequest(scope, receive).stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise RequestError(413, f"the body is longer than this server's limit of {most} bytes")
+        except TimeoutError:
+            raise RequestError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+        return bytes(body)
 
 
+def _received(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body which has been read, and then what `receive` gives."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+Parts = tuple[Choice, list[dict[str, Any]]]  # of an answer, as a stream sends them
 Pieces = asyncio.Queue[tuple[int, Piece]]  # the number of an answer, and its next piece
 
 
@@ -128,60 +190,111 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         api_key: required of every request; None requires none.
         hosts: the names by which clients may call this server; None allows all.
     """
-    app, mailbox = FastAPI(title="moegraft", openapi_url=None), Mailbox()
+    refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
+    about = "A model behind OpenAI's interface. What is not supported is refused by name."
+    app = FastAPI(title="moegraft", description=about, docs_url=None, redoc_url=None, responses=refusals)
+    mailbox = Mailbox()
     _add_errors(app)
-    app.add_middleware(Gate, api_key=api_key, hosts=hosts)
+    app.add_middleware(Gate, service=service, api_key=api_key, hosts=hosts)
     html, headers = chat_page()
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def root() -> Response:
         return HTMLResponse(html, headers=headers)
 
-    @app.get("/favicon.ico")
+    @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
         return Response(status_code=204)  # browsers request an icon, and there is none
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return docs_page(app.openapi())
+
     @app.get("/health")
     async def health() -> Response:
+        """200 while the model can be used."""
         alive = service.engine.alive
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
-        return PlainTextResponse(metrics(service), media_type="text/plain; version=0.0.4")
+        """Prometheus metrics of the server and of the operators."""
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> Response:
+        """The model, as a list of one."""
         return JSONResponse({"object": "list", "data": [_model(service)]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
+        """The model by its id."""
         if model_id != service.model_id:
             raise RequestError(404, f"unknown model {model_id[:80]!r}; this server has {service.model_id!r}", code="model_not_found")
         return JSONResponse(_model(service))
 
     @app.get("/v1/status")
     async def status() -> Response:
+        """Where the operators run, tokens per second, requests that run and wait."""
         return JSONResponse(_status(service))
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        asked = read_object(await _body(request, service.limits.max_body))
-        return JSONResponse(await asyncio.to_thread(service.tokenize, asked))
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The tokens of a text or of a chat."""
+        return JSONResponse(await asyncio.to_thread(service.tokenize, body))
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return JSONResponse(service.detokenize(read_object(await _body(request, service.limits.max_body))))
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of tokens."""
+        return JSONResponse(service.detokenize(body))
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await _complete(service, mailbox, "chat", request)
+    @app.post("/v1/chat/completions", responses=STREAMED)
+    async def chat(body: ChatBody, request: HttpRequest) -> Response:
+        """Answers to a chat, by the model's chat template."""
+        return await _answer(service, mailbox, body.request(), request)
 
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await _complete(service, mailbox, "text", request)
+    @app.post("/v1/completions", responses=STREAMED)
+    async def complete(body: TextBody, request: HttpRequest) -> Response:
+        """Continuations of a text."""
+        return await _answer(service, mailbox, body.request(), request)
+
+    @app.post("/v1/responses", responses=STREAMED)
+    async def respond(body: ResponseBody, request: HttpRequest) -> Response:
+        """The answer to a conversation in the form of OpenAI's Responses. Nothing is stored."""
+        return await _answer(service, mailbox, body.request(), request)
 
     return app
+
+
+class Fault(BaseModel):
+    """What was wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    error: Fault
+
+
+REFUSALS: dict[int | str, str] = {
+    400: "The request is malformed; the message names the field.",
+    401: "The key is missing or wrong.",
+    403: "The Host header is not this server's.",
+    404: "There is no such model or route.",
+    408: "The body did not arrive.",
+    413: "The body is too long.",
+    415: "The body is not declared as JSON.",
+    422: "What the request asks for is not supported.",
+    429: "Too many requests are waiting.",
+    500: "The server failed on the request.",
+    503: "The server is shutting down, or has to be restarted.",
+}
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}}}
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -204,46 +317,84 @@ def _status(service: Service) -> dict[str, Any]:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Response:
-        return _error(error.status, str(error), error.code, error.param)
+    async def refused(request: HttpRequest, error: RequestError) -> Response:
+        return _refused(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: HttpRequest, error: RequestValidationError) -> Response:
+        return _refused(refusal(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail))
+    async def not_found(request: HttpRequest, error: HTTPException) -> Response:
+        # FastAPI's own 400 is for a body that json cannot read, such as one nested too deeply.
+        message = "the body is not JSON" if error.status_code == 400 else str(error.detail)
+        response = _refused(RequestError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return _error(500, "the server failed on this request; its log has the reason")
+    async def failed(request: HttpRequest, error: Exception) -> Response:
+        return _refused(RequestError(500, "the server failed on this request; its log has the reason"))
 
 
-def _error(status: int, message: str, code: str | None = None, param: str | None = None) -> Response:
-    headers = {"Retry-After": "1"} if status in (429, 503) else {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(error_body(status, message, code, param), status, headers=headers)
+def _refused(error: RequestError) -> Response:
+    again = {"Retry-After": "1"}
+    headers = {429: again, 503: again, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    body = error_body(error.status, str(error), error.code, error.param)
+    # Names of fields may have lone surrogates, which JSON can hold and UTF-8 cannot.
+    return Response(json.dumps(body), error.status, headers, "application/json")
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """
-    Raises:
-        RequestError: the body is not JSON, which forms of other sites cannot send, or longer than `most` bytes.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise RequestError(413, f"the body is longer than this server's limit of {most} bytes")
-    except TimeoutError:
-        raise RequestError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
-    return bytes(body)
+def docs_page(document: Mapping[str, Any]) -> Response:
+    """Return the routes and their parameters as a page without scripts, from OpenAPI's `document`."""
+    schemas = document["components"]["schemas"]
+    parts = [f"<h1>{escape(document['info']['title'])}</h1><p>{escape(document['info']['description'])}</p>"]
+    parts.append("<p><a href='openapi.json'>openapi.json</a> is the same for programs.</p>")
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(route.get('description', ''))}</p>")
+            for content in route.get("requestBody", {}).get("content", {}).values():
+                parts.append(_parameters(_resolved(content["schema"], schemas), schemas))
+    style = "body{font-family:sans-serif;max-width:60rem;margin:1rem auto;padding:0 1rem}td{padding:.1rem .8rem .1rem 0;vertical-align:top}"
+    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>moegraft</title><style>{style}</style>{''.join(parts)}</html>"
+    return HTMLResponse(page, headers={"Content-Security-Policy": f"default-src 'none'; style-src {_hash(style)}"})
 
 
-async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Request) -> Response:
-    if service.engine.full:
-        raise _queue_full()  # before the body is read and encoded
-    asked = read_request(kind, await _body(request, service.limits.max_body))
+def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+    return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+
+def _parameters(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    needed = schema.get("required", ())
+    rows = (
+        f"<tr><td><code>{escape(name)}</code>{' (required)' if name in needed else ''}<td>{escape(_described(about, schemas))}"
+        f"<td>{escape(about.get('description', ''))}"
+        for name, about in schema.get("properties", {}).items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _described(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int = 0) -> str:
+    """Return the type that a schema describes, in words."""
+    schema = _resolved(schema, schemas)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return " or ".join(dict.fromkeys(_described(option, schemas, depth) for option in options))
+    if "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema["enum"])
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if schema.get("type") == "array":
+        return f"list of {_described(schema['items'], schemas, depth)}"
+    if "properties" in schema and depth < 3:
+        inner = (f"{name}: {_described(about, schemas, depth + 1)}" for name, about in schema["properties"].items())
+        return f"{{{', '.join(inner)}}}"
+    signs = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<"}
+    bounds = "".join(f" {sign} {schema[name]:g}" for name, sign in signs.items() if name in schema)
+    return f"{schema.get('type', 'anything')}{bounds}"
+
+
+async def _answer(service: Service, mailbox: Mailbox, asked: Request, request: HttpRequest) -> Response:
     pieces = Pieces()
     # In a thread, as encoding a long prompt would stop the streams of other requests.
     post = partial(mailbox.post, asyncio.get_running_loop(), pieces)
@@ -259,37 +410,36 @@ async def _complete(service: Service, mailbox: Mailbox, kind: Kind, request: Req
         raise RequestError(400, str(error), code="context_length_exceeded") from None
     except StoppedError:
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
-    reply, parts = Reply(kind, service.model_id), _parts(request, choices, pieces)
+    # Not by the stream itself, which never starts if the client leaves before it.
+    parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
+    name = service.model_id
+    reply = ResponseReply(asked, name, choices[0]) if asked.kind == "response" else Reply(asked, name, choices)
     if asked.stream:
-        lines = _stream(reply, jobs, parts, include_usage=asked.include_usage)
-        return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     async for _ in parts:
         pass
     failed = next((job for job in jobs if job.ending == "failed"), None)
     if failed is not None:
-        return _error(500, failed.error)
+        raise RequestError(500, failed.error)
     if any(job.ending == "cancelled" for job in jobs):  # read by a client only if the server is shutting down
-        return _error(503, "the request was cancelled")
-    return JSONResponse(reply.whole(choices))
+        raise RequestError(503, "the request was cancelled")
+    return JSONResponse(reply.whole())
 
 
 def _queue_full() -> RequestError:
     return RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full")
 
 
-async def _parts(request: Request, choices: Sequence[Choice], pieces: Pieces) -> AsyncIterator[tuple[Choice, list[dict[str, Any]]]]:
-    """Yield the parts of the answers, pieces that are waiting as one; cancel the jobs when the client disconnects."""
+async def _cancel_when_gone(request: HttpRequest, jobs: Sequence[Job]) -> None:
+    """Cancel the jobs when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    for job in jobs:
+        job.cancel()
 
-    def cancel() -> None:
-        for choice in choices:
-            choice.job.cancel()  # no effect on an answer that has ended
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        cancel()
-
-    watching = asyncio.create_task(watch())
+async def _parts(choices: Sequence[Choice], pieces: Pieces, watching: asyncio.Task[None]) -> AsyncIterator[Parts]:
+    """Yield the parts of the answers, pieces that are waiting as one; at the end, cancel what is left and `watching`."""
     try:
         left = len(choices)
         while left:
@@ -306,24 +456,18 @@ async def _parts(request: Request, choices: Sequence[Choice], pieces: Pieces) ->
                 yield choices[number], choices[number].add(Piece("".join(piece.text for piece in several), ending, scores))
     finally:
         watching.cancel()
-        cancel()
+        for choice in choices:
+            choice.job.cancel()  # no effect on an answer that has ended
 
 
-async def _stream(
-    reply: Reply, jobs: Sequence[Job], answers: AsyncIterator[tuple[Choice, list[dict[str, Any]]]], *, include_usage: bool
-) -> AsyncIterator[str]:
-    """Yield the answers as server-sent events."""
+async def _stream(reply: Reply | ResponseReply, answers: AsyncIterator[Parts]) -> AsyncIterator[str]:
+    """Yield the answers as server-sent events, those that are ready as one piece."""
+    yield "".join(reply.start())
     async for choice, parts in answers:
-        broken = choice.job.ending in ("failed", "cancelled")
-        for part in parts[:-1] if broken else parts:
-            yield _event(reply.chunk(part))
+        job = choice.job
+        broken = job.ending in ("failed", "cancelled")
+        yield "".join(event for part in (parts[:-1] if broken else parts) for event in reply.part(part))
         if broken:
-            yield _event(error_body(500, choice.job.error if choice.job.ending == "failed" else "the request was cancelled"))
+            yield "".join(reply.fail(job.error if job.ending == "failed" else "the request was cancelled"))
             return
-    if include_usage:
-        yield _event(reply.usage_chunk(jobs))
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    yield "".join(reply.end())

@@ -15,6 +15,11 @@ from transformers import PreTrainedTokenizerBase
 WHITESPACE = r"( |\n[ \t]{0,40})"
 
 
+def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON Schema with the white space that is allowed between the parts of the text."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
 class GrammarError(ValueError):
     """A grammar or schema that cannot be followed; the message may be shown to the client."""
 
@@ -76,7 +81,7 @@ class Grammars:
         if isinstance(form, str):
             grammar = LLMatcher.grammar_from_lark(form)
         else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(form), overrides={"whitespace_pattern": WHITESPACE})
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(with_whitespace(form)))
         with self._lock:
             if self._prepared is None:
                 try:

@@ -5,33 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from moegraft.injection.cli.serve.batch import CacheMemory, mib
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 
+if TYPE_CHECKING:
+    from moegraft.injection.cli.serve.metrics import Metrics
+
 logger = logging.getLogger(__name__)
 WINDOW_S = 10.0  # of which tokens/s are the mean
-BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 Counts = Mapping[str, int]  # of the model's work, by name; counts only grow
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Times in seconds, counted by the first of `BOUNDS_S` that is not below them; the last count is of longer times."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
 
 
 def difference(after: Counts, before: Counts) -> dict[str, int]:
@@ -87,13 +75,17 @@ class Engine:
         max_queue: requests that may wait.
         max_client: requests of one client that may wait.
         counts: returns the model's work so far; called between steps.
+        metrics: observes starts, steps and ends of requests.
     """
 
-    def __init__(self, decoder: Decoder, *, max_queue: int, max_client: int | None = None, counts: Callable[[], Counts] = dict) -> None:
+    def __init__(
+        self, decoder: Decoder, *, max_queue: int, max_client: int | None = None, counts: Callable[[], Counts], metrics: Metrics
+    ) -> None:
         self._decoder = decoder
         self._max_queue = max_queue
         self._max_client = max_queue if max_client is None else max_client
         self._counts = counts
+        self._metrics = metrics
         self._before: dict[Job, Counts] = {}  # the model's work when each job started
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()  # by client, none empty; the next in turn first
         self._wake = threading.Condition()
@@ -101,7 +93,6 @@ class Engine:
         self._draining = False
         self.endings: dict[Ending, int] = {"stop": 0, "length": 0, "cancelled": 0, "failed": 0}
         self.rejected = self.prompt_tokens = self.kept_tokens = self.completion_tokens = 0
-        self.first_token_s = Histogram()
         self.work: Counts = {}  # the model's work when a job last started or ended
         self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of each step in the window
         self._thread = threading.Thread(target=self._run, name="moegraft-serve", daemon=True)
@@ -241,6 +232,7 @@ class Engine:
         assert job.ending is not None, "the answer has ended"
         self.endings[job.ending] += 1
         self._before.pop(job, None)
+        self._metrics.ended(job)
         job.tell_end()
 
     def _begin(self, jobs: list[Job]) -> None:
@@ -248,6 +240,8 @@ class Engine:
         new = [job for job in jobs if job not in self._before]
         if new:
             self._before |= dict.fromkeys(new, self._counts_now())
+            for job in new:
+                self._metrics.started(job)
         for job in jobs:
             job.together = job.together or len(jobs) > 1
 
@@ -301,7 +295,7 @@ class Engine:
             if count == 0 and job.completion_tokens:
                 self.prompt_tokens += len(job.ask.token_ids)
                 self.kept_tokens += job.kept_tokens
-                self.first_token_s.add((job.first_token_ms or 0.0) / 1e3)
+        self._metrics.stepped(jobs, before)
         ended = [job for job in jobs if job.ending is not None]
         after = self._counts_now() if ended else self.work
         for job in ended:

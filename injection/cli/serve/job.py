@@ -127,6 +127,7 @@ class Job:
     A failure of this answer alone, such as in decoding its tokens to text, ends it with "failed" and raises nothing.
 
     Attributes:
+        asked_s: when the request came, by `time.perf_counter`.
         error: the message for the client if the answer failed.
         work: the counts of the model's work from the job's first step to its last, by name; None until its end.
         random: the answer's own random numbers, from its seed.
@@ -167,7 +168,7 @@ class Job:
         self.cancelled = False
         self.work: Mapping[str, int] | None = None
         self.together = False
-        self._asked_s = time.perf_counter()
+        self.asked_s = time.perf_counter()
         self._first_s = self._last_s = 0.0
         self._told = False
         self._end_tokens = frozenset(end_tokens)
@@ -248,7 +249,7 @@ class Job:
     @property
     def first_token_ms(self) -> float | None:
         """The time from the request to the first token, including the wait in the queue."""
-        return 1e3 * (self._first_s - self._asked_s) if self._first_s else None
+        return 1e3 * (self._first_s - self.asked_s) if self._first_s else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -1,15 +1,18 @@
-"""The work of a model in counts, and the metrics of a server in the text format of Prometheus."""
+"""The work of a model in counts, and the metrics of a server for Prometheus."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from transformers import PreTrainedModel
 
-from moegraft.injection.cli.serve.engine import BOUNDS_S, Counts, Histogram
+from moegraft.injection.cli.serve.engine import Counts
+from moegraft.injection.cli.serve.job import Job
 from moegraft.injection.injected import Injection, injection_of
 
 if TYPE_CHECKING:
@@ -51,65 +54,150 @@ def work_counts(model: PreTrainedModel) -> Counts:
     return counts
 
 
-def metrics(service: Service) -> str:
-    """Return the server's counters and every number of the operators' statistics."""
-    engine = service.engine
-    lines = [
-        *_metric(
-            "requests_total", "counter", "Requests that ended, by reason.", {f'ending="{end}"': n for end, n in engine.endings.items()}
-        ),
-        *_metric("requests_rejected_total", "counter", "Requests refused because the queue was full.", {"": engine.rejected}),
-        *_metric("requests_waiting", "gauge", "Requests in the queue.", {"": engine.waiting}),
-        *_metric("requests_running", "gauge", "Requests being answered.", {"": engine.running}),
-        *_metric("prompt_tokens_total", "counter", "Tokens of prompts.", {"": engine.prompt_tokens}),
-        *_metric("prompt_tokens_kept_total", "counter", "Tokens of prompts in the cache of an earlier request.", {"": engine.kept_tokens}),
-        *_metric("completion_tokens_total", "counter", "Generated tokens.", {"": engine.completion_tokens}),
-        *_metric("tokens_per_second", "gauge", "Generated tokens per second.", {"": round(engine.tokens_per_s, 3)}),
-        *_histogram("first_token_seconds", "Time to the first token, including the wait in the queue.", engine.first_token_s),
-        *_metric("placement", "gauge", "What runs where.", {_labels(what=line): 1 for line in service.placement}),
-    ]
-    work = {_labels(what=name): count for name, count in engine.work.items()}
-    if work:
-        lines += _metric("work_total", "counter", "Counts of experts, drafts and sparsity, for the whole model.", work)
-    injection = injection_of(service.loaded.model)
-    if injection is not None:
-        lines += _operators(injection)
-    return "\n".join(lines) + "\n"
+# The bounds of vLLM's histograms.
+SHORT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+FIRST_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+WHOLE_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def _operators(injection: Injection) -> Iterator[str]:
+class Metrics:
+    """The metrics of one server: under vLLM's names where vLLM has them, else under `moegraft:`.
+
+    The engine's thread reports starts, steps and ends of requests; what the engine and the operators count is read for each page.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._last_s: dict[Job, float] = {}  # when the latest token of each answer came
+
+        def histogram(name: str, about: str, bounds: Sequence[float]) -> Histogram:
+            found = Histogram(name, about, ["model_name"], buckets=bounds, registry=self._registry)
+            return found.labels(service.model_id)
+
+        self._queue_s = histogram("vllm:request_queue_time_seconds", "Time in the queue.", WHOLE_S)
+        self._first_s = histogram("vllm:time_to_first_token_seconds", "Time to the first token, including the queue.", FIRST_S)
+        self._between_s = histogram("vllm:inter_token_latency_seconds", "Time between tokens of an answer.", SHORT_S)
+        self._token_s = histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after an answer's first.", SHORT_S)
+        self._whole_s = histogram("vllm:e2e_request_latency_seconds", "Time from the request to its end.", WHOLE_S)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of prompts.", TOKENS)
+        self._generated = histogram("vllm:request_generation_tokens", "Tokens of answers.", TOKENS)
+        self._batch = histogram("moegraft:batch_size", "Requests in one step.", BATCH)
+
+    def started(self, job: Job) -> None:
+        self._queue_s.observe(time.perf_counter() - job.asked_s)
+
+    def stepped(self, jobs: Sequence[Job], before: Sequence[int]) -> None:
+        """Count a step; `before` has the tokens of each answer before it."""
+        self._batch.observe(len(jobs))
+        now = time.perf_counter()
+        for job, count in zip(jobs, before, strict=True):
+            added = job.completion_tokens - count
+            if not added:
+                continue
+            first_s = (job.first_token_ms or 0.0) / 1e3
+            if not count:
+                self._prompt.observe(len(job.ask.token_ids))
+                self._first_s.observe(first_s)
+                added -= 1
+            for _ in range(added):  # a draft brings several at once
+                self._between_s.observe((now - self._last_s.get(job, job.asked_s + first_s)) / added)
+            self._last_s[job] = now
+
+    def ended(self, job: Job) -> None:
+        self._last_s.pop(job, None)
+        self._whole_s.observe(time.perf_counter() - job.asked_s)
+        self._generated.observe(job.completion_tokens)
+        if rate := job.tokens_per_s:
+            self._token_s.observe(1 / rate)
+
+    def page(self) -> bytes:
+        """Return the metrics in the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the engine and the operators count; prometheus_client calls it for each page."""
+        service, engine = self._service, self._service.engine
+        model = {"model_name": service.model_id}
+        yield _gauge("vllm:num_requests_running", "Requests being answered.", [(model, engine.running)])
+        yield _gauge("vllm:num_requests_waiting", "Requests in the queue.", [(model, engine.waiting)])
+        yield _counter("vllm:prompt_tokens", "Tokens of prompts.", [(model, engine.prompt_tokens)])
+        yield _counter("vllm:generation_tokens", "Generated tokens.", [(model, engine.completion_tokens)])
+        yield _counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the caches.", [(model, engine.prompt_tokens)])
+        yield _counter("vllm:prefix_cache_hits", "Tokens of prompts in the cache of an earlier request.", [(model, engine.kept_tokens)])
+        ended = [({**model, "finished_reason": end}, engine.endings[end]) for end in ("stop", "length")]
+        yield _counter("vllm:request_success", "Requests that were answered, by the reason why the answer ended.", ended)
+        yield _counter("moegraft:requests", "Requests that ended, by reason.", [({"ending": end}, n) for end, n in engine.endings.items()])
+        yield _counter("moegraft:requests_rejected", "Requests refused because the queue was full.", [({}, engine.rejected)])
+        yield _gauge("moegraft:tokens_per_second", "Generated tokens per second.", [({}, engine.tokens_per_s)])
+        yield _gauge("moegraft:placement", "What runs where.", [({"what": line}, 1) for line in service.placement])
+        work = [({"what": name}, count) for name, count in engine.work.items()]
+        yield _counter("moegraft:work", "Counts of experts, drafts and sparsity, for the whole model.", work)
+        injection = injection_of(service.loaded.model)
+        if injection is not None:
+            yield from _operators(injection)
+
+
+def _operators(injection: Injection) -> Iterator[Metric]:
     found: Any = injection.statistics()  # nested mappings without a common type
-    modules = {_labels(module=path, name=name): value for path, values in found["modules"].items() for name, value in _numbers(values)}
-    yield from _metric("operator", "gauge", "The operators' own statistics.", modules)
-    shares = {
-        _labels(target=str(layers["target"]), scope=layers["scope"], name=name): value
+    modules = [({"module": path, "name": name}, value) for path, values in found["modules"].items() for name, value in _numbers(values)]
+    yield _gauge("moegraft:operator", "The operators' own statistics.", modules)
+    shares = [
+        ({"target": str(layers["target"]), "scope": layers["scope"], "name": name}, value)
         for layers in found["sparsity"]
         for name, value in _numbers(layers)
         if name != "target"
-    }
-    if shares:
-        yield from _metric("sparsity", "gauge", "Share of neurons that the layers of each target leave out.", shares)
-    steps = {_labels(name=name): value for name, value in _numbers(found["decode_steps"])}
-    if steps:
-        yield from _metric("decode_steps", "gauge", "Decode steps on the CPU that were native programs, and their times.", steps)
-    devices = {_labels(device=name, name=what): value for name, values in found["devices"].items() for what, value in _numbers(values)}
-    for device, counts in injection.device_counts():
-        devices |= {_labels(device=device, name=what): value for what, value in _numbers(counts)}
-    if devices:
-        yield from _metric("device", "gauge", "Statistics of each GPU that experts share.", devices)
+    ]
+    yield _gauge("moegraft:sparsity", "Share of neurons that the layers of each target leave out.", shares)
+    steps = [({"name": name}, value) for name, value in _numbers(found["decode_steps"])]
+    yield _gauge("moegraft:decode_steps", "Decode steps on the CPU that were native programs, and their times.", steps)
+    devices = {(name, what): value for name, values in found["devices"].items() for what, value in _numbers(values)}
+    devices |= {(name, what): value for name, counts in injection.device_counts() for what, value in _numbers(counts)}
+    labelled = [({"device": name, "name": what}, value) for (name, what), value in devices.items()]
+    yield _gauge("moegraft:device", "Statistics of each GPU that experts share.", labelled)
 
 
-def _metric(name: str, kind: str, about: str, values: Mapping[str, float]) -> list[str]:
-    name = f"moegraft_{name}"
-    head = [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
-    return [*head, *(f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items())]
+Values = Sequence[tuple[Mapping[str, str], float]]
 
 
-def _histogram(name: str, about: str, times: Histogram) -> list[str]:
-    name = f"moegraft_{name}"
-    below = list(accumulate(times.counts))
-    buckets = [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip((*BOUNDS_S, "+Inf"), below, strict=True)]
-    return [f"# HELP {name} {about}", f"# TYPE {name} histogram", *buckets, f"{name}_sum {times.sum_s:.6f}", f"{name}_count {below[-1]}"]
+def _gauge(name: str, about: str, values: Values) -> Metric:
+    return _filled(Metric(name, about, "gauge"), name, values)
+
+
+def _counter(name: str, about: str, values: Values) -> Metric:
+    return _filled(Metric(name, about, "counter"), f"{name}_total", values)
+
+
+def _filled(metric: Metric, sample: str, values: Values) -> Metric:
+    for labels, value in values:
+        metric.add_sample(sample, dict(labels), value)
+    return metric
 
 
 def _numbers(found: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -122,8 +210,3 @@ def _numbers(found: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(found, list | tuple):
         for index, inner in enumerate(found):
             yield from _numbers(inner, f"{prefix}.{index}" if prefix else str(index))
-
-
-def _labels(**labels: str) -> str:
-    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    return ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items())

@@ -1,7 +1,8 @@
 "use strict";
 const at = id => document.getElementById(id);
-let messages = [];
+let chat = newChat();  // {id, messages}; a message has role and content, an answer perhaps reasoning and calls of tools
 let stopper = null;
+let editing = null;  // the place of the question that is being changed
 let model = null;
 let draft = "";
 
@@ -11,12 +12,123 @@ function headers() {
 }
 
 // Text is only ever set as text, so nothing in it can become part of the page.
-function add(kind, text, parent = at("talk")) {
-  const box = document.createElement("div");
-  box.className = kind;
+function make(tag, kind, text, parent) {
+  const box = document.createElement(tag);
+  if (kind) box.className = kind;
   box.textContent = text;
   parent.append(box);
   return box;
+}
+
+const add = (kind, text, parent = at("talk")) => make("div", kind, text, parent);
+
+function button(text, parent, onClick) {
+  const made = make("button", "", text, parent);
+  made.type = "button";
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+function addParts(parts, parent) {
+  for (const part of parts) {
+    if (part.tag === "text") parent.append(part.text); else make(part.tag, "", part.text, parent);
+  }
+}
+
+function addBlocks(text, parent) {
+  for (const block of markdown(text)) {
+    if (block.tag === "pre") {
+      make("code", "", block.text, make("pre", "", "", parent)).dataset.language = block.language;
+    } else if (block.items) {
+      const list = make(block.tag, "", "", parent);
+      if (block.tag === "ol") list.start = block.start;
+      for (const item of block.items) addParts(item, make("li", "", "", list));
+    } else addParts(block.parts, make(block.tag, "", "", parent));
+  }
+}
+
+function fold(title, text, kind, parent, open) {
+  const folded = make("details", kind, "", parent);
+  folded.open = open;
+  make("summary", "", title, folded);
+  make("pre", "", text, folded);
+}
+
+// The answer in `box`: reasoning and calls of tools folded, text as Markdown. What a person has unfolded stays so.
+function showAnswer(box, message) {
+  const open = [...box.querySelectorAll("details")].map(folded => folded.open);
+  box.replaceChildren();
+  if (message.reasoning) fold("Reasoning", message.reasoning.trim(), "reasoning", box, open.shift() ?? false);
+  addBlocks(message.content.trimEnd(), box);
+  for (const call of message.calls ?? []) fold(`Call of ${call.name}`, call.arguments, "call", box, open.shift() ?? false);
+}
+
+async function copy(text, box) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else getSelection().selectAllChildren(box);  // without HTTPS there is no clipboard: it is selected, to be copied by hand
+}
+
+function showMessage(place) {
+  const message = chat.messages[place], isUser = message.role === "user";
+  const box = add(`said ${message.role}`, isUser ? message.content : "");
+  const acts = add(isUser ? "acts mine" : "acts", "");
+  if (isUser) button("Edit", acts, () => { editing = place; at("text").value = message.content; at("text").focus(); });
+  else {
+    showAnswer(box, message);
+    button("Copy", acts, () => copy(message.content, box));
+    button("Regenerate", acts, () => regenerate(place));
+  }
+  return box;
+}
+
+function show() {
+  at("talk").replaceChildren();
+  chat.messages.forEach((_, place) => showMessage(place));
+  toEnd();
+}
+
+// Chats are kept in this browser, each under a key of its own; where there is no storage, they end with the page.
+const KEPT = "moegraft chat ";
+
+function newChat() {
+  return {id: `${Date.now()} ${Math.random()}`, messages: []};
+}
+
+function keptChats() {
+  try {
+    return Object.keys(localStorage).filter(key => key.startsWith(KEPT)).map(key => JSON.parse(localStorage.getItem(key)))
+      .sort((a, b) => b.id.localeCompare(a.id));
+  } catch { return []; }
+}
+
+function keep() {
+  try { localStorage.setItem(KEPT + chat.id, JSON.stringify(chat)); } catch { /* no storage, or it is full */ }
+  showChats();
+}
+
+function showChats() {
+  const chats = keptChats(), list = at("chats");
+  list.replaceChildren();
+  if (!chats.some(one => one.id === chat.id)) chats.unshift(chat);
+  for (const one of chats) make("option", "", one.messages[0]?.content.slice(0, 40) || "New chat", list).value = one.id;
+  list.value = chat.id;
+  list.hidden = chats.length < 2;
+  at("drop").hidden = !chat.messages.length;
+}
+
+function open(other) {
+  stopper?.abort();
+  stopper = editing = null;
+  chat = other;
+  answering(false);
+  show();
+  showChats();
+  at("text").focus();
+}
+
+function drop() {
+  try { localStorage.removeItem(KEPT + chat.id); } catch { /* no storage */ }
+  open(newChat());
 }
 
 function atEnd() {
@@ -65,50 +177,66 @@ async function stream(reply, onEvent) {
   }
 }
 
-async function ask(text) {
-  const said = messages = [...messages, {role: "user", content: text}];
-  const question = add("said user", text), box = add("said assistant", ""), about = add("about", "");
+// Asks for an answer to the chat, whose last message is a question.
+async function ask() {
+  const mine = stopper = new AbortController(), here = chat, question = here.messages.at(-1);
+  const body = {messages: here.messages.map(({role, content}) => ({role, content})), stream: true, stream_options: {include_usage: true}};
+  const box = add("said assistant", ""), about = add("about", ""), answer = {role: "assistant", content: "", reasoning: "", calls: []};
   toEnd();
   const asked = performance.now();
-  let answer = "", first = null, pieces = 0, last = null;
-  const mine = stopper = new AbortController();
+  let first = null, pieces = 0, last = null, drawn = true, failure = "";
+  const draw = () => {
+    if (drawn) return;
+    drawn = true;
+    const follow = atEnd();
+    showAnswer(box, answer);
+    if (follow) toEnd();
+  };
   answering(true);
   const clock = setInterval(() => { about.textContent = liveLine(pieces, asked, first, performance.now()); }, 200);
+  const painter = setInterval(draw, 50);  // not for every piece: all of the answer is drawn again
   try {
-    const body = {messages: said, stream: true, stream_options: {include_usage: true}, ...(model ? {model} : {})};
-    const reply = await fetch("v1/chat/completions", {method: "POST", headers: headers(), body: JSON.stringify(body), signal: mine.signal});
+    const reply = await fetch("v1/chat/completions", {
+      method: "POST", headers: headers(), body: JSON.stringify({...body, ...(model ? {model} : {})}), signal: mine.signal,
+    });
     if (!reply.ok) throw await refusal(reply);
     await stream(reply, data => {
       if (data.error) throw new Error(data.error.message);
       if (data.usage) last = data;
-      const piece = data.choices[0]?.delta.content;
-      if (!piece) return;
-      const follow = atEnd();
+      const delta = data.choices[0]?.delta ?? {};
+      const calls = (delta.tool_calls ?? []).map(call => call.function);
+      if (!delta.content && !delta.reasoning_content && !calls.length) return;
       first ??= performance.now();
       pieces += 1;
-      answer += piece;
-      box.textContent = answer;
-      if (follow) toEnd();
+      answer.content += delta.content ?? "";
+      answer.reasoning += delta.reasoning_content ?? "";
+      answer.calls.push(...calls);
+      drawn = false;
     });
     if (!last) throw new Error("the answer broke off");
   } catch (error) {
-    if (messages === said) add("error", mine.signal.aborted ? "stopped" : error.message);
+    failure = mine.signal.aborted ? "stopped" : error.message;
   }
   clearInterval(clock);
+  clearInterval(painter);
   const finished = performance.now();
   if (stopper === mine) { stopper = null; answering(false); }
-  if (messages !== said) { about.remove(); return; }  // a new conversation was begun
-  if (!answer && !last) {  // the question was not answered: it is given back to be sent again
-    messages = said.slice(0, -1);
-    box.remove(); about.remove();
-    if (!at("text").value) { at("text").value = text; question.remove(); }
+  if (chat !== here) return;  // another chat was opened
+  about.remove();
+  box.remove();
+  if (!pieces && !last) {  // the question was not answered: it is given back to be sent again
+    here.messages.pop();
+    show();
+    at("text").value ||= question.content;
   } else {
-    messages = [...said, {role: "assistant", content: answer}];
-    box.textContent = answer.trimEnd();
-    about.textContent = last ? speedLine(last.usage, last.moegraft) : liveLine(pieces, asked, first, finished);
+    here.messages.push(answer);
+    keep();
+    showMessage(here.messages.length - 1);
+    add("about", last ? speedLine(last.usage, last.moegraft) : liveLine(pieces, asked, first, finished));
     const work = last ? workLine(last.moegraft) : "";
-    if (work) about.after(Object.assign(document.createElement("div"), {className: "about", textContent: work}));
+    if (work) add("about", work);
   }
+  if (failure) add("error", failure);
   toEnd();
   status();
 }
@@ -118,16 +246,17 @@ function send() {
   if (stopper || !text.trim()) return;
   draft = text;
   at("text").value = "";
-  ask(text);
+  if (editing !== null) { chat.messages = chat.messages.slice(0, editing); editing = null; show(); }
+  chat.messages.push({role: "user", content: text});
+  showMessage(chat.messages.length - 1);
+  ask();
 }
 
-function anew() {
-  stopper?.abort();
-  stopper = null;
-  messages = [];
-  answering(false);
-  at("talk").replaceChildren();
-  at("text").focus();
+function regenerate(place) {
+  if (stopper) return;
+  chat.messages = chat.messages.slice(0, place);
+  show();
+  ask();
 }
 
 at("form").addEventListener("submit", event => {
@@ -140,10 +269,15 @@ at("text").addEventListener("keydown", event => {
   if (event.key === "ArrowUp" && !at("text").value && draft) { event.preventDefault(); at("text").value = draft; }
 });
 document.addEventListener("keydown", event => {
-  if (event.key === "Escape") stopper?.abort();
+  if (event.key === "Escape") { stopper?.abort(); editing = null; }
 });
-at("anew").addEventListener("click", anew);
+at("anew").addEventListener("click", () => open(newChat()));
+at("chats").addEventListener("change", () => open(keptChats().find(one => one.id === at("chats").value) ?? newChat()));
+at("drop").addEventListener("click", drop);
 at("key").addEventListener("change", status);
 at("where").open = innerWidth >= 700 && innerHeight >= 600;  // what runs where, unless the screen is small
+chat = keptChats()[0] ?? chat;
+show();
+showChats();
 status();
 setInterval(status, 5000);

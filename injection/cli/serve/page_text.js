@@ -64,4 +64,51 @@ function statusLine(now) {
   return parts.join(" · ");
 }
 
-if (typeof module !== "undefined") module.exports = {splitEvents, liveLine, speedLine, workLine, statusLine};
+// A line of Markdown as parts: text, code, strong and em. Links stay text.
+function inline(line) {
+  const parts = [];
+  let from = 0;
+  for (const found of line.matchAll(/`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*/g)) {
+    if (found.index > from) parts.push({tag: "text", text: line.slice(from, found.index)});
+    const tag = found[1] !== undefined ? "code" : found[2] !== undefined ? "strong" : "em";
+    parts.push({tag, text: found[1] ?? found[2] ?? found[3]});
+    from = found.index + found[0].length;
+  }
+  if (from < line.length) parts.push({tag: "text", text: line.slice(from)});
+  return parts;
+}
+
+const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)\s*$/, HEADING = /^(#{1,6})\s+(.*)/, ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/, QUOTE = /^>\s?(.*)/;
+
+// Markdown as a list of blocks: pre, h1 to h6, ul, ol, blockquote and p. A fence that has not ended yet goes to the end.
+function markdown(text) {
+  const lines = text.split("\n"), blocks = [];
+  const isPlain = line => line.trim() && ![FENCE, HEADING, ITEM, QUOTE].some(kind => kind.test(line));
+  for (let at = 0; at < lines.length;) {
+    const fence = lines[at].match(FENCE), heading = lines[at].match(HEADING), item = lines[at].match(ITEM);
+    if (fence) {
+      const code = [], ends = line => line.startsWith(fence[1]) && !line.replaceAll(fence[1][0], "");
+      for (at++; at < lines.length && !ends(lines[at].trim()); at++) code.push(lines[at]);
+      at++;
+      blocks.push({tag: "pre", language: fence[2], text: code.join("\n")});
+    } else if (heading) {
+      blocks.push({tag: `h${heading[1].length}`, parts: inline(heading[2])});
+      at++;
+    } else if (item) {
+      const items = [], ordered = item[1] !== undefined;
+      for (let one; at < lines.length && (one = lines[at].match(ITEM)) && (one[1] !== undefined) === ordered; at++) items.push(inline(one[2]));
+      blocks.push({tag: ordered ? "ol" : "ul", start: ordered ? Number(item[1]) : 1, items});
+    } else if (QUOTE.test(lines[at])) {
+      const quoted = [];
+      for (let one; at < lines.length && (one = lines[at].match(QUOTE)); at++) quoted.push(one[1]);
+      blocks.push({tag: "blockquote", parts: inline(quoted.join("\n"))});
+    } else if (isPlain(lines[at])) {
+      const plain = [];
+      for (; at < lines.length && isPlain(lines[at]); at++) plain.push(lines[at]);
+      blocks.push({tag: "p", parts: inline(plain.join("\n"))});
+    } else at++;
+  }
+  return blocks;
+}
+
+if (typeof module !== "undefined") module.exports = {inline, markdown, splitEvents, liveLine, speedLine, workLine, statusLine};

@@ -1,46 +1,23 @@
-"""Requests and answers in the form of OpenAI's chat and text completions. Unsupported parameters are refused by name."""
+"""Requests in the form of OpenAI's chat completions, text completions and responses: pydantic models, and the one form behind the three.
+
+What is unsupported is refused by name, never ignored. OpenAPI's document is made from the models.
+"""
 
 from __future__ import annotations
 
 import json
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, ParsedDelta
-from moegraft.injection.cli.serve.job import Job, Piece, TokenScore
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-Kind = Literal["chat", "text"]
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+Kind = Literal["chat", "text", "response"]
 MOST_STOPS = 16
-# Unsupported parameters that would change the answer, with the values that mean "off".
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "functions": (None, []),
-    "suffix": (None, ""),
-    "audio": (None,),
-}
-OF_NO_EFFECT = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "reasoning_effort",
-    "modalities",
-    "safety_identifier",
-    "prompt_cache_key",
-    "verbosity",
-)
-TAKEN = (
-    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "echo"),
-    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar"),
-)
 MOST_ANSWERS = 16  # to one request
 MOST_LOGPROBS = 20
-KNOWN = {*TAKEN, "stream", "stream_options", *REFUSED, *OF_NO_EFFECT}
+SHOWN_ERRORS = 3  # of one request
 
 
 class RequestError(Exception):
@@ -53,13 +30,29 @@ class RequestError(Exception):
         self.param = param
 
 
+def refusal(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """Return the refusal of a body that pydantic refused for `errors`: 422 for what is unsupported, else 400."""
+    messages = []
+    kind, place = errors[0]["type"], errors[0]["loc"][1:]  # after "body"
+    if kind == "json_invalid":
+        return RequestError(400, "the body is not JSON")
+    if not place:  # of the body itself: a name with lone surrogates, or no object
+        unknown = kind == "string_unicode"
+        return RequestError(422 if unknown else 400, "unknown parameter" if unknown else "the body is not a JSON object")
+    for error in errors[:SHOWN_ERRORS]:
+        path = ".".join(str(part) for part in error["loc"][1:] if "[" not in str(part))[:200]  # without the branches of unions
+        messages.append(f"unknown parameter {path!r}" if error["type"] == "extra_forbidden" else f"{path}: {error['msg']}")
+    return RequestError(422 if kind in ("unsupported", "extra_forbidden") else 400, "; ".join(messages), param=str(place[0])[:60])
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request; None means the server's or the model's own value.
+    """A request in whichever form it came; None means the server's or the model's own value.
 
     Attributes:
         messages: as chat templates take them; calls of tools have their arguments as objects.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
+        forced_tools: names of tools of which the answer has to call one; empty: the model is free.
         single_tool_call: whether calls of tools after an answer's first are left out.
         form: the JSON Schema or the grammar that an answer follows; None: any text.
     """
@@ -85,387 +78,486 @@ class Request:
     logprobs: int | None = None
     echo: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
+    forced_tools: tuple[str, ...] = ()
     single_tool_call: bool = False
     form: dict[str, Any] | str | None = None
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """
-    Raises:
-        RequestError: the body is no JSON object.
-    """
+class Off:
+    """Marks an unsupported parameter that would change the answer: only the values that mean "off" are taken."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self._values), "description": "not supported"}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self._values:
+            raise PydanticCustomError("unsupported", "is not supported")
+        return value
+
+
+def _writable(value: Any) -> Any:
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, "the body is not JSON") from error
-    if not isinstance(data, dict):
-        raise RequestError(400, "the body is not a JSON object")
-    return data
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise PydanticCustomError("not_writable", "Input has lone surrogates, or is nested too deeply") from error
+    return value
 
 
-def read_request(kind: Kind, body: bytes) -> Request:
+Text = Annotated[str, AfterValidator(_writable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
+TokenNumber = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+StopText = Annotated[Text, Field(min_length=1)]
+NoEffect = Any  # a parameter that clients send and that cannot change this server's answers
+
+
+class Lenient(BaseModel):
+    """A part of a request, in which unknown fields are ignored: clients return what servers have sent them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Options(BaseModel):
+    """What all requests for answers take."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """0 samples from all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[TokenNumber, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    grammar: Text | None = None
+    """The answer's grammar, in llguidance's form of Lark."""
+    stream: bool | None = None
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    """Of no effect: nothing is stored."""
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what `Request` takes from all forms."""
+        same = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+        return {
+            **{name: getattr(self, name) for name in same},
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "stream": bool(self.stream),
+        }
+
+
+class TextFormat(Lenient):
+    type: Literal["text"]
+
+
+class JsonFormat(Lenient):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Lenient):
+    schema_: JsonObject = Field(alias="schema")
+
+
+class SchemaFormat(Lenient):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class FlatSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+FlatFormat = Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")]
+
+
+def _form(
+    form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
+) -> dict[str, Any] | str | None:
     """
     Raises:
-        RequestError: 400 for a malformed request, 422 for an unsupported one.
+        RequestError: the answer would have to follow two forms.
     """
-    data = read_object(body)
-    for name in data:
-        if name not in KNOWN:
-            shown = name[:60].encode(errors="replace").decode()  # a reply cannot hold the lone surrogates that JSON can
-            raise RequestError(422, f"unknown parameter {shown!r}", param=shown)
-        if name in REFUSED and data[name] not in REFUSED[name]:
-            raise RequestError(422, f"{name} is not supported", param=name)
-    options = _typed(data, "stream_options", dict) or {}
-    echo = kind == "text" and bool(_typed(data, "echo", bool))
-    asked_tokens = _number(data, "max_completion_tokens", 1, integer=True)
-    if asked_tokens is None:
-        asked_tokens = _number(data, "max_tokens", 0 if echo else 1, integer=True)
-    chooses_tools = _tool_choice(data)
-    return Request(
-        kind=kind,
-        model=_typed(data, "model", str),
-        messages=_messages(data) if kind == "chat" else [],
-        prompt=_prompt(data) if kind == "text" else "",
-        max_tokens=asked_tokens,
-        temperature=_number(data, "temperature", 0, 2),
-        top_p=_number(data, "top_p", 0, 1),
-        top_k=_number(data, "top_k", 0, integer=True),
-        seed=_number(data, "seed", -(1 << 63), (1 << 63) - 1, integer=True),
-        stop=_stops(data),
-        stream=bool(_typed(data, "stream", bool)),
-        include_usage=options.get("include_usage") is True,
-        n=_number(data, "n", 1, MOST_ANSWERS, integer=True) or 1,
-        min_p=_number(data, "min_p", 0, 1),
-        repetition_penalty=_number(data, "repetition_penalty", 0.01, 100),
-        presence_penalty=_number(data, "presence_penalty", -2, 2) or 0.0,
-        frequency_penalty=_number(data, "frequency_penalty", -2, 2) or 0.0,
-        logit_bias=_logit_bias(data),
-        logprobs=_logprobs(kind, data),
-        echo=echo,
-        tools=_tools(kind, data) if chooses_tools else [],
-        single_tool_call=_typed(data, "parallel_tool_calls", bool) is False,
-        form=_form(data),
-    )
-
-
-def _form(data: Mapping[str, Any]) -> dict[str, Any] | str | None:
-    asked, grammar = _typed(data, "response_format", dict) or {"type": "text"}, _typed(data, "grammar", str)
-    kind = asked.get("type")
-    if grammar is not None:
-        if kind != "text":
-            raise RequestError(400, "response_format and grammar contradict each other; give one of them", param="grammar")
-        return readable(grammar)
-    if kind == "text":
-        return None
-    if kind == "json_object":
+    if isinstance(form, TextFormat):
+        form = None
+    if (form is not None) + (grammar is not None) + bool(forced) > 1:
+        raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
+    if isinstance(form, JsonFormat):
         return {"type": "object"}
-    described = asked.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
-        message = (
-            "response_format is none of {'type': 'text'}, {'type': 'json_object'}, {'type': 'json_schema', 'json_schema': {'schema': ...}}"
-        )
-        raise RequestError(400, message, param="response_format")
-    return schema
+    if form is not None:
+        return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
+    return grammar
 
 
-def _logprobs(kind: Kind, data: Mapping[str, Any]) -> int | None:
-    if kind == "text":
-        found: int | None = _number(data, "logprobs", 0, MOST_LOGPROBS, integer=True)
-        return found
-    wanted, most = _typed(data, "logprobs", bool), _number(data, "top_logprobs", 0, MOST_LOGPROBS, integer=True)
-    if most and not wanted:
-        raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    return (most or 0) if wanted else None
+class TextPart(Lenient):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
 
 
-def _logit_bias(data: Mapping[str, Any]) -> dict[int, float]:
-    biases = _typed(data, "logit_bias", dict) or {}
-    try:
-        found = {int(token): float(bias) for token, bias in biases.items()}
-    except (TypeError, ValueError) as error:
-        raise RequestError(400, "logit_bias is not an object of tokens and numbers", param="logit_bias") from error
-    if not all(-100 <= bias <= 100 for bias in found.values()):
-        raise RequestError(400, "logit_bias has values outside of the range from -100 to 100", param="logit_bias")
-    return found
+Content = Text | list[TextPart]
 
 
-def _tools(kind: Kind, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = _typed(data, "tools", list) or []
-    if kind == "text" and tools:
-        raise RequestError(422, "tools are supported in chats only", param="tools")
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(400, "a tool is not of the form {'type': 'function', 'function': {'name': ...}}", param="tools")
-    return tools
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool_choice(data: Mapping[str, Any]) -> bool:
-    """Return whether the model may call tools."""
-    choice = data.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestError(422, "tool_choice can be 'auto' or 'none'; a call cannot be forced", param="tool_choice")
-    return choice != "none"
+def _arguments(value: Any) -> Any:
+    """Return the arguments of a call of a tool, which chat templates take as an object; servers send them as a string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("not_json", "Input should be a string with JSON") from error
+    return _writable(value)
 
 
-def _typed(data: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = data.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise RequestError(400, f"{name} is a {type(value).__name__}, not a {kind.__name__}", param=name)
-    return value
+class Called(Lenient):
+    name: Text
+    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(_arguments)] = None
 
 
-def _number(data: Mapping[str, Any], name: str, low: float, high: float | None = None, *, integer: bool = False) -> Any:
-    value = data.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
-        raise RequestError(400, f"{name} is not {'an integer' if integer else 'a number'}", param=name)
-    if not (value >= low and (high is None or value <= high)):  # NaN too
-        raise RequestError(400, f"{name} must be {f'{low} or more' if high is None else f'from {low} to {high}'}", param=name)
-    return value
+class ToolCall(Lenient):
+    id: Text | None = None
+    function: Called
 
 
-def _stops(data: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = data.get("stop")
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(400, "stop is neither a string nor a list of strings", param="stop")
-    if len(stops) > MOST_STOPS:
-        raise RequestError(422, f"stop has {len(stops)} strings; at most {MOST_STOPS} are supported", param="stop")
-    return tuple(stops)
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of the assistant."""
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("no_text", "a message has no text")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        if self.role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        return {**message, "content": _text(self.content or "")}
 
 
-def _messages(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    entries = data.get("messages")
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise RequestError(400, "messages is not a list of messages", param="messages")
-    messages = [_message(entry) for entry in entries]
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise RequestError(422, "the last message must be the user's or a tool's", param="messages")
+def _call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+class Function(Lenient):
+    name: Annotated[Text, Field(min_length=1)]
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def tool(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it."""
+        given = {name: getattr(self, name) for name in ("name", "description", "parameters")}
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class ToolName(Lenient):
+    name: Text
+
+
+class ToolChoice(Lenient):
+    type: Literal["function"]
+    function: ToolName
+
+
+class FlatToolChoice(ToolName):
+    type: Literal["function"]
+
+
+Choosing = Literal["auto", "none", "required"]
+
+
+def _tools(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
+    """
+    Raises:
+        RequestError: a tool has to be called that is not given.
+    """
+    names = [function.name for function in functions]
+    if isinstance(choice, ToolName) and choice.name not in names:
+        raise RequestError(400, f"tool_choice: there is no tool {choice.name[:80]!r}", param="tool_choice")
+    if choice == "required" and not names:
+        raise RequestError(400, "tool_choice: there are no tools of which one could be called", param="tool_choice")
+    return {
+        "tools": [] if choice == "none" else [function.tool() for function in functions],
+        "forced_tools": (choice.name,) if isinstance(choice, ToolName) else tuple(names) if choice == "required" else (),
+        "single_tool_call": parallel is False or isinstance(choice, ToolName),
+    }
+
+
+class StreamOptions(Lenient):
+    include_usage: bool | None = None
+
+
+class Completion(Options):
+    """What chat and text completions take."""
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    best_of: Annotated[Any, Off(None, 1)] = None
+
+    def _shared(self) -> dict[str, Any]:
+        options = self.stream_options or StreamOptions()
+        return {**super()._shared(), "n": self.n or 1, "include_usage": bool(options.include_usage)}
+
+
+def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any]]:
+    """
+    Raises:
+        RequestError: the last message is not one to answer.
+    """
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise RequestError(422, f"{param}: the last message must be the user's or a tool's", param=param)
     return messages
 
 
-def _message(entry: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = entry.get("role"), entry.get("content")
-    if not isinstance(role, str):
-        raise RequestError(400, "a message has no role", param="messages")
-    if role not in ROLES:
-        raise RequestError(422, f"messages of role {role[:40]!r} are not supported", param="messages")
-    message: dict[str, Any] = {"role": ROLES[role]}
-    if role == "assistant" and entry.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(entry["tool_calls"])
-        content = content or ""
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(entry.get(name), str):
-            message[name] = readable(entry[name])
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise RequestError(400, "a message's content is not a list of parts", param="messages")
-        if any(part.get("type") != "text" for part in content):
-            raise RequestError(422, "only text is supported in messages", param="messages")
-        texts = [part.get("text") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str):
-        raise RequestError(400, "a message has no text", param="messages")
-    return {**message, "content": readable(content)}
+class ChatBody(Completion):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choosing | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Off(None, [])] = None
+    audio: Annotated[Any, Off(None)] = None
+    modalities: NoEffect = None
+    reasoning_effort: NoEffect = None
+    verbosity: NoEffect = None
+
+    def request(self) -> Request:
+        """
+        Raises:
+            RequestError: parameters contradict each other, or the conversation has nothing to answer.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        choice = self.tool_choice.function if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
+        tools = _tools([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
+        return Request(
+            kind="chat",
+            **self._shared(),
+            messages=_last_asks([message.for_template() for message in self.messages], "messages"),
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **tools,
+            form=_form(self.response_format, self.grammar, tools["forced_tools"]),
+        )
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    found = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        call = call if isinstance(call, dict) else {}
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(400, "a call of a tool has no function with a name", param="messages")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(readable(arguments) or "{}")
-            except (ValueError, RecursionError) as error:
-                raise RequestError(400, f"the arguments of a call of {function['name'][:60]!r} are not JSON", param="messages") from error
-        found.append({"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}})
-    return found
+Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-def _prompt(data: Mapping[str, Any]) -> str | list[int]:
-    prompt = data.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return readable(prompt)
-    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
-        raise RequestError(422, "several prompts in one request are not supported; send one at a time", param="prompt")
-    raise RequestError(400, "prompt is neither text nor a list of tokens", param="prompt")
+class TextBody(Completion):
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1)]
+    """Text or tokens, or a list of one of them."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: Annotated[Any, Off(None, "")] = None
+
+    def request(self) -> Request:
+        """
+        Raises:
+            RequestError: there are several prompts, or no tokens are asked for.
+        """
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise RequestError(422, "prompt: several prompts in one request are not supported; send one at a time", param="prompt")
+            prompt = prompt[0]
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(400, "max_tokens: 0 tokens can be asked for with echo only", param="max_tokens")
+        return Request(
+            kind="text",
+            **self._shared(),
+            prompt=prompt,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            echo=bool(self.echo),
+            form=_form(self.response_format, self.grammar),
+        )
 
 
-def readable(text: str) -> str:
-    """Return `text`.
-
-    Raises:
-        RequestError: it is not valid Unicode.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(400, "the text has lone surrogates, which are not valid Unicode") from error
-    return text
+class InputMessage(Lenient):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
 
 
-class Choice:
-    """One answer to a request, as its pieces arrive: text, reasoning, calls of tools and scores of tokens.
+class InputCall(Lenient):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Annotated[str, AfterValidator(_arguments)]
 
-    Args:
-        parser: finds reasoning and calls of tools in the text; None if the model's templates mark none.
-        before: text that the answer begins with.
-    """
 
-    def __init__(self, kind: Kind, index: int, job: Job, spell: Callable[[int], str], parser: AnswerParser | None, before: str) -> None:
-        self.kind = kind
-        self.index = index
-        self.job = job
-        self.text = self.reasoning = ""
-        self.tool_calls: list[dict[str, Any]] = []
-        self._spell = spell
-        self._parser = parser
-        self._before = before
-        self._scores: list[TokenScore] = []
-        self._offset = 0  # in the text, of the next token with a score
-        self._started = False
+class InputResult(Lenient):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+
+
+class ReasoningPart(Lenient):
+    text: Text
+
+
+class InputReasoning(Lenient):
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+
+
+def _item_type(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+class TextOptions(Lenient):
+    format: FlatFormat | None = None
+
+
+class ResponseBody(Options):
+    """A request to `/v1/responses`. Nothing is stored: each request has the whole conversation."""
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Choosing | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Annotated[Any, Off(None)] = None
+    conversation: Annotated[Any, Off(None)] = None
+    background: Annotated[Any, Off(None, False)] = None
+    prompt: Annotated[Any, Off(None)] = None
+    truncation: Annotated[Any, Off(None, "disabled")] = None
+    top_logprobs: Annotated[Any, Off(None, 0)] = None
+    include: NoEffect = None
+    max_tool_calls: NoEffect = None
+    reasoning: NoEffect = None
+    stream_options: NoEffect = None
+
+    def request(self) -> Request:
+        """
+        Raises:
+            RequestError: parameters contradict each other, or the conversation has nothing to answer.
+        """
+        tools = _tools(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        return Request(
+            kind="response",
+            **self._shared(),
+            messages=_last_asks(self._messages(), "input"),
+            max_tokens=self.max_output_tokens,
+            **tools,
+            form=_form(self.text.format if self.text else None, self.grammar, tools["forced_tools"]),
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the items as messages; reasoning and calls of tools become parts of the assistant's message around them."""
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        reasoning = ""
+        for item in self.input:
+            if isinstance(item, InputReasoning):
+                reasoning += "".join(part.text for part in item.content or [])
+            elif isinstance(item, InputResult):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            elif isinstance(item, InputMessage):
+                messages.append({"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)})
+            else:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
+            if reasoning and messages and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = reasoning
+                reasoning = ""
+        return messages
+
+
+class TokenizeBody(Lenient):
+    """Text as `prompt` (or as `content`, as llama.cpp names it), or `messages` by the chat template."""
+
+    prompt: Text | None = None
+    content: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TokenizeBody:
+        if self.prompt is None and self.content is None and self.messages is None:
+            raise PydanticCustomError("no_text", "one of prompt, content and messages is needed")
+        return self
 
     @property
-    def finish_reason(self) -> str | None:
-        return "tool_calls" if self.tool_calls and self.job.ending == "stop" else self.job.ending
+    def text(self) -> str | None:
+        return self.content if self.prompt is None else self.prompt
 
-    def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Take the next piece, and return the parts of the answer that a stream sends for it."""
-        parts: list[dict[str, Any]] = []
-        scores, before = list(piece.scores), ""
-        if not self._started:
-            self._started = True
-            scores, before = [*self.job.prompt_scores, *scores], self._before
-            if self.kind == "chat":
-                parts.append(self._part({"delta": {"role": "assistant", "content": ""}}, []))
-        if self.kind == "text" or self._parser is None:
-            text = before + piece.text
-            self.text += text
-            if text or scores:
-                parts.append(self._part({"text": text} if self.kind == "text" else {"delta": {"content": text}}, scores))
-        else:
-            for delta in self._parser.feed(piece.text, last=piece.ending is not None):
-                parts.append(self._part({"delta": self._parsed(delta)}, scores))
-                scores = []
-            if scores:
-                parts.append(self._part({"delta": {}}, scores))
-        if piece.ending is not None:
-            empty: dict[str, Any] = {"text": ""} if self.kind == "text" else {"delta": {}}
-            parts.append({**self._part(empty, []), "finish_reason": self.finish_reason})
-        return parts
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added; llama.cpp adds none unless it is asked to."""
+        given = self.add_special if self.add_special_tokens is None else self.add_special_tokens
+        return self.prompt is not None if given is None else given
 
-    def whole(self) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": self.index, "logprobs": self._logprobs(self._scores, 0), "finish_reason": self.finish_reason}
-        if self.kind == "text":
-            return {**choice, "text": self.text}
-        message: dict[str, Any] = {"role": "assistant", "content": self.text if self.text or not self.tool_calls else None}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        return {**choice, "message": message}
-
-    def _part(self, content: Mapping[str, Any], scores: list[TokenScore]) -> dict[str, Any]:
-        offset = self._offset
-        self._offset += sum(len(self._spell(score.token)) for score in scores)
-        self._scores += scores
-        return {"index": self.index, **content, "logprobs": self._logprobs(scores, offset), "finish_reason": None}
-
-    def _parsed(self, delta: ParsedDelta) -> dict[str, Any]:
-        if delta.kind == "content":
-            self.text += delta.text
-            return {"content": delta.text}
-        if delta.kind == "reasoning":
-            self.reasoning += delta.text
-            return {"reasoning_content": delta.text}
-        function = {"name": delta.name, "arguments": delta.text}
-        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        self.tool_calls.append(call)
-        return {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}
-
-    def _logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
-        if self.job.ask.logprobs is None or not scores:
-            return None
-        if self.kind == "text":
-            texts = [self._spell(score.token) for score in scores]
-            return {
-                "tokens": texts,
-                "token_logprobs": [score.logprob for score in scores],
-                "top_logprobs": [
-                    None if score.logprob is None else {self._spell(token): value for token, value in score.top} for score in scores
-                ],
-                "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
-            }
-
-        def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._spell(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        return {"content": [{**entry(s.token, s.logprob), "top_logprobs": [entry(*top) for top in s.top]} for s in scores]}
+    def request(self) -> Request:
+        return ChatBody(model=None, messages=self.messages or [], tools=self.tools).request()
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The answers to one request in OpenAI's form."""
-
-    kind: Kind
-    model: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        head = self._head("text_completion" if self.kind == "text" else "chat.completion")
-        jobs = [choice.job for choice in choices]
-        return {**head, "choices": [choice.whole() for choice in choices], "usage": usage(jobs), "moegraft": figures(jobs[0])}
-
-    def chunk(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a part of an answer as a chunk of the stream."""
-        return {**self._chunk_head(), "choices": [part]}
-
-    def usage_chunk(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        return {**self._chunk_head(), "choices": [], "usage": usage(jobs), "moegraft": figures(jobs[0])}
-
-    def _chunk_head(self) -> dict[str, Any]:
-        return self._head("text_completion" if self.kind == "text" else "chat.completion.chunk")
-
-    def _head(self, form: str) -> dict[str, Any]:
-        prefix = "cmpl" if self.kind == "text" else "chatcmpl"
-        return {"id": f"{prefix}-{self.id}", "object": form, "created": self.created, "model": self.model}
-
-
-def usage(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the tokens of the answers and of their common prompt."""
-    prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].kept_tokens},
-    }
-
-
-def figures(job: Job) -> dict[str, Any]:
-    """Return figures beyond OpenAI's interface: the server's times, and the model's work for the answer."""
-    first_ms, rate = job.first_token_ms, job.tokens_per_s
-    return {
-        "first_token_ms": None if first_ms is None else round(first_ms, 2),
-        "tokens_per_second": None if rate is None else round(rate, 2),
-        "together": job.together,
-        "work": job.work or {},
-    }
+class DetokenizeBody(Lenient):
+    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

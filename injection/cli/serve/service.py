@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,15 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
+from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, open_texts
-from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars
+from moegraft.injection.cli.serve.constraints import Constraint, Grammars, with_whitespace
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
-from moegraft.injection.cli.serve.metrics import work_counts
-from moegraft.injection.cli.serve.protocol import Choice, Request, RequestError, read_request, readable
+from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
 from moegraft.operators.cache_form import token_bytes
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,14 @@ class Service:
         self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
         self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
-        most_of_client = limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8))
-        decoder = self._decoder()
-        self.engine = Engine(decoder, max_queue=limits.max_queue, max_client=most_of_client, counts=lambda: work_counts(loaded.model))
+        self.metrics = Metrics(self)
+        self.engine = Engine(
+            self._decoder(),
+            max_queue=limits.max_queue,
+            max_client=limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8)),
+            counts=partial(work_counts, loaded.model),
+            metrics=self.metrics,
+        )
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits
@@ -117,69 +122,74 @@ class Service:
         tokenizer = self.loaded.tokenizer
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
-        template = self._response_template if request.kind == "chat" else None
+        template = None if request.kind == "text" else self._response_template
         found = []
         for index in range(request.n):
+            parser = None
+            if template is not None:
+                prompt = str(tokenizer.decode(token_ids))
+                parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
+            constraint = self._constraint(request, reasoning=parser is not None and parser.begun_reasoning)
             job = Job(
                 own,
                 tokenizer,
                 self.ends,
                 partial(listener, index),
                 raw=template is not None,
-                constraint=self._constraint(request),
+                constraint=constraint,
                 client=client,
                 scope=scope,
             )
-            parser = None
-            if template is not None:
-                prompt = str(tokenizer.decode(token_ids))
-                parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
             before = ""
             if request.echo:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
             found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
         return found
 
-    def _constraint(self, request: Request) -> Constraint | None:
-        """
+    def _constraint(self, request: Request, *, reasoning: bool) -> Constraint | None:
+        """Return the form that an answer has to follow, after the reasoning that the prompt has begun.
+
         Raises:
-            RequestError: the grammar or the schema cannot be followed.
+            RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
         """
-        if request.form is None:
-            return None
-        name = "grammar" if isinstance(request.form, str) else "response_format"
+        form, name = request.form, "grammar" if isinstance(request.form, str) else "response_format"
         try:
-            return self._grammars.constraint(request.form)
-        except GrammarError as error:
+            if request.forced_tools:
+                name = "tool_choice"
+                tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
+                form = self._call_grammar().calls(tools, single=request.single_tool_call, reasoning=reasoning)
+            elif reasoning and isinstance(form, dict):
+                form = self._call_grammar().after_reasoning(with_whitespace(form))
+            return None if form is None else self._grammars.constraint(form)
+        except ValueError as error:
             raise RequestError(422, f"{name}: {error}", param=name) from error
 
-    def tokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tokens of `prompt` (or `content`, as llama.cpp names it), or of `messages` by the chat template.
+    def _call_grammar(self) -> CallGrammar:
+        assert self._response_template is not None, "tools and reasoning are refused without it"
+        added = self.loaded.tokenizer.added_tokens_decoder
+        return CallGrammar(self._response_template, {str(token): number for number, token in added.items()})
+
+    def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
+        """Return the tokens of a text, or of messages by the chat template.
 
         Raises:
-            RequestError: there is no text.
+            RequestError: the model cannot take the messages.
         """
-        if asked.get("messages"):
-            request = read_request("chat", json.dumps({"messages": asked["messages"], "tools": asked.get("tools") or []}).encode())
-            token_ids = self._token_ids(request)
+        if asked.text is None:
+            token_ids = self._token_ids(asked.request())
         else:
-            text = asked.get("prompt", asked.get("content"))
-            if not isinstance(text, str):
-                raise RequestError(400, "prompt is not text", param="prompt")
-            special = asked.get("add_special_tokens", asked.get("add_special", "prompt" in asked))
-            token_ids = list(self.loaded.tokenizer(readable(text), add_special_tokens=bool(special))["input_ids"])
+            token_ids = list(self.loaded.tokenizer(asked.text, add_special_tokens=asked.special)["input_ids"])
         return {"tokens": token_ids, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
 
-    def detokenize(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         """
         Raises:
-            RequestError: `tokens` are not this model's.
+            RequestError: the tokens are not this model's.
         """
-        tokens = asked.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in tokens):
-            raise RequestError(400, f"tokens is not a list of numbers from 0 to {self._vocabulary - 1}", param="tokens")
-        text = str(self.loaded.tokenizer.decode(tokens))
+        if not all(token < self._vocabulary for token in asked.tokens):
+            raise RequestError(400, f"tokens: there are tokens above {self._vocabulary - 1}", param="tokens")
+        text = str(self.loaded.tokenizer.decode(asked.tokens))
         return {"prompt": text, "content": text}
 
     def _token_ids(self, request: Request) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from urllib.request import urlopen
 import pytest
 from support import ROOT
 from support.browser import Tab, browsing, find_chromium
-from support.serving import PATIENCE_S, Server, serving, until
+from support.serving import CALL, PATIENCE_S, Server, scripted, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.app import chat_page
@@ -129,6 +130,32 @@ def test_a_stream_in_any_pieces_is_the_same_events() -> None:
         " events.push(...one.events); } found.push(JSON.stringify([events, held])); } return [...new Set(found)]; })"
     )
     assert run_node(f"{code}({json.dumps(stream)})") == ['[[{"a":"x\\ndata: y"},{"b":"<&>"}],""]']
+
+
+@with_node
+def test_markdown_becomes_a_tree_of_known_tags() -> None:
+    text = "# A *b*\n\none `<i>` **two**\nthree\n- x\n- y\n3. z\n> q\n```py\n<img src=x>\n# no heading\n```\nafter\n~~~\nopen"
+    blocks = run_node(f"page.markdown({json.dumps(text)})")
+    assert [block["tag"] for block in blocks] == ["h1", "p", "ul", "ol", "blockquote", "pre", "p", "pre"]
+    assert blocks[0]["parts"] == [{"tag": "text", "text": "A "}, {"tag": "em", "text": "b"}]
+    assert [part["tag"] for part in blocks[1]["parts"]] == ["text", "code", "text", "strong", "text"]
+    assert blocks[3]["start"] == 3 and [item[0]["text"] for item in blocks[2]["items"]] == ["x", "y"]
+    assert blocks[5] == {"tag": "pre", "language": "py", "text": "<img src=x>\n# no heading"} and blocks[7]["text"] == "open"
+
+
+@with_node
+def test_no_text_is_lost_or_makes_another_tag() -> None:
+    """Random mixtures of what means something in Markdown and in HTML."""
+    drawn = random.Random(0)
+    signs = ["*", "**", "`", "```", "\n", "\n\n", "- ", "1. ", "# ", "> ", "~~~", "<script>", "a", "b c", " ", "&lt;"]
+    texts = ["".join(drawn.choice(signs) for _ in range(drawn.randrange(30))) for _ in range(300)]
+    known = {"pre", "ul", "ol", "blockquote", "p", *(f"h{level}" for level in range(1, 7))}
+    for text, blocks in zip(texts, run_node(f"{json.dumps(texts)}.map(page.markdown)"), strict=True):
+        parts = [part for block in blocks for parts in block.get("items", [block.get("parts", [])]) for part in parts]
+        assert {block["tag"] for block in blocks} <= known and {part["tag"] for part in parts} <= {"text", "code", "strong", "em"}
+        shown = "".join(part["text"] for part in parts) + "".join(block.get("language", "") + block.get("text", "") for block in blocks)
+        for word in ("<script>", "a", "&lt;"):
+            assert shown.count(word) == text.count(word), text
 
 
 @pytest.fixture(scope="module")
@@ -250,5 +277,86 @@ def test_the_page_asks_for_a_key_and_shows_errors(tab: Tab, loaded: LoadedModel)
         tab.press("Enter")
         tab.until(f"{IDLE} && {ABOUT}.some(line => line.includes('5 tokens made'))")
         say(tab, "x" * 400)
-        tab.until("[...document.querySelectorAll('.error')].some(box => box.textContent.includes('longer than the 300 bytes'))")
+        tab.until("[...document.querySelectorAll('.error')].some(box => box.textContent.includes('limit of 300 bytes'))")
         assert tab.value(f"{SAID}.length") == 2, "the conversation stands as it was"
+
+
+ANSWER = "<think>\nRome? <b>hm</b></think>Look:\n\n```py\nprint('<img src=x onerror=document.title=1>')\n```\n- *one*\n" + CALL
+
+
+def press(tab: Tab, label: str, place: int = 0) -> None:
+    tab.value(f"[...document.querySelectorAll('.acts button')].filter(one => one.textContent === '{label}').at({place}).click()")
+
+
+@with_chromium
+def test_reasoning_calls_and_code_are_shown_safely_and_kept(tab: Tab, loaded: LoadedModel) -> None:
+    tab.look(width=900, height=700)
+    tab.errors.clear()
+    with scripted(loaded, ANSWER) as server:
+        tab.open(f"{server.address}/")
+        tab.until("document.getElementById('model').textContent === 'scripted'")
+        say(tab, "weather?")
+        tab.until(f"{IDLE} && {ABOUT}.some(line => line.includes('tokens made'))")
+
+        def check() -> None:
+            folded = "[...document.querySelectorAll('.said details')].map(one => [one.open, one.innerText, one.lastChild.textContent])"
+            (thought, call) = tab.value(folded)
+            assert thought == [False, "Reasoning", "Rome? <b>hm</b>"]
+            assert call[:2] == [False, "Call of weather"] and json.loads(call[2]) == {"city": "Rome"}
+            assert tab.value("document.querySelector('.said pre code').textContent") == "print('<img src=x onerror=document.title=1>')"
+            assert tab.value("document.querySelector('.said ul li em').textContent") == "one"
+            assert tab.value("document.querySelectorAll('.said img, .said b, .said script').length") == 0
+            assert tab.value("document.title") == "moegraft"
+
+        check()
+        tab.open(f"{server.address}/health")
+        tab.open(f"{server.address}/")
+        tab.until(f"{SAID}.length === 2")
+        check()
+        assert tab.errors == []
+
+
+@with_chromium
+def test_answers_are_copied_regenerated_and_questions_edited(tab: Tab, server: Server) -> None:
+    tab.open(f"{server.address}/")
+    tab.until("document.getElementById('model').textContent === 'tiny'")
+    tab.value("document.getElementById('anew').click()")
+    say(tab, "first question")
+    tab.until(f"{IDLE} && {SAID}.length === 2 && {SAID}[1].length === 60")
+    first = tab.value(SAID)
+    tab.value("navigator.clipboard.writeText = async text => { window.copied = text; }")
+    press(tab, "Copy")
+    assert tab.until("window.copied") == first[1]
+    say(tab, "second question")
+    tab.until(f"{IDLE} && {SAID}.length === 4 && {SAID}[3].length === 60")
+    second = tab.value(SAID)
+    press(tab, "Regenerate", -1)
+    tab.until(f"{IDLE} && {SAID}.length === 4 && {SAID}[3].length === 60 && {ABOUT}.length === 1")
+    assert tab.value(SAID) == second, "the model is greedy"
+    press(tab, "Edit", 0)
+    assert tab.value("document.getElementById('text').value") == "first question"
+    tab.value("document.getElementById('text').value = ''")
+    say(tab, "another")
+    tab.until(f"{IDLE} && {SAID}.length === 2 && {SAID}[1].length === 60")
+    assert tab.value(SAID)[0] == "another" and tab.value(SAID)[1] != first[1]
+
+
+@with_chromium
+def test_chats_are_kept_in_the_browser_until_they_are_deleted(tab: Tab, loaded: LoadedModel) -> None:
+    with serving(loaded, Limits(max_tokens=5)) as server:
+        tab.open(f"{server.address}/")
+        for question in ("one", "two"):
+            tab.value("document.getElementById('anew').click()")
+            say(tab, question)
+            tab.until(f"{IDLE} && {SAID}.length === 2 && {SAID}[1].length === 5")
+        listed = "[...document.getElementById('chats').options].map(one => one.textContent)"
+        assert tab.value(listed) == ["two", "one"]
+        pick = "const list = document.getElementById('chats'); list.selectedIndex = 1; list.dispatchEvent(new Event('change'))"
+        tab.value(f"(() => {{ {pick} }})()")
+        assert tab.value(SAID)[0] == "one"
+        tab.value("document.getElementById('drop').click()")
+        assert tab.value(SAID) == []
+        tab.open(f"{server.address}/health")
+        tab.open(f"{server.address}/")
+        tab.until(f"{SAID}.length === 2")
+        assert tab.value(SAID)[0] == "two" and tab.value("document.getElementById('chats').hidden"), "one chat needs no list"

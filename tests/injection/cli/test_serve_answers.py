@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -17,17 +16,13 @@ from urllib.request import Request, urlopen
 import jsonschema
 import pytest
 import torch
-from support.serving import PATIENCE_S, Server, ask, openai, serving, until
+from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until, with_tools
+from tokenizers import AddedToken
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, response_template
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
+from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.service import Limits
-
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -124,33 +119,6 @@ def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: 
         ask(server, "hello", logprobs=True)
 
 
-@contextmanager
-def scripted(loaded: LoadedModel, text: str) -> Iterator[Server]:
-    """Serve a model whose chat template has tools, and which always answers `text`."""
-    tokenizer = copy.deepcopy(loaded.tokenizer)
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
-        "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}<assistant>"
-    )
-    answer = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    began = []
-
-    def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        position = kwargs["past_key_values"].get_seq_length()
-        if kwargs.get("position_ids") is None:
-            began[:] = [position]
-        output.logits[:] = 0
-        output.logits[..., answer[position - began[0]]] = 100
-
-    hook = loaded.model.register_forward_hook(script, with_kwargs=True)
-    try:
-        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: [])) as server:
-            yield server
-    finally:
-        hook.remove()
-
-
 def test_calls_of_tools_and_reasoning_are_found(loaded: LoadedModel) -> None:
     with scripted(loaded, f"<think>\nRome?</think>I look.{CALL}") as server:
         choice = ask(server, "weather?", tools=[WEATHER], max_tokens=200).choices[0]
@@ -194,6 +162,91 @@ def test_what_a_template_cannot_take_is_refused(loaded: LoadedModel) -> None:
         server.service.loaded.tokenizer.chat_template += "{{ messages[0].tool_calls[0].function.arguments | length + none }}"
         with pytest.raises(openai.UnprocessableEntityError, match="chat template refuses"):
             server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=5)
+
+
+LOOK_UP = copy.deepcopy(WEATHER)
+LOOK_UP["function"] = {
+    "name": "look_up",
+    "parameters": {"type": "object", "properties": {"id": {"enum": [1, 22]}}, "required": ["id"], "additionalProperties": False},
+}
+SHORT = copy.deepcopy(WEATHER)
+SHORT["function"]["parameters"] = {  # type: ignore[index]
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
+def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"tools": [LOOK_UP, SHORT], "max_tokens": 600, "temperature": 1.3, "parallel_tool_calls": False}
+    with with_tools(loaded, template) as server:
+        assert ask(server, "weather?", **options).choices[0].message.tool_calls is None, "of itself it calls nothing"
+        for seed in range(4):
+            choice = ask(server, "weather?", tool_choice="required", seed=seed, **options).choices[0]
+            [call] = choice.message.tool_calls
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+            tool = {"look_up": LOOK_UP, "weather": SHORT}[call.function.name]
+            jsonschema.validate(json.loads(call.function.arguments), tool["function"]["parameters"])  # type: ignore[index]
+        for name in ("look_up", "weather"):
+            named: Any = {"type": "function", "function": {"name": name}}
+            [call] = ask(server, "weather?", tool_choice=named, **options).choices[0].message.tool_calls
+            assert call.function.name == name
+        [delta] = [
+            call
+            for chunk in ask(server, "weather?", tool_choice="required", stream=True, **options)
+            for call in chunk.choices[0].delta.tool_calls or []
+        ]
+        assert delta.function.name in ("look_up", "weather") and json.loads(delta.function.arguments) is not None
+
+
+def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
+    """Of its own, or begun by the prompt; JSON by a schema follows reasoning that the prompt has begun, too."""
+    text = f"<think>\nRome?</think>\n{CALL}"
+    with scripted(loaded, text) as server:
+        message = ask(server, "weather?", tools=[WEATHER], tool_choice="required", max_tokens=200).choices[0].message
+        assert message.reasoning_content.strip() == "Rome?" and message.tool_calls[0].function.name == "weather"
+    for answer, options in (
+        (f"Rome?</think>\n\n{CALL}", {"tools": [WEATHER], "tool_choice": "required"}),
+        ('Rome?</think>\n{"city": "Rome", "degrees": 7}', {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ):
+        with scripted(loaded, answer, opening="<|im_start|>assistant\n<think>\n") as server:
+            message = ask(server, "weather?", max_tokens=200, extra_body=options).choices[0].message
+            assert message.reasoning_content.strip() == "Rome?"
+            assert message.tool_calls[0].function.name == "weather" if "tools" in options else json.loads(message.content)["degrees"] == 7
+
+
+def test_a_call_that_cannot_be_forced_is_refused(loaded: LoadedModel) -> None:
+    inline = copy.deepcopy(IN_MARK)
+    inline["fields"]["tool_calls"] |= {"content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>a)(?P<value>b)"}}  # type: ignore[index]
+    with with_tools(loaded, inline) as server:
+        for options, message in (
+            ({"tool_choice": "required"}, "tool_choice: the model's response template does not define how a call is written"),
+            ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice: there is no tool 'other'"),
+            ({"tool_choice": "required", "tools": []}, "tool_choice: there are no tools"),
+            ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),
+        ):
+            with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=message):
+                ask(server, "weather?", extra_body={"tools": [WEATHER], **options})
+
+
+def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> None:
+    tokenizer: Any = copy.deepcopy(loaded.tokenizer)
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
+    template = response_template(loaded.model, tokenizer)
+    assert template is not None
+    grammar = CallGrammar(template, {mark: tokenizer.convert_tokens_to_ids(mark) for mark in marks})
+    forms = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    for reasoning, text in ((False, f"<think>hm</think>\n{CALL}"), (False, CALL), (True, f"hm</think>{CALL}"), (False, f"{CALL}\n{CALL}")):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.convert_tokens_to_ids("<tool_call>") in ids
+        constraint = forms.constraint(grammar.calls([WEATHER], single=False, reasoning=reasoning))
+        for end in range(len(ids)):
+            allowed = constraint.restrict(torch.zeros(len(tokenizer)), ids[:end])
+            assert allowed[ids[end]] == 0, f"{text[:end]!r} can go on"
+        assert constraint.restrict(torch.zeros(len(tokenizer)), ids)[tokenizer.eos_token_id] == 0, "and end"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -279,14 +332,6 @@ def test_a_full_queue_refuses_before_it_reads_the_body(loaded: LoadedModel) -> N
         hook.remove()
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "degrees": {"type": "integer", "minimum": -9, "maximum": 9}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
-}
-
-
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> None:
     """The model is random and writes lowercase letters, so that any JSON comes from the constraint alone."""
@@ -315,7 +360,7 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
     [
         ({"grammar": "start: other"}, "unknown name"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strnig"}}}}, "strnig"),
-        ({"response_format": {"type": "xml"}}, "response_format is none of"),
+        ({"response_format": {"type": "xml"}}, "response_format: .*'xml'"),
         ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "contradict"),
     ],
 )

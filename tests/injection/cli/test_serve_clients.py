@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -9,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -16,7 +19,8 @@ from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, 
 
 from moegraft.injection.cli.commands.serve import ServeOptions
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.cli.serve.app import make_app
+from moegraft.injection.cli.serve.service import Limits, Service
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -30,9 +34,13 @@ def server(loaded: LoadedModel) -> Iterator[Server]:
     hook.remove()
 
 
-def connect(server: Server) -> socket.socket:
+def connect_address(server: Server) -> tuple[str, int]:
     host, port = server.address.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    return host, int(port)
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(connect_address(server), timeout=PATIENCE_S)
 
 
 def request(tokens: int, *, stream: bool) -> bytes:
@@ -83,6 +91,42 @@ def test_a_stream_that_openais_client_closes_is_answered_no_further(server: Serv
     assert engine.endings["cancelled"] == 1 and engine.completion_tokens < 1000
 
 
+def test_a_stream_that_never_starts_is_answered_no_further(loaded: LoadedModel) -> None:
+    """The client leaves before the head of the answer is sent."""
+    body = json.dumps({"messages": messages("hello there"), "max_tokens": 2000, "stream": True}).encode()
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    service = Service(loaded, Limits())
+
+    async def visit() -> None:
+        sent, gone = False, asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            gone.set()
+            raise ConnectionResetError
+
+        headers = [(b"host", b"x"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        with pytest.raises(ConnectionResetError):
+            await make_app(service)({**scope, "query_string": b"", "http_version": "1.1"}, receive, send)  # type: ignore[arg-type]
+        while not service.engine.endings["cancelled"] + service.engine.endings["length"]:
+            await asyncio.sleep(0.01)
+
+    try:
+        asyncio.run(visit())
+        assert service.engine.endings["cancelled"] == 1 and service.engine.completion_tokens < 1000
+    finally:
+        hook.remove()
+        service.close()
+
+
 def test_who_leaves_the_queue_makes_room_in_it(loaded: LoadedModel) -> None:
     hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
     try:
@@ -117,6 +161,84 @@ def test_who_vanishes_while_asking_leaves_nothing_behind(server: Server, sent: b
         client.sendall(sent)
     assert ask(server, "hello", max_tokens=2).choices[0].message.content
     assert quiet(server)
+
+
+def closed(client: socket.socket) -> bool:
+    """Whether the server has closed the connection."""
+    try:
+        return client.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_idle_connections_make_room_for_those_that_ask(loaded: LoadedModel) -> None:
+    """Four times as many as the server takes; a stream that runs meanwhile is whole, and a new client is answered."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, most=16) as server, ExitStack() as clients, ThreadPoolExecutor(1) as pool:
+            alone = said(server, stream=True)
+            streaming = pool.submit(ask, server, "hello there", max_tokens=200)
+            until(lambda: server.service.engine.running == 1)
+            idle = [clients.enter_context(connect(server)) for _ in range(32)]
+            for sent in (HEAD.encode(), HEAD.encode() + b'Content-Length: 1000\r\n\r\n{"messages"'):
+                for _ in range(16):
+                    half = clients.enter_context(connect(server))
+                    half.sendall(sent)
+                    idle.append(half)
+            assert said(server, stream=True) == alone
+            assert streaming.result().choices[0].message.content.startswith(alone)
+            assert all(closed(client) for client in idle[:40])
+    finally:
+        hook.remove()
+
+
+def test_if_all_connections_are_answered_another_is_refused(loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, Limits(max_batch=8), most=8) as server, ExitStack() as clients:
+            for _ in range(7):
+                client = clients.enter_context(connect(server))
+                client.sendall(request(2000, stream=True))
+            until(lambda: server.service.engine.running == 7)
+            with pytest.raises(openai.InternalServerError) as refused:
+                ask(server, "hello")
+            assert refused.value.status_code == 503
+            clients.close()
+            until(lambda: quiet(server))
+            assert ask(server, "hello").choices[0].message.content
+    finally:
+        hook.remove()
+
+
+def test_heads_that_do_not_arrive_and_answers_that_are_not_read_end_their_connection(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moegraft.injection.cli.serve.connections.HEAD_S", 0.2)
+    monkeypatch.setattr("moegraft.injection.cli.serve.connections.READ_S", 0.2)
+    with serving(loaded, Limits(max_tokens=4000)) as server:
+        with connect(server) as silent, connect(server) as slow:
+            slow.sendall(b"GET / HT")
+            assert closed(silent) and closed(slow)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(connect_address(server))
+            deaf.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 300)  # pages that nobody reads
+            until(lambda: len(server.connections) == 1)
+            until(lambda: not server.connections)
+        assert ask(server, "hello").choices[0].message.content
+
+
+def test_who_closes_one_half_leaves_nothing_behind(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(request(2000, stream=True))
+        until(lambda: server.service.engine.running == 1)
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: quiet(server))
+    with connect(server) as client:
+        client.sendall(request(2000, stream=True))
+        client.shutdown(socket.SHUT_RD)
+        until(lambda: server.service.engine.running == 1)
+    until(lambda: quiet(server))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.decoders import usable
-from moegraft.injection.cli.serve.protocol import read_request
+from moegraft.injection.cli.serve.protocol import TextBody
 from moegraft.injection.cli.serve.service import Limits
 
 KNOWN = len("hello") + 3 + 12 - 1  # tokens of a first question with its answer, of which the last is not read
@@ -277,7 +277,7 @@ def test_a_listener_that_cannot_be_reached_is_answered_no_further(loaded: Loaded
         raise RuntimeError("the loop is closed")
 
     with serving(loaded) as server:
-        [choice] = server.service.choices(read_request("text", b'{"prompt": "hello", "max_tokens": 2000}'), unreachable)
+        [choice] = server.service.choices(TextBody(prompt="hello", max_tokens=2000).request(), unreachable)
         job = choice.job
         server.service.engine.submit([job])
         until(lambda: job.ending is not None)

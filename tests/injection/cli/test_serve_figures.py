@@ -4,60 +4,43 @@ from __future__ import annotations
 
 import io
 import json
-import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from support.serving import Server, ask, serving
+from support.serving import Server, ask, serving, until
 
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve.engine import BOUNDS_S, Histogram, difference
+from moegraft.injection.cli.serve.engine import difference
 from moegraft.injection.cli.serve.metrics import work_counts
 from moegraft.injection.cli.serve.service import Limits
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
-SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
-LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(?:,|$)')
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def parse(text: str) -> tuple[Samples, dict[str, str]]:
-    """The samples and the kinds of a page of metrics; fails on anything that Prometheus would refuse."""
-    samples: Samples = {}
-    kinds: dict[str, str] = {}
-    helped: set[str] = set()
-    assert text.endswith("\n")
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            name = line.split(" ")[2]
-            assert name not in helped, f"{name} is described once"
-            helped.add(name)
-        elif line.startswith("# TYPE "):
-            _, _, name, kind = line.split(" ")
-            assert kind in ("counter", "gauge", "histogram") and name in helped and name not in kinds
-            kinds[name] = kind
-        else:
-            found = SAMPLE.match(line)
-            assert found, line
-            name, labels, value = found.groups()
-            pairs = tuple(LABEL.findall(labels or ""))
-            assert sum(len(key) + len(said) + 4 for key, said in pairs) - 1 == len(labels) if labels else not pairs, line
-            family = re.sub(r"_(bucket|sum|count)$", "", name) if name not in kinds else name
-            assert family in kinds and next(reversed(kinds)) == family, f"{name} stands under its own head"
-            assert (name, pairs) not in samples, f"{line} twice"
-            samples[name, pairs] = float(value)
-            assert kinds[family] != "counter" or family.endswith("_total")
-    assert helped == set(kinds)
-    return samples, kinds
+    """Return the samples and the kinds of a page of metrics, as Prometheus' own parser reads them."""
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "each is described once"
+    found = [((sample.name, frozenset(sample.labels.items())), sample.value) for family in families for sample in family.samples]
+    assert len(dict(found)) == len(found), "each series comes once"
+    return dict(found), {family.name: family.type for family in families}
 
 
 def value(samples: Samples, metric: str, /, **labels: str) -> float:
-    return samples[f"moegraft_{metric}", tuple(labels.items())]
+    return samples[f"moegraft:{metric}", frozenset(labels.items())]
+
+
+def of_model(samples: Samples, metric: str, /, **labels: str) -> float:
+    return samples[f"vllm:{metric}", frozenset({"model_name": "the-bundled-model", **labels}.items())]
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +84,9 @@ def test_metrics_have_every_figure_in_prometheus_form(shared: Server) -> None:
     engine = shared.service.engine
     ended = {end: value(samples, "requests_total", ending=end) for end in ("stop", "length", "cancelled", "failed")}
     assert ended == engine.endings and sum(ended.values()) >= 1
-    assert value(samples, "completion_tokens_total") == engine.completion_tokens
-    assert value(samples, "prompt_tokens_total") == engine.prompt_tokens > 0
-    assert value(samples, "first_token_seconds_count") == sum(ended.values())
-    assert kinds["moegraft_work_total"] == "counter" and kinds["moegraft_first_token_seconds"] == "histogram"
+    assert of_model(samples, "generation_tokens_total") == engine.completion_tokens
+    assert of_model(samples, "prompt_tokens_total") == engine.prompt_tokens == of_model(samples, "request_prompt_tokens_sum") > 0
+    assert kinds["moegraft:work"] == "counter" and kinds["vllm:time_to_first_token_seconds"] == "histogram"
     for name, count in work_counts(shared.service.loaded.model).items():
         assert value(samples, "work_total", what=name) == count
     injection: Any = shared.service.loaded.model.moegraft
@@ -130,18 +112,40 @@ def test_series_keep_their_names(shared: Server) -> None:
     assert not grown and before.keys() <= after.keys()
 
 
-def test_a_histogram_counts_each_time_once() -> None:
-    times = Histogram()
-    for seconds in (0.0, BOUNDS_S[0], BOUNDS_S[0] + 1e-9, BOUNDS_S[-1] + 1):
-        times.add(seconds)
-    assert times.counts[:2] == [2, 1] and times.counts[-1] == 1 and sum(times.counts) == 4
+def test_histograms_have_what_requests_took(loaded: LoadedModel) -> None:
+    """A request waits for another, reads 8 of its tokens from the cache, and each has its times counted once."""
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, Limits(max_batch=2)) as server, ThreadPoolExecutor(3) as pool:
+            first = ask(server, "hello", max_tokens=4)
+            again = ask(server, "hello", first.choices[0].message.content, "more", max_tokens=1)
+            both = [pool.submit(ask, server, question, max_tokens=60) for question in ("one", "two")]
+            replies = [first, again, *(one.result() for one in both)]
+            until(lambda: sum(server.service.engine.endings.values()) == 4)
+            samples, kinds = parse(server.get("/metrics"))
+    finally:
+        hook.remove()
 
+    def read(metric: str, **labels: str) -> float:
+        return samples[f"vllm:{metric}", frozenset({"model_name": "tiny", **labels}.items())]
 
-def test_times_do_not_shrink_in_the_histogram(shared: Server) -> None:
-    samples, _ = parse(shared.get("/metrics"))
-    buckets = [count for (name, _), count in samples.items() if name == "moegraft_first_token_seconds_bucket"]
-    assert buckets == sorted(buckets) and len(buckets) == len(BOUNDS_S) + 1
-    assert buckets[-1] == value(samples, "first_token_seconds_count") and value(samples, "first_token_seconds_sum") > 0
+    usages = [reply.usage for reply in replies]
+    for metric in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert kinds[f"vllm:{metric}"] == "histogram" and read(f"{metric}_count") == 4
+        buckets = [number for (name, _), number in samples.items() if name == f"vllm:{metric}_bucket"]
+        assert buckets == sorted(buckets) and buckets[-1] == 4
+    assert read("time_to_first_token_seconds_sum") == pytest.approx(
+        sum(reply.moegraft["first_token_ms"] for reply in replies) / 1e3, rel=0.01
+    )
+    assert read("inter_token_latency_seconds_count") == sum(usage.completion_tokens - 1 for usage in usages)
+    assert read("request_time_per_output_token_seconds_count") == 3, "an answer of one token has no such time"
+    assert read("inter_token_latency_seconds_sum") >= 0.005 * read("inter_token_latency_seconds_count")
+    assert read("request_generation_tokens_sum") == sum(usage.completion_tokens for usage in usages)
+    assert read("prefix_cache_queries_total") == sum(usage.prompt_tokens for usage in usages)
+    assert read("prefix_cache_hits_total") == sum(usage.prompt_tokens_details.cached_tokens for usage in usages) > 0
+    assert read("request_success_total", finished_reason="length") == 4
+    batches = samples["moegraft:batch_size_bucket", frozenset({("model_name", "tiny"), ("le", "1.0")})]
+    assert 0 < batches < samples["moegraft:batch_size_count", frozenset({("model_name", "tiny")})], "two ran together"
 
 
 def test_a_failure_to_count_ends_no_answer(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

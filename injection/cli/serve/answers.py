@@ -1,0 +1,312 @@
+"""Answers in the form of OpenAI's chat completions, text completions and responses."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from moegraft.injection.cli.serve.answer_parser import AnswerParser, ParsedDelta
+from moegraft.injection.cli.serve.job import Job, Piece, TokenScore
+from moegraft.injection.cli.serve.protocol import Kind, Request, error_body
+
+
+class Choice:
+    """One answer to a request, as its pieces arrive: text, reasoning, calls of tools and scores of tokens.
+
+    Args:
+        parser: finds reasoning and calls of tools in the text; None if the model's templates mark none.
+        before: text that the answer begins with.
+    """
+
+    def __init__(self, kind: Kind, index: int, job: Job, spell: Callable[[int], str], parser: AnswerParser | None, before: str) -> None:
+        self.kind = kind
+        self.index = index
+        self.job = job
+        self.text = self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
+        self._spell = spell
+        self._parser = parser
+        self._before = before
+        self._scores: list[TokenScore] = []
+        self._offset = 0  # in the text, of the next token with a score
+        self._started = False
+
+    @property
+    def finish_reason(self) -> str | None:
+        return "tool_calls" if self.tool_calls and self.job.ending == "stop" else self.job.ending
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Take the next piece, and return the parts of the answer that a stream sends for it."""
+        parts: list[dict[str, Any]] = []
+        scores, before = list(piece.scores), ""
+        if not self._started:
+            self._started = True
+            scores, before = [*self.job.prompt_scores, *scores], self._before
+            if self.kind != "text":
+                parts.append(self._part({"delta": {"role": "assistant", "content": ""}}, []))
+        if self.kind == "text" or self._parser is None:
+            text = before + piece.text
+            self.text += text
+            if text or scores:
+                parts.append(self._part({"text": text} if self.kind == "text" else {"delta": {"content": text}}, scores))
+        else:
+            for delta in self._parser.feed(piece.text, last=piece.ending is not None):
+                parts.append(self._part({"delta": self._parsed(delta)}, scores))
+                scores = []
+            if scores:
+                parts.append(self._part({"delta": {}}, scores))
+        if piece.ending is not None:
+            empty: dict[str, Any] = {"text": ""} if self.kind == "text" else {"delta": {}}
+            parts.append({**self._part(empty, []), "finish_reason": self.finish_reason})
+        return parts
+
+    def whole(self) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": self.index, "logprobs": self._logprobs(self._scores, 0), "finish_reason": self.finish_reason}
+        if self.kind == "text":
+            return {**choice, "text": self.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text if self.text or not self.tool_calls else None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return {**choice, "message": message}
+
+    def _part(self, content: Mapping[str, Any], scores: list[TokenScore]) -> dict[str, Any]:
+        offset = self._offset
+        self._offset += sum(len(self._spell(score.token)) for score in scores)
+        self._scores += scores
+        return {"index": self.index, **content, "logprobs": self._logprobs(scores, offset), "finish_reason": None}
+
+    def _parsed(self, delta: ParsedDelta) -> dict[str, Any]:
+        if delta.kind == "content":
+            self.text += delta.text
+            return {"content": delta.text}
+        if delta.kind == "reasoning":
+            self.reasoning += delta.text
+            return {"reasoning_content": delta.text}
+        function = {"name": delta.name, "arguments": delta.text}
+        call = {"id": _new("call"), "type": "function", "function": function}
+        self.tool_calls.append(call)
+        return {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}
+
+    def _logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
+        if self.job.ask.logprobs is None or not scores:
+            return None
+        if self.kind == "text":
+            texts = [self._spell(score.token) for score in scores]
+            return {
+                "tokens": texts,
+                "token_logprobs": [score.logprob for score in scores],
+                "top_logprobs": [
+                    None if score.logprob is None else {self._spell(token): value for token, value in score.top} for score in scores
+                ],
+                "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            }
+
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._spell(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return {"content": [{**entry(s.token, s.logprob), "top_logprobs": [entry(*top) for top in s.top]} for s in scores]}
+
+
+def _event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+class Reply:
+    """The answers to one request in the form of chat or text completions: whole, or as the events of a stream."""
+
+    def __init__(self, request: Request, model: str, choices: Sequence[Choice]) -> None:
+        self._include_usage = request.include_usage
+        self._choices = choices
+        prefix, name = ("cmpl", "text_completion") if request.kind == "text" else ("chatcmpl", "chat.completion")
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
+        self._chunk_head = {**self._head, "object": "text_completion" if request.kind == "text" else "chat.completion.chunk"}
+
+    def whole(self) -> dict[str, Any]:
+        return {**self._head, "choices": [choice.whole() for choice in self._choices], **self._figures()}
+
+    def start(self) -> Iterator[str]:
+        yield from ()
+
+    def part(self, part: Mapping[str, Any]) -> Iterator[str]:
+        yield _event({**self._chunk_head, "choices": [part]})
+
+    def end(self) -> Iterator[str]:
+        if self._include_usage:
+            yield _event({**self._chunk_head, "choices": [], **self._figures()})
+        yield "data: [DONE]\n\n"
+
+    def fail(self, message: str) -> Iterator[str]:
+        yield _event(error_body(500, message))
+
+    def _figures(self) -> dict[str, Any]:
+        jobs = [choice.job for choice in self._choices]
+        return {"usage": usage(jobs), "moegraft": figures(jobs[0])}
+
+
+class ResponseReply:
+    """The answer to a request to `/v1/responses`, whole or as the events of a stream.
+
+    An answer is a list of items: its reasoning, its message and its calls of tools. At most the last one grows.
+    """
+
+    def __init__(self, request: Request, model: str, choice: Choice) -> None:
+        self._choice = choice
+        self._request = request
+        self._number = 0  # of the next event
+        self._items: list[dict[str, Any]] = []
+        self._open: str | None = None  # the type of the item that grows
+        self._head = {"id": _new("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+
+    def whole(self) -> dict[str, Any]:
+        list(self._finish())
+        job = self._choice.job
+        cut = job.ending == "length"
+        used = usage([job])
+        tokens = {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart, and clients need the field
+            "total_tokens": used["total_tokens"],
+        }
+        return {
+            **self._response("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": tokens,
+            "moegraft": figures(job),
+        }
+
+    def start(self) -> Iterator[str]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+
+    def part(self, part: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the events for a part of the answer, which is in the form of a chat's chunk."""
+        delta = part["delta"]
+        if text := delta.get("reasoning_content"):
+            yield from self._grow("reasoning", text)
+        if text := delta.get("content"):
+            yield from self._grow("message", text)
+        for call in delta.get("tool_calls", ()):
+            yield from self._close()
+            function = call["function"]
+            item = {"type": "function_call", "id": _new("fc"), "call_id": call["id"], "name": function["name"], "arguments": ""}
+            place = {"item_id": item["id"], "output_index": len(self._items)}
+            yield self._event("response.output_item.added", output_index=len(self._items), item={**item, "status": "in_progress"})
+            yield self._event("response.function_call_arguments.delta", **place, delta=function["arguments"])
+            yield self._event("response.function_call_arguments.done", **place, name=function["name"], arguments=function["arguments"])
+            self._items.append({**item, "arguments": function["arguments"], "status": "completed"})
+            yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def end(self) -> Iterator[str]:
+        yield from self._finish()
+        whole = self.whole()
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, message: str) -> Iterator[str]:
+        yield from self._close()
+        failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
+        yield self._event("response.failed", response=failed)
+
+    def _finish(self) -> Iterator[str]:
+        """End the last item; an answer whose parts were not streamed gets its items first."""
+        if not self._items:
+            yield from self.part({"delta": self._choice.whole()["message"]})
+        if not self._items:
+            yield from self._grow("message", "")
+        yield from self._close()
+
+    def _grow(self, kind: str, text: str) -> Iterator[str]:
+        """Add text to the item that grows, or to a new one if that is of another type."""
+        part = "output_text" if kind == "message" else "reasoning_text"
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            item: dict[str, Any] = {"type": kind, "id": _new("msg" if kind == "message" else "rs"), "status": "in_progress"}
+            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
+            self._items.append({**item, "content": [_part(part, "")]})
+            yield self._event("response.output_item.added", output_index=len(self._items) - 1, item={**item, "content": []})
+            yield self._event("response.content_part.added", **self._place(), part=_part(part, ""))
+        self._items[-1]["content"][0]["text"] += text
+        if text:
+            extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._event(f"response.{part}.delta", **self._place(), delta=text, **extra)
+
+    def _close(self) -> Iterator[str]:
+        """End the item that grows."""
+        if self._open is None:
+            return
+        item, part = self._items[-1], self._items[-1]["content"][0]
+        item["status"] = "completed"
+        extra: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
+        self._open = None
+        yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **extra)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _event(self, event: str, /, **data: Any) -> str:
+        self._number += 1
+        return _event({"type": event, "sequence_number": self._number - 1, **data}, event)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked = self._request
+        forced, form = asked.forced_tools, asked.form
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": self._items,
+            "parallel_tool_calls": not asked.single_tool_call,
+            "tool_choice": "required" if forced else "auto" if asked.tools else "none",
+            "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in asked.tools],
+            "text": {"format": {"type": "json_schema", "name": "answer", "schema": form} if isinstance(form, dict) else {"type": "text"}},
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "max_output_tokens": asked.max_tokens,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "metadata": {},
+        }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def usage(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return the tokens of the answers and of their common prompt."""
+    prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": jobs[0].kept_tokens},
+    }
+
+
+def figures(job: Job) -> dict[str, Any]:
+    """Return figures beyond OpenAI's interface: the server's times, and the model's work for the answer."""
+    first_ms, rate = job.first_token_ms, job.tokens_per_s
+    return {
+        "first_token_ms": None if first_ms is None else round(first_ms, 2),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+        "together": job.together,
+        "work": job.work or {},
+    }

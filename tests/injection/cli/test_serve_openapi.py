@@ -1,0 +1,46 @@
+"""The description of the server's routes, for programs and for people."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from urllib.request import urlopen
+
+import pytest
+from support.serving import PATIENCE_S, Server, serving
+
+from moegraft.injection.cli.models import LoadedModel
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    with serving(loaded, key="secret") as found:
+        yield found
+
+
+def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
+    document = json.loads(server.get("/openapi.json"))
+    assert document["openapi"].startswith("3.1")
+    posts = {path for path, methods in document["paths"].items() if "post" in methods}
+    assert posts == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"}
+    schemas = document["components"]["schemas"]
+    chat = schemas["ChatBody"]
+    assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
+    assert {"type": "number", "minimum": 0, "maximum": 2} in [{**option} for option in chat["properties"]["temperature"]["anyOf"]]
+    assert chat["properties"]["functions"]["description"] == "not supported"
+    for path in posts:
+        assert {"400", "401", "413", "422", "429"} <= document["paths"][path]["post"]["responses"].keys()
+
+
+def test_the_docs_page_lists_them_and_needs_nothing_from_elsewhere(server: Server) -> None:
+    with urlopen(server.address + "/docs", timeout=PATIENCE_S) as reply:
+        page, policy = reply.read().decode(), reply.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-") and "<script" not in page
+    assert not re.search(r"(src|href)='?\"?(https?:|//)", page)
+    document = json.loads(server.get("/openapi.json"))
+    for path in document["paths"]:
+        assert path in page
+    for schema in ("ChatBody", "TextBody", "ResponseBody", "TokenizeBody"):
+        assert all(f"<code>{name}</code>" in page for name in document["components"]["schemas"][schema]["properties"])
+    assert "number ≥ 0 ≤ 2 or null" in page and "list of {role: " in page
