@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
 from functools import partial
 from typing import Protocol
@@ -16,9 +17,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
 from moegraft.injection.checkpoint.identity import stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
+from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import Part, StoredTypes, WeightSource, widest
+from moegraft.operators.weights import SUPER_BLOCK_BYTES, Codes, Part, StoredTypes, SuperBlocks, WeightSource, widest
+
+logger = logging.getLogger(__name__)
 
 
 def _read(tensor: LazyTensor) -> torch.Tensor:
@@ -73,7 +77,28 @@ class _Store(Protocol):
 
     def piece(self, part: Part, expert: int) -> torch.Tensor: ...
 
+    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
+        """Return a piece as the kernels' codes; None if it has none."""
+        ...
+
+    @property
+    def weight_types(self) -> set[str]:
+        """The kernels' types that hold its tensors: those of `codes`, or else those to convert to."""
+        ...
+
     def origin(self, part: Part, expert: int) -> str: ...
+
+
+def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> str:
+    """Return the kernels' type that holds a tensor, or that it is converted to."""
+    quantised = _quantised(tensor)
+    if quantised is not None:
+        return (quantised.exact_type if as_codes else None) or quantised.converted_type
+    return "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
+
+
+def _quantised(tensor: LazyTensor) -> Quantised | None:
+    return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
 
 class _Fused:
@@ -84,12 +109,29 @@ class _Fused:
         self._layout = layout
         self._tensor = tensor
         self._held: tuple[int, torch.Tensor] | None = None
+        quantised = _quantised(tensor)
+        # Codes are of a matrix in `nn.Linear` orientation.
+        self._has_codes = quantised is not None and quantised.transposed == layout.transposed
+        self._codes: tuple[int, ScaledCodes] | None = None
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
         # Gate and up share a slice, which is kept after the first one is read.
         if self._held is None or self._held[0] != expert:
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
+
+    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
+        if not self._has_codes:
+            return None
+        quantised = _quantised(self._tensor)
+        assert quantised is not None, "only these have codes"
+        if self._codes is None or self._codes[0] != expert:
+            self._codes = (expert, quantised.read(expert))
+        return self._codes[1].rows(self._layout.rows(part)).in_groups()
+
+    @property
+    def weight_types(self) -> set[str]:
+        return {_weight_type(self._tensor, as_codes=self._has_codes)}
 
     def origin(self, part: Part, expert: int) -> str:
         return f"{self._tensor.origin}[{expert}]"
@@ -110,6 +152,17 @@ class _PerExpert:
         tensor = self._by_part[part][expert][...]
         return self._layout.cut(part, tensor) if self._fused else tensor
 
+    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
+        quantised = _quantised(self._by_part[part][expert])
+        if quantised is None:
+            return None
+        matrix = quantised.read(None)
+        return (matrix.rows(self._layout.rows(part)) if self._fused else matrix).in_groups()
+
+    @property
+    def weight_types(self) -> set[str]:
+        return {_weight_type(tensor, as_codes=True) for tensors in self._by_part.values() for tensor in tensors}
+
     def origin(self, part: Part, expert: int) -> str:
         return self._by_part[part][expert].origin
 
@@ -128,6 +181,13 @@ class _Converted:
         if self._whole is None:
             self._whole = convert(self._target, self._tensors, self._skeleton)
         return self._layout.cut(part, self._whole[expert])
+
+    def codes(self, part: Part, expert: int) -> None:
+        return None
+
+    @property
+    def weight_types(self) -> set[str]:
+        return {_weight_type(self._tensors[key], as_codes=False) for key in self._target.all_keys}
 
     def origin(self, part: Part, expert: int) -> str:
         return self._tensors[self._target.all_keys[0]].origin
@@ -174,6 +234,17 @@ class CheckpointExperts:
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._stores[self._layout.parameter(part)].piece(part, expert)
+
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+        return self._stores[self._layout.parameter(part)].codes(part, expert)
+
+    def stored_types(self) -> StoredTypes | None:
+        """Return the weight types of matrices of which some are quantised; None if none is."""
+        if not any(_quantised(tensor) for tensor in self._all_tensors):
+            return None
+        down = self._stores[self._layout.parameter("down")].weight_types
+        gate_up = self._stores[self._layout.parameter("up")].weight_types
+        return StoredTypes(narrowest(gate_up | down), narrowest(gate_up), narrowest(down))
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._stores[self._layout.parameter(part)].origin(part, expert)
@@ -275,6 +346,24 @@ class CheckpointLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return read_parameter(self._targets[part], self._tensors, self._skeleton)
 
+    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+        quantised = self._quantised
+        return quantised.read(None).in_groups() if part == "weight" and quantised is not None else None
+
+    def stored_types(self) -> StoredTypes | None:
+        """Return the weight type three times if the weight is quantised, else None."""
+        tensors = [self._tensors[key] for key in self._targets["weight"].all_keys]
+        if not any(_quantised(tensor) for tensor in tensors):
+            return None
+        own = narrowest({_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors})
+        return StoredTypes(own, own, own)
+
+    @property
+    def _quantised(self) -> Quantised | None:
+        """The weight if it is stored in codes in this layer's own layout."""
+        target = self._targets["weight"]
+        return _quantised(self._tensors[target.all_keys[0]]) if target.converter is None else None
+
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._tensors[self._targets[part].all_keys[0]].origin
 
@@ -316,7 +405,7 @@ class CheckpointWeights:
         self.keymap = map_keys(skeleton, checkpoint.tensors)
         self._skeleton = skeleton
 
-    def source(self, path: str, kind: str) -> WeightSource:
+    def source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
         if kind == "experts":
             layout = read_layout(self._skeleton.get_submodule(path))
             return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
@@ -324,10 +413,43 @@ class CheckpointWeights:
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
 
     def stored_types(self, path: str) -> StoredTypes | None:
-        return None
+        if not any(_quantised(tensor) for tensor in self.tensors.values()):
+            return None
+        kind = "linear" if isinstance(self._skeleton.get_submodule(path), nn.Linear) else "experts"
+        return self.source(path, kind).stored_types()
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
-        """Log nothing: floating-point types are converted only where the user sets a dtype."""
+        """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""
+        converted = {key: quantised for key, tensor in self.tensors.items() if (quantised := _quantised(tensor)) is not None}
+        for path, weight_type in weight_types.items():
+            stored = self.stored_types(path)
+            if stored is not None and weight_type in (stored.whole, f"{stored.gate_up}+{stored.down}", *(HELD_BY.get(stored.whole, ()))):
+                for target in self.keymap.under(path).values():
+                    for key in target.all_keys:
+                        if key in converted and converted[key].exact_type is not None:
+                            del converted[key]
+        if converted:
+            formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))
+            logger.warning(
+                "%s: %d weights in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's "
+                "weight type, all others to %s",
+                next(iter(self.tensors.values())).file.parent,
+                len(converted),
+                formats,
+                next(iter(converted)),
+                str(dtype).removeprefix("torch."),
+            )
+
+
+HELD_BY = {"int4": ("int8",)}
+INTEGERS = frozenset(("int4", "int8", *SUPER_BLOCK_BYTES))
+
+
+def narrowest(weight_types: Set[str]) -> str:
+    """Return the weight type that holds all of these without rounding."""
+    if len(weight_types) == 1:
+        return next(iter(weight_types))
+    return "int8" if weight_types <= INTEGERS else "float32"
 
 
 class ModuleExperts:

@@ -45,7 +45,7 @@ def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def to_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What an FP8 checkpoint holds, and what it stands for in bfloat16."""
+    """What an FP8 checkpoint holds, and what it stands for in float32."""
     stored, meant = dict(tensors), dict(tensors)
     for key, weight in tensors.items():
         if not key.endswith("_proj.weight"):
@@ -55,7 +55,7 @@ def to_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
         wide = spread(scales, weight.shape)
         stored[key] = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[f"{key}_scale_inv"] = scales
-        meant[key] = (stored[key].float() * wide).bfloat16().float()
+        meant[key] = stored[key].float() * wide
     return stored, meant
 
 
@@ -106,7 +106,8 @@ def test_equals_the_stock_model_with_dequantised_weights(form: Form, tmp_path: P
     found = optimize_and_load(tmp_path, "cpu-exact", dtype="float32", progress=False)
     experts = found.get_submodule("model.layers.1.mlp.experts")
     assert experts.weight_type == "bfloat16"
-    assert relative_error(found, stock) < 2e-6
+    # bfloat16 holds MXFP4 without rounding, and FP8 with its scales does not fit.
+    assert relative_error(found, stock) < (2e-6 if form is MXFP4 else 2e-2)
     assert getattr(found.config, "quantization_config", None) is None, "what was loaded is not quantised"
 
 
@@ -213,7 +214,7 @@ def test_one_scale_for_a_matrix_or_for_each_row(form: str, tmp_path: Path) -> No
     rules = tmp_path / "rules.yaml"
     rules.write_text("version: 1\nrules:\n- match: {name: '^lm_head$'}\n  replace: {class: quantized_linear}\n")
     found = optimize_and_load(tmp_path, rules, dtype="float32", progress=False).get_parameter(SQUARE)
-    expected = (tensors[SQUARE].float() * tensors[f"{SQUARE}{SCALE}"]).bfloat16().float()
+    expected = tensors[SQUARE].float() * tensors[f"{SQUARE}{SCALE}"]
     assert torch.equal(found, expected) and not torch.equal(found, meant[SQUARE])
 
 

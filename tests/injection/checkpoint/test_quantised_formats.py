@@ -1,0 +1,297 @@
+"""Checkpoints of every quantisation config: what is loaded equals the stock model with the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import prompt
+from support.quantised_files import FORMATS, Format, Tensors, float8, gptq
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+WEIGHTS = "model.safetensors"
+UP = "model.layers.1.mlp.experts.1.up_proj"
+
+
+@cache
+def qwen3() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 128, "intermediate_size": 64, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3MoeConfig(
+        **sizes, **heads, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, initializer_range=0.1, dtype="float32"
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save(form: Format, folder: Path) -> PreTrainedModel:
+    """Writes the quantised checkpoint; returns the stock model with the weights that it stands for."""
+    qwen3().save_pretrained(folder)
+    stored: Tensors = {}
+    meant = load_file(folder / WEIGHTS)
+    for key, weight in meant.items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = weight
+            continue
+        own, meant[key] = form.write(key.removesuffix(".weight"), weight)
+        stored |= own
+    save_file(meant, folder / WEIGHTS, {"format": "pt"})
+    stock: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / WEIGHTS, {"format": "pt"})
+    reconfigure(folder, lambda config: config.update(quantization_config=dict(form.settings)))
+    return stock
+
+
+def reconfigure(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def load(folder: Path, rules: str) -> PreTrainedModel:
+    (folder / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}")
+    return optimize_and_load(folder, folder / "rules.yaml", dtype="float32", progress=False)
+
+
+HEAD = "- match: {name: '^lm_head$'}\n  replace: {class: quantized_linear}\n"
+EXPERTS = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
+LINEARS = "- match: {kind: linear, name: '_proj$'}\n  replace: {class: quantized_linear, kwargs: {weights: bfloat16}}\n"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_are_what_the_codes_mean(name: str, tmp_path: Path) -> None:
+    stock = save(FORMATS[name], tmp_path)
+    found = load(tmp_path, HEAD)
+    for parameter, expected in stock.named_parameters():
+        if parameter != "lm_head.weight":
+            assert torch.equal(found.get_parameter(parameter), expected), parameter
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_replaced_modules_compute_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    stock = save(FORMATS[name], tmp_path)
+    found = load(tmp_path, EXPERTS + LINEARS)
+    ids = prompt(24)
+    with torch.no_grad():
+        expected = stock(ids).logits[0]
+        error = (found(ids).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Integer weights: activations are rounded to 8 bits. A token may have experts that are all but tied.
+    assert error.median() < 0.02, error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("compressed int4", "int4"),
+        ("gptq", "int4"),
+        ("awq", "int8"),
+        ("compressed int4 zeros", "int8"),
+        ("compressed int8", "int8"),
+        ("compressed fp8 rows", "bfloat16"),
+        ("compressed nvfp4", "bfloat16"),
+    ],
+)
+def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stock = save(FORMATS[name], tmp_path)
+    packed = load(tmp_path, EXPERTS + LINEARS.replace("bfloat16", "int8")).get_submodule("model.layers.1.mlp.experts")._packed  # type: ignore[union-attr]
+    assert packed is not None and packed.weight_type == expected
+    exact = stock.get_submodule("model.layers.1.mlp.experts")
+    for part, values in zip(("gate", "up"), exact.get_parameter("gate_up_proj")[1].chunk(2), strict=True):
+        found = torch.from_numpy(packed.unpack(1, part))
+        assert torch.equal(found, values if expected != "bfloat16" else values.bfloat16().float()), part
+    notices = [record.getMessage() for record in caplog.records if "converted through float32" in record.getMessage()]
+    assert bool(notices) == (expected == "bfloat16")
+
+
+def test_a_fused_parameter_with_interleaved_experts_is_cut_by_rows(tmp_path: Path) -> None:
+    """Codes of one tensor for all experts, (E, 2I, H), as transformers saves its FP8 experts."""
+    stock = save(FORMATS["fp8"], tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for suffix in ("", "_scale_inv"):
+            own = {
+                name: [tensors.pop(f"{prefix}.{expert}.{name}_proj.weight{suffix}") for expert in range(3)]
+                for name in ("gate", "up", "down")
+            }
+            both = [torch.cat(pair) for pair in zip(own["gate"], own["up"], strict=True)]
+            tensors[f"{prefix}.gate_up_proj{suffix}"], tensors[f"{prefix}.down_proj{suffix}"] = torch.stack(both), torch.stack(own["down"])
+        for expert, name in ((expert, name) for expert in range(3) for name in ("gate", "up", "down")):
+            tensors.pop(f"{prefix}.{expert}.{name}_proj.input_scale")
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    found = load(tmp_path, HEAD)
+    for name in ("gate_up_proj", "down_proj"):
+        parameter = f"model.layers.1.mlp.experts.{name}"
+        assert torch.equal(found.get_parameter(parameter), stock.get_parameter(parameter))
+
+
+def refusal(folder: Path, change: Callable[[Tensors], object] | None = None) -> str:
+    if change is not None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load(folder, EXPERTS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("fp8", f"{UP}.weight_scale_inv"),
+        ("compressed int4", f"{UP}.weight_scale"),
+        ("compressed int8", f"{UP}.weight_scale"),
+        ("awq", f"{UP}.qzeros"),
+        ("gptq", f"{UP}.scales"),
+        ("modelopt nvfp4", f"{UP}.weight_scale_2"),
+        ("compressed mxfp4", f"{UP}.weight_scale"),
+    ],
+)
+def test_a_lost_tensor_is_named(name: str, lost: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(tmp_path, lambda tensors: tensors.pop(lost))
+    assert f"{WEIGHTS}: {UP}." in message and f"of this weight, {lost}, are missing" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        ("compressed int4", f"{UP}.weight_scale", "expected (128, 2) for blocks of (1, 32)"),
+        ("compressed int4 zeros", f"{UP}.weight_zero_point", "expected (16, 1)"),
+        ("compressed int8", f"{UP}.weight_scale", "expected (128, 1) for a weight of shape (128, 64)"),
+        ("awq", f"{UP}.scales", "expected (2, 128)"),
+        ("gptq", f"{UP}.qzeros", "expected (2, 16)"),
+        ("gptq", f"{UP}.g_idx", "expected (64,)"),
+        ("modelopt nvfp4", f"{UP}.weight_scale", "expected (128, 4) for blocks of (1, 16)"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(name: str, key: str, expected: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(
+        tmp_path, lambda tensors: tensors.update({key: torch.cat([tensors[key].view(torch.uint8)] * 3).view(tensors[key].dtype)})
+    )
+    assert f"{WEIGHTS}: {key}: shape (" in message and expected in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "dtype", "expected"),
+    [
+        ("gptq", f"{UP}.qzeros", torch.int16, "zero points of dtype I16, expected I32"),
+        ("gptq", f"{UP}.scales", torch.int32, "scales of dtype I32, which is no floating-point one"),
+        ("compressed nvfp4", f"{UP}.weight_scale", torch.float16, "scales of dtype F16, expected F8_E4M3"),
+        ("compressed int4", f"{UP}.weight_packed", torch.int64, "dtype I64, expected I32 or U8"),
+    ],
+)
+def test_a_tensor_of_another_dtype_is_named(name: str, key: str, dtype: torch.dtype, expected: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(tmp_path, lambda tensors: tensors.update({key: tensors[key].float().to(dtype)}))
+    assert f"{WEIGHTS}: {key}: {expected}" in message
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["desc_act", "undeclared"])
+def test_activation_order_is_refused(declared: bool, tmp_path: Path) -> None:
+    save(FORMATS["gptq"], tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(desc_act=declared))
+    load(tmp_path, EXPERTS)  # the groups are in order, whatever the settings declare
+    order = torch.arange(64).roll(7) // 32
+    message = refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.g_idx": order.int()}))
+    assert f"{UP}.g_idx: the columns are grouped by activation order" in message and "desc_act: false" in message
+
+
+def test_zero_points_that_the_settings_deny(tmp_path: Path) -> None:
+    save(gptq(symmetric=False), tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(sym=True))
+    assert "sym: true" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes; supported are float32"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ of version gemv with 4 bits; supported is version gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ in the format gptq with 3 bits; supported are gptq and gptq_v2 with 4 or 8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format marlin with 4 bits"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors in the format marlin-24; supported are pack-q"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ; supported are FP8, NVFP4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "config.json: group_size must be a positive integer, or -1"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "128"}, "config.json: group_size must be a positive integer, or -1"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config.json: config_groups must be a mapping"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_settings_that_cannot_be_read(settings: dict[str, object], expected: str, tmp_path: Path) -> None:
+    save(FORMATS["gptq"], tmp_path)
+    reconfigure(tmp_path, lambda config: config.update(quantization_config=settings))
+    assert expected in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"group_size": 0}, "group_size must be a positive integer, or -1 for whole rows, not 0"),
+        ({"strategy": "block"}, "block_structure must be two positive integers, such as [128, 128], not None"),
+        ({"strategy": "token"}, "strategy must be tensor, channel, group, tensor_group, block, not 'token'"),
+        ({"type": "complex"}, "type must be int or float and num_bits an integer"),
+        ({"num_bits": 3}, "_proj.weight_packed: integers of 3 bits cannot be read"),
+    ],
+    ids=str,
+)
+def test_schemes_that_cannot_be_read(change: dict[str, object], expected: str, tmp_path: Path) -> None:
+    save(FORMATS["compressed int4"], tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(change))
+    assert expected in refusal(tmp_path)
+
+
+def test_two_schemes_in_one_checkpoint(tmp_path: Path) -> None:
+    """As Kimi's: each weight is of the scheme that fits its tensors."""
+    stock = save(FORMATS["compressed int4"], tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    rows = FORMATS["compressed fp8 rows"]
+    for key in [key for key in tensors if ".self_attn." in key and ".weight_" in key]:
+        del tensors[key]
+    for name, weight in stock.named_parameters():
+        if ".self_attn." in name and name.endswith("_proj.weight"):
+            stored, values = rows.write(name.removesuffix(".weight"), weight.data)
+            weight.data = values
+            tensors |= stored
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    groups = rows.settings["config_groups"]
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(format="mixed-precision"))
+    reconfigure(tmp_path, lambda config: config["quantization_config"]["config_groups"].update(group_1=groups["group_0"]))
+    found = load(tmp_path, HEAD)
+    for parameter, expected in stock.named_parameters():
+        if parameter != "lm_head.weight":
+            assert torch.equal(found.get_parameter(parameter), expected), parameter
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
+def test_values_are_those_of_compressed_tensors(name: str) -> None:
+    """The writers of these tests mean what the library does."""
+    compressors = pytest.importorskip("compressed_tensors.compressors", exc_type=ImportError)
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    form = FORMATS[name]
+    stored, values = form.write("m", torch.randn(96, 128, generator=torch.Generator().manual_seed(0)))
+    state = {key.removeprefix("m."): tensor for key, tensor in stored.items()}
+    if name.split()[1] in ("int4", "int8", "fp8"):  # in float32, as here: it multiplies in the dtype of the scales
+        state["weight_scale"] = state["weight_scale"].float()
+    scheme = quantization.QuantizationScheme.model_validate(form.settings["config_groups"]["group_0"])
+    found = compressors.BaseCompressor.get_value_from_registry(form.settings["format"]).decompress(state, scheme)["weight"]
+    assert torch.equal(found.float(), values.to(found.dtype).float())
+
+
+def test_values_are_those_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    form = float8("_scale_inv", (32, 64), {})
+    stored, values = form.write("m", torch.randn(96, 128, generator=torch.Generator().manual_seed(0)))
+    found = Fp8Dequantize(None)._dequantize_one(stored["m.weight"], stored["m.weight_scale_inv"], torch.float32)
+    assert torch.equal(found, values)
