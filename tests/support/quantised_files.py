@@ -91,7 +91,7 @@ def float8(suffix: str, block: tuple[int, int], settings: Mapping[str, Any], dty
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         size = block[0] or weight.shape[0], block[1] or weight.shape[1]
-        generator = torch.Generator().manual_seed(len(name))
+        generator = torch.Generator().manual_seed(len(weight))
         scales = 0.001 + 0.01 * torch.rand(-(-weight.shape[0] // size[0]), -(-weight.shape[1] // size[1]), generator=generator)
         scales = scales.to(dtype)
         wide = spread(scales.float(), weight.shape, size)
