@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
 from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weights import Codes
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import Codes, StoredBlocks
 
 Block = tuple[int, int]  # rows and columns; 0 means all of them
 DEFAULT_BLOCK = (128, 128)  # transformers', for FP8 settings without a block size
@@ -139,23 +142,104 @@ class ScaledCodes:
         assert own[0] is not None
         return ScaledCodes(self.codes[chosen], own[0], own[1], (1, self.block[1]))
 
-    def in_groups(self) -> Codes | None:
-        """Return integers as the kernels' int8 or int4, whose scales are float16; None if these cannot hold them."""
-        columns = self.codes.shape[1]
-        if self.codes.dtype != torch.int8 or self.block[1] % KERNEL_GROUP or columns % KERNEL_GROUP:
+    def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
+
+        Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits.
+        """
+        if weight_type in ("int4", "int8"):
+            return self._in_groups(bits=4 if weight_type == "int4" else 8)
+        layout = _BLOCKS.get(weight_type)
+        packed = None if layout is None or self.codes.shape[1] % FORMATS[weight_type].block_weights else layout(self)
+        return None if packed is None else StoredBlocks(np.ascontiguousarray(packed.reshape(len(self.codes), -1)), weight_type)
+
+    def _in_groups(self, bits: Literal[4, 8]) -> Codes | None:
+        scales = self.of_columns(self.scales, KERNEL_GROUP)
+        if self.codes.dtype != torch.int8 or scales is None:
             return None
-        if self.block[0] > 1:
-            return self.rows(slice(None)).in_groups()
         codes = self.codes.short()
         if self.zeros is not None:
             codes -= self._spread(self.zeros.short())
-        scales = self.scales.half()
         low, high = torch.aminmax(codes)
-        if low < -128 or high > 127 or not scales.isfinite().all():
+        scales = scales.half()
+        if low < -(1 << bits - 1) or high >= 1 << bits - 1 or not scales.isfinite().all():
             return None
-        scales = scales.expand(codes.shape[0], -1).repeat_interleave(self.block[1] // KERNEL_GROUP, 1)[:, : columns // KERNEL_GROUP]
-        held = codes.to(torch.int8).contiguous().numpy()
-        return Codes(held, scales.contiguous().numpy(), bits=4 if low >= -8 and high <= 7 else 8)
+        return Codes(codes.to(torch.int8).contiguous().numpy(), scales.contiguous().numpy(), bits)
+
+    def of_columns(self, of_blocks: torch.Tensor, size: int) -> torch.Tensor | None:
+        """Return what each row has for each `size` columns, (rows, columns / size); None if these are not within a block."""
+        rows, columns = self.codes.shape
+        if self.block[1] % size or columns % size:
+            return None
+        wide = of_blocks.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1] // size, 1)
+        return wide[:, : columns // size]
+
+
+def _nibbles(codes: torch.Tensor) -> NDArray[np.uint8]:
+    """Return codes from 0 to 15 (rows, columns) as GGUF's nibbles: 16 bytes of 32 columns, the first half of which is in the low bits."""
+    halves = codes.numpy().view(np.uint8).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
+    packed: NDArray[np.uint8] = halves[:, :, 0] | halves[:, :, 1] << 4
+    return packed
+
+
+def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of (rows, n) numbers as (rows, n, bytes of a number)."""
+    found: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
+    return found
+
+
+def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
+    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; coded_formats.h has the same."""
+    scales = matrix.of_columns(matrix.scales, group)
+    low, high = torch.aminmax(matrix.codes) if matrix.codes.dtype == torch.int8 else (torch.tensor(-9), torch.tensor(9))
+    if scales is None or low < -8 or high > 7:
+        return None
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+    if matrix.zeros is not None:
+        found = matrix.of_columns(matrix.zeros, group)
+        assert found is not None, "zero points have the blocks of the scales"
+        zeros = (found + 8).to(torch.uint8)
+    rows, blocks = len(scales), scales.shape[1] // groups
+    points = zeros.reshape(rows, blocks, groups)
+    of_block = points[..., :1] if groups == 1 else points[..., :1] | points[..., 1:] << 4
+    halves = _bytes_of(scales.half()).reshape(rows, blocks, -1)
+    return np.concatenate([halves, of_block.numpy(), _nibbles((matrix.codes + 8).contiguous()).reshape(rows, blocks, -1)], axis=-1)
+
+
+def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return GGUF's blocks: the exponent with its bias, then the nibbles."""
+    scales = matrix.of_columns(matrix.scales, MXFP4_BLOCK[1])
+    if matrix.codes.dtype != torch.uint8 or matrix.block[1] != MXFP4_BLOCK[1] or scales is None:
+        return None
+    mantissa, exponents = torch.frexp(scales)
+    assert bool((mantissa == 0.5).all()), "powers of two"
+    exponent = _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8))
+    return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
+
+
+def _float8_blocks(matrix: ScaledCodes, *, of_rows: bool) -> NDArray[np.uint8] | None:
+    """Return blocks of 256 codes behind a float32 scale of the row; or, of two rows that share their scales, one of each half."""
+    scales = matrix.of_columns(matrix.scales.float(), 256 if of_rows else 128)
+    rows, columns = matrix.codes.shape
+    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or (not of_rows and rows % 2):
+        return None
+    if not of_rows:
+        pairs = scales.reshape(rows // 2, 2, -1, 2)  # (pairs, rows, blocks, halves)
+        if not torch.equal(pairs[:, 0], pairs[:, 1]):
+            return None
+        scales = pairs[:, 0].transpose(1, 2).reshape(rows, -1)
+    codes = matrix.codes.contiguous().view(torch.uint8).numpy().reshape(rows, columns // 256, 256)
+    return np.concatenate([_bytes_of(scales), codes], axis=-1)
+
+
+_BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
+    "mxfp4": _mxfp4_blocks,
+    "int4_g32": partial(_int4_blocks, group=32, groups=2),
+    "int4_g64": partial(_int4_blocks, group=64, groups=2),
+    "int4_g128": partial(_int4_blocks, group=128, groups=1),
+    "fp8": partial(_float8_blocks, of_rows=False),
+    "fp8_rows": partial(_float8_blocks, of_rows=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +252,8 @@ class Quantised(Conversion):
         shape: of the parameter.
         block: the rows and columns of a block.
         read: returns the matrix of an expert, or with None the only one.
-        exact_type: the kernels' type that holds the weights as they are; None if there is none.
-        converted_type: the kernels' type that they are converted to where `exact_type` is None or cannot be used.
+        held_by: the kernels' types that hold the weights without rounding, the smallest first.
+        converted_type: the type that they are converted to where none of these can be used.
         transposed: whether the parameter is the transpose of the matrix of codes.
     """
 
@@ -178,7 +262,7 @@ class Quantised(Conversion):
     shape: tuple[int, ...]
     block: Block
     read: Callable[[int | None], ScaledCodes]
-    exact_type: str | None = None
+    held_by: tuple[str, ...] = ()
     converted_type: str = "bfloat16"
     transposed: bool = False
 
@@ -315,15 +399,16 @@ def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes.contiguous().view(torch.int8) - 8) if bits == 4 else (codes.contiguous() ^ 128).view(torch.int8)
 
 
-def _integer_type(bits: int, scales: LazyTensor, columns: int, block: Block, *, symmetric: bool) -> str | None:
-    """Return the kernels' type that holds integers as they are.
-
-    It has a float16 scale for 32 columns. bfloat16 scales below 2^-17, of weights around 10^-5, lose bits in float16.
-    """
-    whole_groups = block[1] % KERNEL_GROUP == 0 and columns % KERNEL_GROUP == 0
-    if scales.stored_dtype not in ("F16", "BF16") or not whole_groups or (bits == 8 and not symmetric):
-        return None
-    return "int4" if bits == 4 and symmetric else "int8"
+def _holders(bits: int, scales: LazyTensor, columns: int, group: int, *, symmetric: bool) -> tuple[str, ...]:
+    """Return the kernels' types that hold integers without rounding, the smallest first; their scales are float16."""
+    if scales.stored_dtype not in ("F16", "BF16") or group % KERNEL_GROUP or columns % KERNEL_GROUP:
+        return ()
+    if bits == 8:
+        return () if not symmetric else ("int8_g128", "int8") if group % 128 == 0 == columns % 128 else ("int8",)
+    stored = ((), ("int4_g32",))[not symmetric and columns % 64 == 0]
+    if columns % 128 == 0 and group % 64 == 0:
+        stored = ("int4_g128",) if group % 128 == 0 else ("int4_g64",)
+    return (*stored, *(("int4",) if symmetric else ()), "int8")
 
 
 # FP8: transformers' finegrained_fp8, and weights of compressed-tensors and ModelOpt
@@ -349,7 +434,13 @@ def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, block
     def read(expert: int | None) -> ScaledCodes:
         return ScaledCodes(_at(weight, expert), _at(scales, expert), None, block)
 
-    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read))
+    held_by: tuple[str, ...] = ()
+    if weight.stored_dtype == "F8_E4M3" and shape[-1] % 256 == 0:
+        if shape[-2] % 2 == 0 and block[0] % 2 == 0 and block[1] % 128 == 0:
+            held_by = ("fp8",)
+        elif block[1] % 256 == 0:
+            held_by = ("fp8_rows",)
+    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by))
 
 
 # MXFP4 and NVFP4
@@ -368,7 +459,7 @@ def _pair_mxfp4(pairing: _Pairing) -> None:
         _same_shape(scales, codes.shape[:3], codes)
         experts, rows, groups, half = codes.shape
         read = partial(_read_fp4, codes, partial(_powers, scales), MXFP4_BLOCK)
-        weight = Quantised("MXFP4", (codes, scales), (experts, groups * half * 2, rows), MXFP4_BLOCK, read, transposed=True)
+        weight = Quantised("MXFP4", (codes, scales), (experts, groups * half * 2, rows), MXFP4_BLOCK, read, ("mxfp4",), transposed=True)
         pairing.add(name, weight)
 
 
@@ -401,7 +492,7 @@ def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor
 
     if two_level is None:
         read = partial(_read_fp4, codes, partial(_powers, scales), block)
-        pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read))
+        pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, ("mxfp4",)))
         return
     if math.prod(two_level.shape) not in (1, *lead):
         raise CheckpointError(f"{two_level.origin}: shape {two_level.shape}, expected one number for each matrix")
@@ -508,8 +599,8 @@ def _add_bytes(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks
         return ScaledCodes(_at(weight, expert), _at(scales, expert), None if zeros is None else _at(zeros, expert), block)
 
     tensors = (weight, scales) if zeros is None else (weight, scales, zeros)
-    exact = _integer_type(8, scales, shape[-1], block, symmetric=zeros is None)
-    pairing.add(weight.key, Quantised("compressed-tensors int8", tensors, shape, block, read, exact))
+    held_by = _holders(8, scales, shape[-1], block[1], symmetric=zeros is None)
+    pairing.add(weight.key, Quantised("compressed-tensors int8", tensors, shape, block, read, held_by))
 
 
 def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, schemes: Sequence[_Scheme]) -> None:
@@ -550,8 +641,8 @@ def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, scheme
         return ScaledCodes(values, _at(scales, expert), points, block)
 
     tensors = (codes, scales) if zeros is None else (codes, scales, zeros)
-    exact = _integer_type(bits, scales, columns, block, symmetric=zeros is None)
-    pairing.add(name, Quantised(f"compressed-tensors int{bits}", tensors, shape, block, read, exact, "int8" if bits == 4 else "bfloat16"))
+    held_by = _holders(bits, scales, columns, block[1], symmetric=zeros is None)
+    pairing.add(name, Quantised(f"compressed-tensors int{bits}", tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
 
 
 def _refuse_act_order(order: LazyTensor, group: int) -> None:
@@ -632,9 +723,9 @@ def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tupl
 
     tensors = tuple(tensor for tensor in (codes, scales, zeros, columns) if tensor is not None)
     shape, block = (outputs, inputs), (1, group)
-    exact = _integer_type(bits, scales, inputs, block, symmetric=symmetric)
+    held_by = _holders(bits, scales, inputs, group, symmetric=symmetric)
     name = f"{'AWQ' if order is not None else 'GPTQ' if less_one else 'GPTQ v2'} int{bits}"
-    pairing.add(f"{module}.weight", Quantised(name, tensors, shape, block, read, exact, "int8" if bits == 4 else "bfloat16"))
+    pairing.add(f"{module}.weight", Quantised(name, tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
 
 
 # ModelOpt

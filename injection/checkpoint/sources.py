@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import SUPER_BLOCK_BYTES, Codes, Part, StoredTypes, SuperBlocks, WeightSource, widest
+from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, widest
 
 logger = logging.getLogger(__name__)
 
@@ -77,24 +78,41 @@ class _Store(Protocol):
 
     def piece(self, part: Part, expert: int) -> torch.Tensor: ...
 
-    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
-        """Return a piece as the kernels' codes; None if it has none."""
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return a piece in the codes of a kernel's type; None if that type cannot hold it without rounding."""
         ...
 
     @property
-    def weight_types(self) -> set[str]:
-        """The kernels' types that hold its tensors: those of `codes`, or else those to convert to."""
-        ...
+    def weight_types(self) -> set[_WeightType]: ...
 
     def origin(self, part: Part, expert: int) -> str: ...
 
 
-def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> str:
-    """Return the kernels' type that holds a tensor, or that it is converted to."""
+@dataclass(frozen=True, slots=True)
+class _WeightType:
+    """The kernels' type of a stored tensor: the smallest that holds it without rounding, and the same of those that they quantise to."""
+
+    stored: str
+    packed: str
+
+
+def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
     quantised = _quantised(tensor)
-    if quantised is not None:
-        return (quantised.exact_type if as_codes else None) or quantised.converted_type
-    return "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
+    if quantised is None:
+        name = "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
+        return _WeightType(name, name)
+    if not (as_codes and quantised.held_by):
+        return _WeightType(quantised.converted_type, quantised.converted_type)
+    packed = [name for name in quantised.held_by if name not in STORED_FORMATS]
+    return _WeightType(quantised.held_by[0], packed[0] if packed else quantised.converted_type)
+
+
+def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTypes:
+    return StoredTypes(
+        narrowest({found.packed for found in gate_up | down}),
+        narrowest({found.stored for found in gate_up}),
+        narrowest({found.stored for found in down}),
+    )
 
 
 def _quantised(tensor: LazyTensor) -> Quantised | None:
@@ -120,17 +138,17 @@ class _Fused:
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
 
-    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         if not self._has_codes:
             return None
         quantised = _quantised(self._tensor)
         assert quantised is not None, "only these have codes"
         if self._codes is None or self._codes[0] != expert:
             self._codes = (expert, quantised.read(expert))
-        return self._codes[1].rows(self._layout.rows(part)).in_groups()
+        return self._codes[1].rows(self._layout.rows(part)).held_as(weight_type)
 
     @property
-    def weight_types(self) -> set[str]:
+    def weight_types(self) -> set[_WeightType]:
         return {_weight_type(self._tensor, as_codes=self._has_codes)}
 
     def origin(self, part: Part, expert: int) -> str:
@@ -152,15 +170,15 @@ class _PerExpert:
         tensor = self._by_part[part][expert][...]
         return self._layout.cut(part, tensor) if self._fused else tensor
 
-    def codes(self, part: Part, expert: int) -> Codes | SuperBlocks | None:
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         quantised = _quantised(self._by_part[part][expert])
         if quantised is None:
             return None
         matrix = quantised.read(None)
-        return (matrix.rows(self._layout.rows(part)) if self._fused else matrix).in_groups()
+        return (matrix.rows(self._layout.rows(part)) if self._fused else matrix).held_as(weight_type)
 
     @property
-    def weight_types(self) -> set[str]:
+    def weight_types(self) -> set[_WeightType]:
         return {_weight_type(tensor, as_codes=True) for tensors in self._by_part.values() for tensor in tensors}
 
     def origin(self, part: Part, expert: int) -> str:
@@ -182,11 +200,11 @@ class _Converted:
             self._whole = convert(self._target, self._tensors, self._skeleton)
         return self._layout.cut(part, self._whole[expert])
 
-    def codes(self, part: Part, expert: int) -> None:
+    def codes(self, part: Part, expert: int, weight_type: str) -> None:
         return None
 
     @property
-    def weight_types(self) -> set[str]:
+    def weight_types(self) -> set[_WeightType]:
         return {_weight_type(self._tensors[key], as_codes=False) for key in self._target.all_keys}
 
     def origin(self, part: Part, expert: int) -> str:
@@ -235,8 +253,8 @@ class CheckpointExperts:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._stores[self._layout.parameter(part)].piece(part, expert)
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
-        return self._stores[self._layout.parameter(part)].codes(part, expert)
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        return self._stores[self._layout.parameter(part)].codes(part, expert, weight_type)
 
     def stored_types(self) -> StoredTypes | None:
         """Return the weight types of matrices of which some are quantised; None if none is."""
@@ -244,7 +262,7 @@ class CheckpointExperts:
             return None
         down = self._stores[self._layout.parameter("down")].weight_types
         gate_up = self._stores[self._layout.parameter("up")].weight_types
-        return StoredTypes(narrowest(gate_up | down), narrowest(gate_up), narrowest(down))
+        return _stored_types(gate_up, down)
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._stores[self._layout.parameter(part)].origin(part, expert)
@@ -346,17 +364,17 @@ class CheckpointLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return read_parameter(self._targets[part], self._tensors, self._skeleton)
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         quantised = self._quantised
-        return quantised.read(None).in_groups() if part == "weight" and quantised is not None else None
+        return quantised.read(None).held_as(weight_type) if part == "weight" and quantised is not None else None
 
     def stored_types(self) -> StoredTypes | None:
-        """Return the weight type three times if the weight is quantised, else None."""
+        """Return the weight type as that of all parts if the weight is quantised, else None."""
         tensors = [self._tensors[key] for key in self._targets["weight"].all_keys]
         if not any(_quantised(tensor) for tensor in tensors):
             return None
-        own = narrowest({_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors})
-        return StoredTypes(own, own, own)
+        own = {_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors}
+        return _stored_types(own, own)
 
     @property
     def _quantised(self) -> Quantised | None:
@@ -421,13 +439,12 @@ class CheckpointWeights:
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""
         converted = {key: quantised for key, tensor in self.tensors.items() if (quantised := _quantised(tensor)) is not None}
-        for path, weight_type in weight_types.items():
-            stored = self.stored_types(path)
-            if stored is not None and weight_type in (stored.whole, f"{stored.gate_up}+{stored.down}", *(HELD_BY.get(stored.whole, ()))):
-                for target in self.keymap.under(path).values():
-                    for key in target.all_keys:
-                        if key in converted and converted[key].exact_type is not None:
-                            del converted[key]
+        for path, name in weight_types.items():
+            for parameter, target in self.keymap.under(path).items():
+                weight_type = name.rpartition("+")[2] if parameter.startswith("down") else name.partition("+")[0]
+                for key in target.all_keys:
+                    if key in converted and weight_type in converted[key].held_by:
+                        del converted[key]
         if converted:
             formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))
             logger.warning(
@@ -441,8 +458,7 @@ class CheckpointWeights:
             )
 
 
-HELD_BY = {"int4": ("int8",)}
-INTEGERS = frozenset(("int4", "int8", *SUPER_BLOCK_BYTES))
+INTEGERS = frozenset(("int4", "int8", *STORED_FORMATS))
 
 
 def narrowest(weight_types: Set[str]) -> str:

@@ -129,8 +129,8 @@ def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_pat
     assert bool(notices) == (expected == "bfloat16")
 
 
-def test_a_fused_parameter_with_interleaved_experts_is_cut_by_rows(tmp_path: Path) -> None:
-    """Codes of one tensor for all experts, (E, 2I, H), as transformers saves its FP8 experts."""
+def test_codes_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    """(E, 2I, H), as transformers saves its FP8 experts."""
     save(FORMATS["fp8"], tmp_path)
     stock = stock_of(FORMATS["fp8"])
     tensors = load_file(tmp_path / WEIGHTS)
