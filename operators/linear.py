@@ -18,7 +18,7 @@ from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -146,8 +146,8 @@ class QuantizedLinear(Operator):
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         packed = PackedLinear(self.out_features, self.in_features, self.options.weights)
         codes = codes_for(source, "weight", 0, self.options.weights)
-        if isinstance(codes, SuperBlocks):
-            packed.pack_super_blocks(codes.blocks)
+        if isinstance(codes, StoredBlocks):
+            packed.pack_blocks(codes.blocks)
         elif codes is not None:
             packed.pack_quantized(codes.codes, codes.scales)
         if codes is not None:

@@ -37,7 +37,7 @@ from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,8 +301,8 @@ class HybridExperts(Operator):
             for part in self.layout.parts():
                 codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type_of(part))
                 if codes is not None:
-                    if isinstance(codes, SuperBlocks):
-                        packed.pack_super_blocks(expert, part, codes.blocks)
+                    if isinstance(codes, StoredBlocks):
+                        packed.pack_blocks(expert, part, codes.blocks)
                     else:
                         packed.pack_quantized(expert, part, codes.codes, codes.scales)
                     advance(codes.elements * source.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Matrices in GGUF's Q4_K and Q6_K, which the package `gguf` cannot write: a simple quantiser, and random blocks."""
+"""Matrices in the formats of GGUF files that are packed as they are: random blocks, and a simple quantiser to Q4_K and Q6_K."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moegraft.operators.weight_formats import FORMATS
+
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf")
 
 BlockType = gguf.GGMLQuantizationType
-KINDS = {"q4_k": BlockType.Q4_K, "q6_k": BlockType.Q6_K}
+NAMES = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K")
+KINDS = {name.lower(): BlockType[name] for name in NAMES}
 SUPER_BLOCK = 256
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 Blocks = NDArray[np.uint8]
 
 
@@ -30,18 +32,7 @@ def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
 
 def any_blocks(shape: tuple[int, ...], weight_type: str, seed: int) -> Blocks:
     """Return random blocks for (..., cols), whose values have both signs and are about 1 / sqrt(cols) large."""
-    cols = shape[-1]
-    blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], cols // SUPER_BLOCK, BLOCK_BYTES[weight_type]), np.uint8)
-    if weight_type == "q4_k":  # half of the 63 steps of scale times half of the 15 steps of a code, less equally large minima
-        _put_half(blocks[..., :2], 1 / (200 * cols**0.5))
-        _put_half(blocks[..., 2:4], 7.5 / (200 * cols**0.5))
-    else:
-        _put_half(blocks[..., 208:], 1 / (1400 * cols**0.5))
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def _put_half(target: Blocks, value: float) -> None:
-    target[...] = np.array([value], np.float16).view(np.uint8)
+    return FORMATS[weight_type].random_blocks(shape, np.random.default_rng(seed))
 
 
 def _half(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], Blocks]:
