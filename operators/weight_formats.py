@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ class GpuFormat:
     element_columns: int = 1
 
 
+ScaleForm = Literal["float16", "float32", "exponent", "quarters"]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One format of weights.
@@ -44,7 +48,8 @@ class WeightFormat:
         stored: whether weights of this format come unchanged from a file: the kernels do not quantise to it, and only those of the CPU's
             dense layout compute with it.
         unit_scales: of stored formats, offsets of a block's scales and minima, and values that give random codes a variance of about 1.
-        exponent: whether such a scale is one byte, the exponent of a power of two with a bias of 127, instead of a float16.
+        scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; or a float32 of which
+            each of four rows has a byte.
         gpu: how Triton kernels read the format; None where no GPU kernel exists.
     """
 
@@ -54,7 +59,7 @@ class WeightFormat:
     gguf: str | None = None
     stored: bool = False
     unit_scales: tuple[tuple[int, float], ...] = ()
-    exponent: bool = False
+    scale_form: ScaleForm = "float16"
     gpu: GpuFormat | None = None
 
     @property
@@ -71,17 +76,28 @@ class WeightFormat:
         """Return a random matrix (..., cols) as a file stores it, (..., bytes), with a variance of about 1 / cols, to test kernels."""
         assert self.stored, f"blocks of {self.name} are not packed as they are"
         blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // self.block_weights, self.block_bytes), np.uint8)
+        if self.name.startswith("fp8"):
+            blocks[blocks & 127 == 127] -= 1  # no NaN
         for offset, unit in self.unit_scales:
             scale = unit / math.sqrt(shape[-1])
-            if self.exponent:
+            if self.scale_form == "exponent":
                 blocks[..., offset] = 127 + round(math.log2(scale))
+            elif self.scale_form == "quarters":
+                blocks[..., offset] = np.array([scale], np.float32).view(np.uint8)[3]  # four of which are about as large
             else:
-                blocks[..., offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
+                size = 2 if self.scale_form == "float16" else 4
+                blocks[..., offset : offset + size] = np.array([scale], self.scale_form).view(np.uint8)
         return blocks.reshape(*shape[:-1], -1)
 
 
-def _stored(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], exponent: bool = False) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, exponent)
+def _gguf(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], form: ScaleForm = "float16") -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form)
+
+
+def _safetensors(
+    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], form: ScaleForm = "float16"
+) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, form)
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
@@ -95,17 +111,25 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat("int8", 32, 34, "Q8_0", gpu=GpuFormat(torch.int32, 4, 128, torch.uint8)),
             WeightFormat("int4", 32, 18, "Q4_0", gpu=GpuFormat(torch.int32, 8, 256, torch.uint8, element_columns=2)),
             # Formats of files: a row here is a struct in coded_formats.h.
-            _stored("q4_k", 256, 144, (0, 1 / 200), (2, 7.5 / 200)),
-            _stored("q6_k", 256, 210, (208, 1 / 1400)),
-            _stored("mxfp4", 32, 17, (0, 1 / 2.9), exponent=True),
-            _stored("iq4_nl", 32, 18, (0, 1 / 66)),
-            _stored("iq4_xs", 256, 136, (0, 1 / 1200)),
-            _stored("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6)),
-            _stored("q5_0", 32, 22, (0, 1 / 9.2)),
-            _stored("q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2)),
-            _stored("q5_k", 256, 176, (0, 1 / 530), (2, 15.5 / 530)),
-            _stored("q3_k", 256, 110, (108, 1 / 43)),
-            _stored("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
+            _gguf("q4_k", 256, 144, (0, 1 / 200), (2, 7.5 / 200)),
+            _gguf("q6_k", 256, 210, (208, 1 / 1400)),
+            _gguf("mxfp4", 32, 17, (0, 1 / 2.9), form="exponent"),
+            _gguf("iq4_nl", 32, 18, (0, 1 / 66)),
+            _gguf("iq4_xs", 256, 136, (0, 1 / 1200)),
+            _gguf("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6)),
+            _gguf("q5_0", 32, 22, (0, 1 / 9.2)),
+            _gguf("q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2)),
+            _gguf("q5_k", 256, 176, (0, 1 / 530), (2, 15.5 / 530)),
+            _gguf("q3_k", 256, 110, (108, 1 / 43)),
+            _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
+            # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
+            _safetensors("int4_g32", 64, 37, (0, 1 / 6.5), (2, 1 / 6.5)),
+            _safetensors("int4_g64", 128, 69, (0, 1 / 6.5), (2, 1 / 6.5)),
+            _safetensors("int4_g128", 128, 67, (0, 1 / 6.5)),
+            _safetensors("int8_g128", 128, 130, (0, 1 / 74)),
+            # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
+            _safetensors("fp8", 128, 129, (0, 1 / 110), form="quarters"),
+            _safetensors("fp8_rows", 256, 260, (0, 1 / 110), form="float32"),
         )
     }
 )

@@ -90,8 +90,8 @@ class StoredBlocks:
 class CodedSource(Protocol):
     """A `WeightSource` whose pieces may be stored in codes that the kernel packs unchanged."""
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | StoredBlocks | None:
-        """Return the codes of a matrix, or None where it is not stored in codes."""
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""
         ...
 
 
@@ -99,7 +99,7 @@ def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -
     """Return the codes of a piece where `weight_type` holds them without rounding, else None; int8 also holds 4-bit codes."""
     if weight_type not in ("int8", "int4", *STORED_FORMATS) or not isinstance(source, CodedSource):
         return None
-    codes = source.read_codes(part, expert)
+    codes = source.read_codes(part, expert, weight_type)
     if isinstance(codes, StoredBlocks):
         return codes if codes.weight_type == weight_type else None
     return codes if codes is not None and (weight_type == "int8" or (weight_type == "int4" and codes.bits == 4)) else None

@@ -178,8 +178,7 @@ class ScaledCodes:
 def _nibbles(codes: torch.Tensor) -> NDArray[np.uint8]:
     """Return codes from 0 to 15 (rows, columns) as GGUF's nibbles: 16 bytes of 32 columns, the first half of which is in the low bits."""
     halves = codes.numpy().view(np.uint8).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
-    packed: NDArray[np.uint8] = halves[:, :, 0] | halves[:, :, 1] << 4
-    return packed
+    return halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
 
 
 def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
@@ -191,8 +190,10 @@ def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
 def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
     """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; coded_formats.h has the same."""
     scales = matrix.of_columns(matrix.scales, group)
-    low, high = torch.aminmax(matrix.codes) if matrix.codes.dtype == torch.int8 else (torch.tensor(-9), torch.tensor(9))
-    if scales is None or low < -8 or high > 7:
+    if matrix.codes.dtype != torch.int8 or scales is None or not scales.half().isfinite().all():
+        return None
+    low, high = torch.aminmax(matrix.codes)
+    if low < -8 or high > 7:
         return None
     zeros = torch.full_like(scales, 8, dtype=torch.uint8)
     if matrix.zeros is not None:
@@ -212,24 +213,32 @@ def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
     if matrix.codes.dtype != torch.uint8 or matrix.block[1] != MXFP4_BLOCK[1] or scales is None:
         return None
     mantissa, exponents = torch.frexp(scales)
-    assert bool((mantissa == 0.5).all()), "powers of two"
+    if not (mantissa == 0.5).all():  # the largest exponent means NaN
+        return None
     exponent = _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8))
     return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
 
 
-def _float8_blocks(matrix: ScaledCodes, *, of_rows: bool) -> NDArray[np.uint8] | None:
-    """Return blocks of 256 codes behind a float32 scale of the row; or, of two rows that share their scales, one of each half."""
-    scales = matrix.of_columns(matrix.scales.float(), 256 if of_rows else 128)
-    rows, columns = matrix.codes.shape
-    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or (not of_rows and rows % 2):
+def _float8_blocks(matrix: ScaledCodes, columns: int, rows: int) -> NDArray[np.uint8] | None:
+    """Return blocks of codes behind a float32 scale, of whose bytes each of `rows` rows has some."""
+    scales = matrix.of_columns(matrix.scales.float(), columns)
+    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or len(scales) % rows:
         return None
-    if not of_rows:
-        pairs = scales.reshape(rows // 2, 2, -1, 2)  # (pairs, rows, blocks, halves)
-        if not torch.equal(pairs[:, 0], pairs[:, 1]):
-            return None
-        scales = pairs[:, 0].transpose(1, 2).reshape(rows, -1)
-    codes = matrix.codes.contiguous().view(torch.uint8).numpy().reshape(rows, columns // 256, 256)
-    return np.concatenate([_bytes_of(scales), codes], axis=-1)
+    shared = scales.reshape(-1, rows, scales.shape[1])
+    codes = matrix.codes.contiguous().view(torch.uint8)
+    # The kernel computes with 2^120 times the scale.
+    if (codes & 127 == 127).any() or not (scales.abs() < 128).all() or not torch.equal(shared, shared[:, :1].expand_as(shared)):
+        return None
+    header = _bytes_of(shared[:, 0]).reshape(len(shared), -1, rows, 4 // rows).swapaxes(1, 2)
+    return np.concatenate([header.reshape(*scales.shape, 4 // rows), codes.numpy().reshape(*scales.shape, columns)], axis=-1)
+
+
+def _int8_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return blocks of 128 codes behind a float16 scale."""
+    scales = matrix.of_columns(matrix.scales, 128)
+    if matrix.codes.dtype != torch.int8 or matrix.zeros is not None or scales is None or not scales.half().isfinite().all():
+        return None
+    return np.concatenate([_bytes_of(scales.half()), matrix.codes.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 128)], axis=-1)
 
 
 _BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
@@ -237,8 +246,9 @@ _BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
     "int4_g32": partial(_int4_blocks, group=32, groups=2),
     "int4_g64": partial(_int4_blocks, group=64, groups=2),
     "int4_g128": partial(_int4_blocks, group=128, groups=1),
-    "fp8": partial(_float8_blocks, of_rows=False),
-    "fp8_rows": partial(_float8_blocks, of_rows=True),
+    "int8_g128": _int8_blocks,
+    "fp8": partial(_float8_blocks, columns=128, rows=4),
+    "fp8_rows": partial(_float8_blocks, columns=256, rows=1),
 }
 
 
@@ -435,10 +445,11 @@ def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, block
         return ScaledCodes(_at(weight, expert), _at(scales, expert), None, block)
 
     held_by: tuple[str, ...] = ()
-    if weight.stored_dtype == "F8_E4M3" and shape[-1] % 256 == 0:
-        if shape[-2] % 2 == 0 and block[0] % 2 == 0 and block[1] % 128 == 0:
+    if weight.stored_dtype == "F8_E4M3":
+        # Gate and up may be alternating rows, so that four rows of one of them are eight here.
+        if shape[-2] % 8 == 0 and block[0] % 8 == 0 and block[1] % 128 == 0 == shape[-1] % 128:
             held_by = ("fp8",)
-        elif block[1] % 256 == 0:
+        elif block[1] % 256 == 0 == shape[-1] % 256:
             held_by = ("fp8_rows",)
     pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by))
 

@@ -115,6 +115,13 @@ def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTy
     )
 
 
+def _held(matrix: ScaledCodes, weight_type: str, origin: str) -> Codes | StoredBlocks | None:
+    found = matrix.held_as(weight_type)
+    if found is None and weight_type in STORED_FORMATS:
+        raise CheckpointError(f"{origin}: a weight is NaN or a scale too large for {weight_type}; download it again, or set another type")
+    return found
+
+
 def _quantised(tensor: LazyTensor) -> Quantised | None:
     return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
@@ -145,7 +152,7 @@ class _Fused:
         assert quantised is not None, "only these have codes"
         if self._codes is None or self._codes[0] != expert:
             self._codes = (expert, quantised.read(expert))
-        return self._codes[1].rows(self._layout.rows(part)).held_as(weight_type)
+        return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert))
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -175,7 +182,7 @@ class _PerExpert:
         if quantised is None:
             return None
         matrix = quantised.read(None)
-        return (matrix.rows(self._layout.rows(part)) if self._fused else matrix).held_as(weight_type)
+        return _held(matrix.rows(self._layout.rows(part)) if self._fused else matrix, weight_type, self.origin(part, expert))
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -366,7 +373,9 @@ class CheckpointLinear:
 
     def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         quantised = self._quantised
-        return quantised.read(None).held_as(weight_type) if part == "weight" and quantised is not None else None
+        if part != "weight" or quantised is None:
+            return None
+        return _held(quantised.read(None), weight_type, self.origin(part))
 
     def stored_types(self) -> StoredTypes | None:
         """Return the weight type as that of all parts if the weight is quantised, else None."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.k_quants import KINDS, any_blocks, dequantised
+from support.k_quants import KINDS, SAFETENSORS, any_blocks, dequantised
 from support.kernel_cases import PARTS, ROUNDING, as_array, make_batch, relative_error, sqnr_db
 from support.kernel_cases import make_stored_layer as make_layer
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
 
-TYPES = tuple(KINDS)
+TYPES = (*KINDS, *SAFETENSORS)
 PAIRS = (*TYPES, "q4_k+q6_k", "mxfp4+q2_k")
 TOLERANCE = 2e-2  # activations are rounded to 8 bits, as for int8 and int4
 SHAPES = [
@@ -43,7 +43,8 @@ def test_every_bit_of_a_block_is_used(weight_type: str) -> None:
     linear.pack_blocks(blocks)
     with np.errstate(all="ignore"):
         expected = dequantised(blocks, weight_type)
-    assert weight_type == "mxfp4" or not np.isfinite(expected).all()  # an exponent is always finite
+    # An exponent is always finite, as are three bytes of a float.
+    assert weight_type in ("mxfp4", "fp8") or not np.isfinite(expected).all()
     np.testing.assert_array_equal(linear.unpack(), expected)
 
 

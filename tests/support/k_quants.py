@@ -7,18 +7,22 @@ import pytest
 from numpy.typing import NDArray
 
 from moegraft.operators.weight_formats import FORMATS
+from support.quantised_files import decoded
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf")
 
 BlockType = gguf.GGMLQuantizationType
 NAMES = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K")
 KINDS = {name.lower(): BlockType[name] for name in NAMES}
+SAFETENSORS = ("int4_g32", "int4_g64", "int4_g128", "int8_g128", "fp8", "fp8_rows")  # without a name in GGUF
 SUPER_BLOCK = 256
 Blocks = NDArray[np.uint8]
 
 
 def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
     """Return the values (..., cols) of blocks (..., bytes)."""
+    if weight_type not in KINDS:
+        return decoded(blocks, weight_type)
     values: NDArray[np.float32] = gguf.dequantize(blocks, KINDS[weight_type])
     return values
 

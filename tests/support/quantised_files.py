@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from moegraft.operators.weight_formats import FORMATS as FORMATS_OF_KERNELS
 
 Tensors = dict[str, torch.Tensor]
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -172,6 +176,33 @@ def gptq(bits: int = 4, group: int = 32, *, symmetric: bool = True, version: str
 
     settings = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": False, "sym": symmetric}
     return Format(write, {**settings, "checkpoint_format": version})
+
+
+def decoded(blocks: NDArray[np.uint8], weight_type: str) -> NDArray[np.float32]:
+    """Return the values (..., rows, columns) of blocks (..., rows, bytes) as the kernels pack them from a safetensors checkpoint."""
+    found = FORMATS_OF_KERNELS[weight_type]
+    each = blocks.reshape(*blocks.shape[:-1], -1, found.block_bytes)
+    if weight_type.startswith("fp8"):
+        size = found.block_bytes - found.block_weights
+        header, codes = each[..., :size], each[..., size:]
+        if weight_type == "fp8":  # four rows have a byte of the scale each; those that a matrix lacks are 0
+            rows = header.shape[-3]
+            header = np.pad(header, [(0, 0)] * (header.ndim - 3) + [(0, -rows % 4), (0, 0), (0, 0)])
+            header = header.reshape(*header.shape[:-3], -1, 4, header.shape[-2]).swapaxes(-1, -2)
+            header = np.repeat(header[..., None, :, :], 4, axis=-3).reshape(*header.shape[:-3], -1, *header.shape[-2:])[..., :rows, :, :]
+        scales = np.ascontiguousarray(header).view(np.float32)
+        magnitude = np.where(codes & 120, np.exp2((codes >> 3 & 15) - 7.0) * (1 + (codes & 7) / 8), (codes & 7) * 2.0**-9)
+        values = np.where(codes & 128, -magnitude, magnitude).astype(np.float32) * scales
+    elif weight_type == "int8_g128":
+        values = each[..., 2:].view(np.int8).astype(np.float32) * np.ascontiguousarray(each[..., :2]).view(np.float16)
+    else:
+        groups = 1 if weight_type == "int4_g128" else 2
+        scales = np.ascontiguousarray(each[..., : 2 * groups]).view(np.float16).astype(np.float32)[..., None]
+        zeros = (each[..., 2 * groups, None] >> 4 * np.arange(groups) & 15).astype(np.float32)[..., None]
+        nibbles = each[..., 2 * groups + 1 :].reshape(*each.shape[:-1], -1, 16)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).reshape(*each.shape[:-1], groups, -1).astype(np.float32)
+        values = scales * codes - scales * zeros
+    return values.astype(np.float32).reshape(*blocks.shape[:-1], -1)
 
 
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}

@@ -7,6 +7,8 @@
 //   kColumns, kFileBytes   of a block in the file, which packing keeps
 //   kHeader                the fields of a block that are not codes, in the order in which they are packed; those of 2 bytes are float16
 //   kLowBits, kHighBits    of a stored code: 8, 4 or 2, and 0, 1 or 2 more, which are packed apart
+//   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
+//   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
 //   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
 //   kOffset                of unsigned codes where kMinimum is false
 //   kParts                 of a group, 1 or 2, each with a scale and minimum of its own
@@ -50,6 +52,12 @@ inline float half_at(const std::uint8_t* bytes) {
   std::uint16_t half;
   std::memcpy(&half, bytes, 2);
   return float_from_f16(half);
+}
+
+inline float float_at(const std::uint8_t* bytes) {
+  float value;
+  std::memcpy(&value, bytes, 4);
+  return value;
 }
 
 // The nibble of a column in 16 bytes, whose low halves come first.
@@ -365,6 +373,111 @@ struct Q2K {
   };
 };
 
+// Of safetensors checkpoints (compressed-tensors, AWQ, GPTQ): one or two groups of columns with a float16 scale each, behind these a byte with
+// a zero point of 4 bits for each, then nibbles in the order of Q4_0.
+template <int Columns, int Scales>
+struct GroupedNibbles {
+  static constexpr int kColumns = Columns * Scales, kFileBytes = 2 * Scales + 1 + kColumns / 2, kLowBits = 4, kHighBits = 0, kParts = 1;
+  static constexpr int kOffset = 0;
+  static constexpr bool kMinimum = true;
+  static constexpr int kScaleGroups = Columns / kGroup;
+  static int stored_code(const std::uint8_t* block, int column) {
+    return nibble_of(block + 2 * Scales + 1 + column / kGroup * (kGroup / 2), column % kGroup);
+  }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const int index = group / kScaleGroups;
+    const float scale = half_at(header + 2 * index);
+    return {{scale}, {-(scale * static_cast<float>(header[2 * Scales] >> 4 * index & 15))}};
+  }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1], scales[Scales], minima[Scales];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      const typename T::I zeros = T::load_bytes(field_at<1>(block, 2 * Scales, row));
+      for (int index = 0; index < Scales; ++index) {
+        scales[index] = halves_of<T>(block, 2 * index, row);
+        const typename T::I zero = T::and_words(T::shift_right(zeros, 4 * index), 15);
+        minima[index] = T::sub(T::zero(), T::mul(scales[index], T::to_float(zero)));
+      }
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      scale[0] = scales[index / kScaleGroups];
+      minimum[0] = minima[index / kScaleGroups];
+    }
+  };
+};
+struct Int4Of32 : GroupedNibbles<32, 2> {
+  static constexpr const char* kName = "int4_g32";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 1}};
+};
+struct Int4Of64 : GroupedNibbles<64, 2> {
+  static constexpr const char* kName = "int4_g64";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 1}};
+};
+struct Int4Of128 : GroupedNibbles<128, 1> {
+  static constexpr const char* kName = "int4_g128";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 1}};
+};
+
+// Of safetensors checkpoints: 128 columns of int8 with a float16 scale.
+struct Int8Of128 : OneScale {
+  static constexpr const char* kName = "int8_g128";
+  static constexpr int kColumns = 128, kFileBytes = 130, kLowBits = 8, kHighBits = 0, kOffset = 128;
+  static int stored_code(const std::uint8_t* block, int column) { return block[2 + column] ^ 128; }
+};
+
+// FP8 of safetensors checkpoints: E4M3 without infinities. The vector of a code has its bits in the place of a float's, and so is 2^120 times
+// too small, which the scale makes good.
+struct Float8Codes {
+  static constexpr int kLowBits = 8, kHighBits = 0, kParts = 1, kOffset = 0;
+  static constexpr bool kMinimum = false, kFloat8 = true;
+};
+inline float float_from_e4m3(int code) {
+  return float_from_bits(static_cast<std::uint32_t>(code & 128) << 24 | static_cast<std::uint32_t>(code & 127) << 20) * 0x1p120f;
+}
+
+// A float32 scale for 128 columns of four rows, of which each holds a byte: checkpoints have scales of 128 rows.
+struct Fp8 : Float8Codes {
+  static constexpr const char* kName = "fp8";
+  static constexpr Field kHeader[] = {{0, 1}};
+  static constexpr int kColumns = 128, kFileBytes = 129, kScaleRows = 4;
+  static int stored_code(const std::uint8_t* block, int column) { return block[1 + column]; }
+  static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) { scale[0] = T::load_quarters(block + row); }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+// A float32 scale for 256 columns of a row.
+struct Fp8Rows : Float8Codes {
+  static constexpr const char* kName = "fp8_rows";
+  static constexpr Field kHeader[] = {{0, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 260;
+  static int stored_code(const std::uint8_t* block, int column) { return block[4 + column]; }
+  static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      scale[0] = T::load(reinterpret_cast<const float*>(field_at<4>(block, 0, row)));
+    }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+template <class Coded, class = void>
+constexpr bool kIsFloat8 = false;
+template <class Coded>
+constexpr bool kIsFloat8<Coded, std::void_t<decltype(Coded::kFloat8)>> = true;
+
+template <class Coded, class = void>
+constexpr int kRowsOfScale = 1;
+template <class Coded>
+constexpr int kRowsOfScale<Coded, std::void_t<decltype(Coded::kScaleRows)>> = Coded::kScaleRows;
+
 template <class Coded, class = void>
 constexpr bool kHasTable = false;
 template <class Coded>
@@ -374,7 +487,8 @@ template <class... Formats>
 struct FormatList {};
 
 // The order is that of WeightType, from kInt8 on.
-using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K>;
+using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
+                                Int8Of128, Fp8, Fp8Rows>;
 
 // What derives from a format's description.
 template <class Coded>
@@ -411,6 +525,7 @@ struct CodedFormat {
   int columns;
   int file_bytes;
   int parts;
+  bool float8;
 };
 
 namespace {
@@ -428,7 +543,7 @@ struct CodedTable {
 };
 template <class... Formats>
 constexpr CodedTable table_of(FormatList<Formats...>) {
-  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts}...}};
+  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>}...}};
 }
 constexpr CodedTable kCodedTable = table_of(CodedFormats());
 
@@ -485,14 +600,22 @@ inline int code_at(const std::byte* lines, int row, int kk) {
   return code;
 }
 
+// The number that an unsigned code means, before the scale.
+template <class Coded>
+inline float number_of(int code) {
+  if constexpr (kIsFloat8<Coded>) return float_from_e4m3(code);
+  else return static_cast<float>(code - Coded::kOffset);
+}
+
 // The scales of a group of a packed block.
 template <class Coded>
 inline GroupScales scales_at(const std::byte* block, int row, int group) {
-  std::uint8_t header[Derived<Coded>::kHeaderBytes];
+  constexpr int kRows = kRowsOfScale<Coded>;
+  std::uint8_t header[Derived<Coded>::kHeaderBytes * kRows];
   std::uint8_t* to = header;
   for (const Field& field : Coded::kHeader) {
-    std::memcpy(to, block + row * field.bytes, static_cast<std::size_t>(field.bytes));
-    to += field.bytes;
+    std::memcpy(to, block + row / kRows * kRows * field.bytes, static_cast<std::size_t>(field.bytes * kRows));
+    to += field.bytes * kRows;
     block += field.bytes * kBlockRows;
   }
   return Coded::scales(header, group);

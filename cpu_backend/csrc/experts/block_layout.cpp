@@ -234,7 +234,7 @@ void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int fi
         const GroupScales scales = scales_at<Coded>(block, row, group);
         for (int k = 0; k < kGroup; ++k, ++values) {
           const int part = k / (kGroup / Coded::kParts);
-          const float product = scales.scale[part] * static_cast<float>(code_at<Coded>(lines, row, k) - Coded::kOffset);
+          const float product = scales.scale[part] * number_of<Coded>(code_at<Coded>(lines, row, k));
           *values = Coded::kMinimum ? product + scales.minimum[part] : product;
         }
       }
@@ -247,6 +247,10 @@ template <class Coded>
 void make_small(std::uint8_t* block) {
   constexpr std::uint16_t kHalf = 0x0c00;  // 2^-12
   for (const Field& field : Coded::kHeader) {
+    if (kIsFloat8<Coded>) {
+      std::memset(block + field.offset, 0x39, static_cast<std::size_t>(field.bytes));  // four of them are 0.00018
+      continue;
+    }
     if (field.bytes == 2) std::memcpy(block + field.offset, &kHalf, 2);
     if (field.bytes == 1) block[field.offset] = 127 - 12;
   }

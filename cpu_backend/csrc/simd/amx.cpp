@@ -265,8 +265,14 @@ void multiply(const MatrixArgs& args) {
 // The tokens from which on this is faster than the tiles: where the two are equally fast with weights from memory.
 template <int... I>
 void add_coded(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
-  ((matrix.least_tokens[kFirstCoded + I] = kCodedTable.formats[I].columns == kGroup ? 12 : 10), ...);
-  ((matrix.multiply[kFirstCoded + I] = multiply<coded(I)>), ...);
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (!kIsFloat8<CodedOf<kKind>>) {
+      matrix.least_tokens[static_cast<int>(kKind)] = Derived<CodedOf<kKind>>::kGroups == 1 ? 12 : 10;
+      matrix.multiply[static_cast<int>(kKind)] = multiply<kKind>;
+    }
+  };
+  (add(std::integral_constant<int, I>()), ...);
 }
 
 Kernels make() {

@@ -98,6 +98,17 @@ struct Avx2 {
     else if constexpr (By < 0) return _mm256_srli_epi32(x, -By);
     else return x;
   }
+  // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
+  template <int Index>
+  static F small_float8(I x) {
+    const I bits = _mm256_srai_epi32(shifted<24 - 8 * Index>(x), 4);
+    return _mm256_castsi256_ps(and_words(bits, static_cast<int>(0x87f00000u)));
+  }
+  // Each float four times.
+  static F load_quarters(const std::byte* p) {
+    const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_permutevar8x32_ps(_mm256_castsi256_ps(_mm256_castsi128_si256(two)), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+  }
   static I shift_right(I x, int by) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(by)); }
   static I load_bytes(const std::byte* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
   static I load_shorts(const std::byte* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

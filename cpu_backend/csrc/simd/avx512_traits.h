@@ -81,6 +81,17 @@ struct Avx512Base {
     else if constexpr (By < 0) return _mm512_srli_epi32(x, -By);
     else return x;
   }
+  // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
+  template <int Index>
+  static F small_float8(I x) {
+    const I bits = _mm512_srai_epi32(shifted<24 - 8 * Index>(x), 4);
+    return _mm512_castsi512_ps(and_words(bits, static_cast<int>(0x87f00000u)));
+  }
+  // Each float four times.
+  static F load_quarters(const std::byte* p) {
+    const I order = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(order, _mm512_castps128_ps512(_mm_loadu_ps(reinterpret_cast<const float*>(p))));
+  }
   static I shift_right(I x, int by) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(by)); }
   static I load_bytes(const std::byte* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static I load_shorts(const std::byte* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

@@ -7,9 +7,9 @@
 //
 // Activations are stored as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
 // group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
-//   float formats     32 words per group, one float each
+//   float formats     and FP8: 32 words per group, one float each
 //   kBFloat16Dot      16 words per group, two bfloat16 each
-//   coded formats     the scale (float); for each part of a group, where codes have an offset, the offset times the negated sum of the
+//   other coded ones  the scale (float); for each part of a group, where codes have an offset, the offset times the negated sum of the
 //                     activations' codes (int32), or, where they have a minimum, the scale times that sum (float, the factor of the
 //                     weights' minimum); then 32 int8 codes
 #pragma once
@@ -28,9 +28,11 @@ enum class Format : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kBFloat16
 constexpr int kFormats = kWeightTypes + 1;
 
 constexpr bool is_coded(Format format) { return format != Format::kBFloat16Dot && is_coded(static_cast<WeightType>(format)); }
+// Whether activations are rounded to codes.
+constexpr bool has_codes(Format format) { return is_coded(format) && !coded_format(static_cast<WeightType>(format)).float8; }
 constexpr int first_code_word(Format format) { return 1 + coded_format(static_cast<WeightType>(format)).parts; }
 constexpr int words_per_group(Format format) {
-  return format == Format::kBFloat16Dot ? kGroup / 2 : is_coded(format) ? first_code_word(format) + kGroup / 4 : kGroup;
+  return format == Format::kBFloat16Dot ? kGroup / 2 : has_codes(format) ? first_code_word(format) + kGroup / 4 : kGroup;
 }
 constexpr WeightType weights_of(Format format) {
   return format == Format::kBFloat16Dot ? WeightType::kBFloat16 : static_cast<WeightType>(format);

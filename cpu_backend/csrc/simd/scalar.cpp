@@ -51,8 +51,28 @@ void tile_float(const TileArgs& args) {
 }
 
 template <Format F>
+void tile_float8(const TileArgs& args) {
+  using Coded = CodedOf<F>;
+  for (int token = 0; token < args.tokens; ++token) {
+    float sums[kBlockRows] = {};
+    for (int group = 0; group < args.groups; ++group) {
+      const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+      const int index = group % Derived<Coded>::kGroups;
+      const std::byte* lines = block + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
+      const std::uint32_t* words = group_words(args, F, group, token);
+      for (int row = 0; row < kBlockRows; ++row) {
+        const float scale = scales_at<Coded>(block, row, index).scale[0];
+        for (int k = 0; k < kGroup; ++k) sums[row] += number_of<Coded>(code_at<Coded>(lines, row, k)) * scale * float_from_bits(words[k]);
+      }
+    }
+    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
+  }
+}
+
+template <Format F>
 void tile_coded(const TileArgs& args) {
   using Coded = CodedOf<F>;
+  if constexpr (kIsFloat8<Coded>) return tile_float8<F>(args);
   for (int token = 0; token < args.tokens; ++token) {
     float sums[kBlockRows] = {};
     for (int group = 0; group < args.groups; ++group) {
@@ -410,7 +430,7 @@ void add_floats(Kernels& kernels) {
 template <int... I>
 void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
   ((kernels.tile[kFirstCoded + I] = tile_coded<coded(I)>), ...);
-  ((kernels.encode[kFirstCoded + I] = encode_coded<coded(I)>), ...);
+  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<coded(I)> : encode_float), ...);
 }
 
 Kernels make() {

@@ -22,6 +22,7 @@ template <class T, Format Kind, int V, int N>
 inline void tile_part(const TileArgs& args, int first_vector) {
   if constexpr (Kind == Format::kFloat32 || Kind == Format::kFloat16) tile_columns<T, Kind, V, N>(args, first_vector);
   else if constexpr (Kind == Format::kBFloat16 || Kind == Format::kBFloat16Dot) tile_pairs<T, Kind, V, N>(args, first_vector);
+  else if constexpr (kIsFloat8<CodedOf<Kind>>) tile_float8<T, Kind, V, N>(args, first_vector);
   else tile_coded<T, Kind, V, N>(args, first_vector);
 }
 
@@ -37,7 +38,7 @@ void tile_of(const TileArgs& args) {
 
 template <class T, Format Kind>
 constexpr int tile_limit() {
-  return is_coded(Kind) ? T::kIntegerTokens : T::kFloatTokens;
+  return has_codes(Kind) ? T::kIntegerTokens : T::kFloatTokens;
 }
 
 // Calls the tile that is compiled for exactly this number of tokens.
@@ -60,9 +61,9 @@ void add_floats(Kernels& kernels) {
 
 template <class T, int... I>
 void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
-  ((kernels.max_tokens[kFirstCoded + I] = T::kIntegerTokens), ...);
+  ((kernels.max_tokens[kFirstCoded + I] = tile_limit<T, coded(I)>()), ...);
   ((kernels.tile[kFirstCoded + I] = tile<T, coded(I)>), ...);
-  ((kernels.encode[kFirstCoded + I] = encode_coded<T, coded(I)>), ...);
+  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
 }
 
 // All kernels but those of coded formats, which instruction sets with the same integer products share.

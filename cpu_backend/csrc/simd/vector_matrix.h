@@ -125,7 +125,7 @@ template <class T, int... I>
 void add_wide(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (Derived<CodedOf<kKind>>::kMostCode > kMostSmallCode) {
+    if constexpr (Derived<CodedOf<kKind>>::kMostCode > kMostSmallCode && !kIsFloat8<CodedOf<kKind>>) {
       matrix.least_tokens[static_cast<int>(kKind)] = least;
       matrix.multiply[static_cast<int>(kKind)] = matrix_floats<T, kKind>;
     }

@@ -92,6 +92,52 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
+// FP8 weights, whose products are in float.
+template <class T, Format Kind, int V, int N>
+inline void tile_float8(const TileArgs& args, int first_vector) {
+  using Coded = CodedOf<Kind>;
+  using F = typename T::F;
+  constexpr int kGroups = Derived<Coded>::kGroups;
+  F sums[N][V] = {};
+  const std::byte* block = args.block;
+  const std::uint32_t* words = args.records;
+  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
+    F factors[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      typename Coded::template Reader<T> reader;
+      reader.block(block, (first_vector + v) * T::kWidth);
+      factors[v] = T::mul(reader.scale[0], T::set(0x1p120f));
+    }
+    const std::byte* line = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
+    for (int group = 0; group < kGroups; ++group, words += (N - 1) * kGroup) {
+      prefetch_ahead(args, first + group);
+      for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, words += 4) {
+        typename T::I codes[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) codes[v] = T::load_int(line + v * T::kWidth * 4);
+        const auto add_column = [&](auto index) {
+          constexpr int kColumn = decltype(index)::value;
+          F weights[V];
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) weights[v] = T::mul(T::template small_float8<kColumn>(codes[v]), factors[v]);
+#pragma GCC unroll 16
+          for (int n = 0; n < N; ++n) {
+            const F value = T::broadcast_float(words + n * kGroup + kColumn);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
+          }
+        };
+        add_column(std::integral_constant<int, 0>());
+        add_column(std::integral_constant<int, 1>());
+        add_column(std::integral_constant<int, 2>());
+        add_column(std::integral_constant<int, 3>());
+      }
+    }
+  }
+  store_tile<T, V, N>(sums, args.out, first_vector);
+}
+
 constexpr int kMostSmallCode = 129;  // of dot_small: the sum of two products with codes of at most 127 fits 16 bits
 
 // Adds the products of four columns, whose unsigned codes are the bytes of `weights`.

@@ -178,7 +178,7 @@ class GgufExperts:
         tensor, index = self._parts[part].at(expert)
         return tensor.read(index)
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | StoredBlocks | None:
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         tensor, index = self._parts[part].at(expert)
         return tensor.codes(index)
 
@@ -207,7 +207,7 @@ class GgufLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._parts[part][...]
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | StoredBlocks | None:
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         stored = self._parts[part]
         return stored.codes() if isinstance(stored, Plain) else None
 
