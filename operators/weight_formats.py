@@ -50,6 +50,7 @@ class WeightFormat:
         unit_scales: of stored formats, offsets of a block's scales and minima, and values that give random codes a variance of about 1.
         scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; or a float32 of which
             each of four rows has a byte.
+        floats: whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers.
         gpu: how Triton kernels read the format; None where no GPU kernel exists.
     """
 
@@ -60,6 +61,7 @@ class WeightFormat:
     stored: bool = False
     unit_scales: tuple[tuple[int, float], ...] = ()
     scale_form: ScaleForm = "float16"
+    floats: bool = False
     gpu: GpuFormat | None = None
 
     @property
@@ -76,7 +78,7 @@ class WeightFormat:
         """Return a random matrix (..., cols) as a file stores it, (..., bytes), with a variance of about 1 / cols, to test kernels."""
         assert self.stored, f"blocks of {self.name} are not packed as they are"
         blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // self.block_weights, self.block_bytes), np.uint8)
-        if self.name.startswith("fp8"):
+        if self.floats:
             blocks[blocks & 127 == 127] -= 1  # no NaN
         for offset, unit in self.unit_scales:
             scale = unit / math.sqrt(shape[-1])
@@ -94,10 +96,12 @@ def _gguf(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[i
     return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form)
 
 
-def _safetensors(
-    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], form: ScaleForm = "float16"
-) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, form)
+def _integers(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float]) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales)
+
+
+def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, ((0, 1 / 110),), form, floats=True)
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
@@ -123,13 +127,13 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             _gguf("q3_k", 256, 110, (108, 1 / 43)),
             _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
             # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
-            _safetensors("int4_g32", 64, 37, (0, 1 / 6.5), (2, 1 / 6.5)),
-            _safetensors("int4_g64", 128, 69, (0, 1 / 6.5), (2, 1 / 6.5)),
-            _safetensors("int4_g128", 128, 67, (0, 1 / 6.5)),
-            _safetensors("int8_g128", 128, 130, (0, 1 / 74)),
+            _integers("int4_g32", 64, 37, (0, 1 / 6.5), (2, 1 / 6.5)),
+            _integers("int4_g64", 128, 69, (0, 1 / 6.5), (2, 1 / 6.5)),
+            _integers("int4_g128", 128, 67, (0, 1 / 6.5)),
+            _integers("int8_g128", 128, 130, (0, 1 / 74)),
             # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
-            _safetensors("fp8", 128, 129, (0, 1 / 110), form="quarters"),
-            _safetensors("fp8_rows", 256, 260, (0, 1 / 110), form="float32"),
+            _float8("fp8", 128, 129, "quarters"),
+            _float8("fp8_rows", 256, 260, "float32"),
         )
     }
 )

@@ -131,17 +131,19 @@ class StoredTypes:
 def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
     """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
 
-    `stored` means the file's type. Stored formats are kept for `stored`, and for int8 and int4 where these take no fewer bytes.
+    `stored` means the file's type. Stored formats are kept for `stored`, and those of integers for int8 and int4 where these take no fewer
+    bytes.
 
     Args:
         requested: the value of `weights` in the rule.
         known: the types that the operator packs weights to.
         supports: whether the operator can compute with a stored format, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
-    kept = [
-        own if requested == "stored" or (own in STORED_FORMATS and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)) else requested
-        for own in (stored.gate_up, stored.down)
-    ]
+
+    def is_kept(own: str) -> bool:
+        return own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)
+
+    kept = [own if requested == "stored" or is_kept(own) else requested for own in (stored.gate_up, stored.down)]
     if any(own in STORED_FORMATS for own in kept):
         weight_type = kept[0] if kept[0] == kept[1] else "+".join(kept)
         if supports(weight_type):

@@ -431,6 +431,7 @@ class CheckpointWeights:
         self.tensors: Mapping[str, LazyTensor] = checkpoint.tensors
         self.keymap = map_keys(skeleton, checkpoint.tensors)
         self._skeleton = skeleton
+        self._quantised = {key: found for key, tensor in self.tensors.items() if (found := _quantised(tensor)) is not None}
 
     def source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
         if kind == "experts":
@@ -440,14 +441,14 @@ class CheckpointWeights:
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
 
     def stored_types(self, path: str) -> StoredTypes | None:
-        if not any(_quantised(tensor) for tensor in self.tensors.values()):
+        if not self._quantised:
             return None
         kind = "linear" if isinstance(self._skeleton.get_submodule(path), nn.Linear) else "experts"
         return self.source(path, kind).stored_types()
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""
-        converted = {key: quantised for key, tensor in self.tensors.items() if (quantised := _quantised(tensor)) is not None}
+        converted = dict(self._quantised)
         for path, name in weight_types.items():
             for parameter, target in self.keymap.under(path).items():
                 weight_type = name.rpartition("+")[2] if parameter.startswith("down") else name.partition("+")[0]

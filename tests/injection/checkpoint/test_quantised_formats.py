@@ -85,7 +85,7 @@ def load(folder: Path, text: str) -> PreTrainedModel:
 
 HEAD = "- match: {name: '^lm_head$'}\n  replace: {class: quantized_linear}\n"
 EXPERTS = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
-LINEARS = "- match: {kind: linear, name: '_proj$'}\n  replace: {class: quantized_linear, kwargs: {weights: int8}}\n"
+LINEARS = "- match: {kind: linear, name: '_proj$'}\n  replace: {class: quantized_linear, kwargs: {weights: stored}}\n"
 
 
 COMPUTED = (
@@ -168,7 +168,9 @@ def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) 
     experts = "model.layers.1.mlp.experts"
     tensors = load_file(tmp_path / WEIGHTS).items()
     stored = sum(tensor.nbytes for key, tensor in tensors if key.startswith(experts) and not key.endswith(("_shape", "input_scale")))
-    planned = optimize_and_load(tmp_path, rules(tmp_path, EXPERTS), dry_run=True)
+    planned = optimize_and_load(tmp_path, rules(tmp_path, EXPERTS + LINEARS), dry_run=True)
+    types = {swap.weight_type for swap in planned.swaps if swap.module != experts}  # type: ignore[attr-defined]
+    assert types == {expected}
     [swap] = [swap for swap in planned.swaps if swap.module == experts]  # type: ignore[attr-defined]
     assert swap.weight_type == expected
     assert abs(swap.footprint.total_bytes / stored - 1) <= 0.02
@@ -179,7 +181,7 @@ def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) 
 def test_linear_layers_keep_the_codes_that_are_no_larger(tmp_path: Path) -> None:
     save(awq(64), tmp_path)
     query = "model.layers.1.self_attn.q_proj"
-    found = load(tmp_path, LINEARS).get_submodule(query)
+    found = load(tmp_path, LINEARS.replace("stored", "int8")).get_submodule(query)
     assert found.weight_type == "int4_g64"
     expected = stock_of(awq(64)).get_submodule(query)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
