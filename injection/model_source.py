@@ -217,6 +217,12 @@ def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def is_quantised(source: ModelSource) -> bool:
+    """Whether the weights are quantised by a method that can be read."""
+    settings = quantisation_of(source.config)
+    return settings is not None and why_unreadable(settings) is None
+
+
 def dequantising(source: ModelSource) -> ModelSource:
     """Return a source with the quantisation settings apart from the config; `source` itself if its weights are not quantised.
 

@@ -50,6 +50,7 @@ class WeightFormat:
         unit_scales: of stored formats, offsets of a block's scales and minima, and values that give random codes a variance of about 1.
         scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; or a float32 of which
             each of four rows has a byte.
+        zero_points: the offset of a byte of zero points, if a block has one.
         floats: whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers.
         gpu: how Triton kernels read the format; None where no GPU kernel exists.
     """
@@ -61,6 +62,7 @@ class WeightFormat:
     stored: bool = False
     unit_scales: tuple[tuple[int, float], ...] = ()
     scale_form: ScaleForm = "float16"
+    zero_points: int | None = None
     floats: bool = False
     gpu: GpuFormat | None = None
 
@@ -80,6 +82,8 @@ class WeightFormat:
         blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // self.block_weights, self.block_bytes), np.uint8)
         if self.floats:
             blocks[blocks & 127 == 127] -= 1  # no NaN
+        if self.zero_points is not None:
+            blocks[..., self.zero_points] = 0x79  # 9 and 7: means far from 0 would be all that is left of a product
         for offset, unit in self.unit_scales:
             scale = unit / math.sqrt(shape[-1])
             if self.scale_form == "exponent":
@@ -96,8 +100,10 @@ def _gguf(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[i
     return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form)
 
 
-def _integers(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float]) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales)
+def _integers(
+    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], zero_points: int | None = None
+) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, zero_points=zero_points)
 
 
 def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm) -> WeightFormat:
@@ -127,9 +133,9 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             _gguf("q3_k", 256, 110, (108, 1 / 43)),
             _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
             # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
-            _integers("int4_g32", 64, 37, (0, 1 / 6.5), (2, 1 / 6.5)),
-            _integers("int4_g64", 128, 69, (0, 1 / 6.5), (2, 1 / 6.5)),
-            _integers("int4_g128", 128, 67, (0, 1 / 6.5)),
+            _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+            _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+            _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2),
             _integers("int8_g128", 128, 130, (0, 1 / 74)),
             # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
             _float8("fp8", 128, 129, "quarters"),

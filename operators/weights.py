@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, Protocol, runtime_checkable
@@ -126,6 +126,13 @@ class StoredTypes:
     whole: str
     gate_up: str
     down: str
+
+
+def narrowest(weight_types: Set[str]) -> str:
+    """Return the one type, or int8 for codes, which it holds with little or no further rounding, or else float32."""
+    if len(weight_types) == 1:
+        return next(iter(weight_types))
+    return "int8" if weight_types <= {"int4", "int8"} | STORED_FORMATS else "float32"
 
 
 def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, widest
+from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, narrowest, widest
 
 logger = logging.getLogger(__name__)
 
@@ -432,6 +432,7 @@ class CheckpointWeights:
         self.keymap = map_keys(skeleton, checkpoint.tensors)
         self._skeleton = skeleton
         self._quantised = {key: found for key, tensor in self.tensors.items() if (found := _quantised(tensor)) is not None}
+        self.keymap = replace(self.keymap, unread=tuple(key for key in self.keymap.unread if not self._is_no_bias(key)))
 
     def source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
         if kind == "experts":
@@ -439,6 +440,11 @@ class CheckpointWeights:
             return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
+
+    def _is_no_bias(self, key: str) -> bool:
+        """Whether a key is a bias of zeros beside quantised weights, which AutoGPTQ writes for layers without a bias."""
+        module, _, name = key.rpartition(".")
+        return name == "bias" and f"{module}.weight" in self._quantised and not self.tensors[key][...].any()
 
     def stored_types(self, path: str) -> StoredTypes | None:
         if not self._quantised:
@@ -466,16 +472,6 @@ class CheckpointWeights:
                 next(iter(converted)),
                 str(dtype).removeprefix("torch."),
             )
-
-
-INTEGERS = frozenset(("int4", "int8", *STORED_FORMATS))
-
-
-def narrowest(weight_types: Set[str]) -> str:
-    """Return the weight type that holds all of these without rounding."""
-    if len(weight_types) == 1:
-        return next(iter(weight_types))
-    return "int8" if weight_types <= INTEGERS else "float32"
 
 
 class ModuleExperts:

@@ -34,7 +34,7 @@ from moegraft.injection.checkpoint.gguf.parameters import (
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import STORED_FORMATS, Part, StoredTypes, WeightSource
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, narrowest
 
 # transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
 # `GgufWeights` does not undo must not be listed.
@@ -153,8 +153,6 @@ def _kinds(tensors: Sequence[BlockTensor]) -> str:
 
 
 EMBEDDINGS = "token_embd.weight"  # rows are looked up, and no kernel is needed
-# int8 holds all of these with little or no further rounding.
-_INTEGERS = ("int4", "int8", *STORED_FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +205,6 @@ def _check_layers(file: GgufFile, architecture: str, config: PretrainedConfig) -
         raise CheckpointError(f"{file.path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
 
 
-def _narrowest(weight_types: set[str]) -> str:
-    if len(weight_types) == 1:
-        return next(iter(weight_types))
-    return "int8" if weight_types <= set(_INTEGERS) else "float32"
-
-
 class GgufWeights:
     """The parameters of a model in its GGUF files.
 
@@ -253,8 +245,8 @@ class GgufWeights:
         gate_up, down = self._matrices(path)
         if not down:
             return None
-        whole = _narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
-        return StoredTypes(whole, _narrowest({tensor.kept_type for tensor in gate_up}), _narrowest({tensor.kept_type for tensor in down}))
+        whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         kept = set()

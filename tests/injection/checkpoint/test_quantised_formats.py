@@ -28,7 +28,7 @@ UP = "model.layers.1.mlp.experts.1.up_proj"
 def qwen3() -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 64, "vocab_size": 101}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = Qwen3MoeConfig(
         **sizes, **heads, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, initializer_range=0.1, dtype="float32"
     )
@@ -113,8 +113,8 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
     with torch.no_grad():
         logits = stock(ids).logits[0]
         error = (replaced(ids).logits[0] - logits).norm(dim=-1) / logits.norm(dim=-1)
-    # Products with FP8 are in float32. With integers, activations are rounded to 8 bits; a token may have experts that are all but tied.
-    assert error.median() < (1e-5 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.02), error
+    # Products with FP8 are in float32. With integers, each of 14 products in a row rounds activations to 8 bits.
+    assert error.median() < (1e-5 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.04), error
 
 
 @pytest.mark.parametrize(
@@ -251,13 +251,13 @@ def test_a_lost_tensor_is_named(name: str, lost: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "expected"),
     [
-        ("compressed int4", f"{UP}.weight_scale", "expected (128, 2) for blocks of (1, 32)"),
-        ("compressed int4 zeros", f"{UP}.weight_zero_point", "expected (16, 1)"),
-        ("compressed int8", f"{UP}.weight_scale", "expected (128, 1) for a weight of shape (128, 64)"),
-        ("awq", f"{UP}.scales", "expected (2, 128)"),
-        ("gptq", f"{UP}.qzeros", "expected (2, 16)"),
-        ("gptq", f"{UP}.g_idx", "expected (64,)"),
-        ("modelopt nvfp4", f"{UP}.weight_scale", "expected (128, 4) for blocks of (1, 16)"),
+        ("compressed int4", f"{UP}.weight_scale", "expected (256, 8) for blocks of (1, 32)"),
+        ("compressed int4 zeros", f"{UP}.weight_zero_point", "expected (32, 4)"),
+        ("compressed int8", f"{UP}.weight_scale", "expected (256, 1) for a weight of shape (256, 256)"),
+        ("awq", f"{UP}.scales", "expected (8, 256)"),
+        ("gptq", f"{UP}.qzeros", "expected (8, 32)"),
+        ("gptq", f"{UP}.g_idx", "expected (256,)"),
+        ("modelopt nvfp4", f"{UP}.weight_scale", "expected (256, 16) for blocks of (1, 16)"),
     ],
 )
 def test_a_tensor_of_another_shape_is_named(name: str, key: str, expected: str, tmp_path: Path) -> None:
@@ -288,9 +288,18 @@ def test_activation_order_is_refused(declared: bool, tmp_path: Path) -> None:
     save(FORMATS["gptq"], tmp_path)
     reconfigure(tmp_path, lambda config: config["quantization_config"].update(desc_act=declared))
     load(tmp_path, EXPERTS)  # the groups are in order, whatever the settings declare
-    order = torch.arange(64).roll(7) // 32
+    order = torch.arange(256).roll(7) // 32
     message = refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.g_idx": order.int()}))
     assert f"{UP}.g_idx: the columns are grouped by activation order" in message and "desc_act: false" in message
+
+
+def test_biases_of_zeros_for_layers_without_a_bias(tmp_path: Path) -> None:
+    """As AutoGPTQ writes them."""
+    save(FORMATS["gptq"], tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({**tensors, f"{UP}.bias": torch.zeros(256)}, tmp_path / WEIGHTS, {"format": "pt"})
+    load(tmp_path, EXPERTS)
+    assert f"nothing in the model reads {UP}.bias" in refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.bias": torch.ones(256)}))
 
 
 def test_zero_points_that_the_settings_deny(tmp_path: Path) -> None:
