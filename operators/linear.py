@@ -34,7 +34,7 @@ class QuantizedLinearOptions:
 
     Attributes:
         weights: the type the weight is packed to: int8 and int4 have groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
-            A GGUF file's Q4_K or Q6_K of no more bits stays as it is on the CPU. bfloat16 and float16 round nothing that is stored
+            A GGUF file's type of no more bits, such as Q4_K, stays as it is on the CPU. bfloat16 and float16 round nothing that is stored
             so, and a single token's product reads them at the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
             and Triton it is the CPU, which is logged. The GPU kernels have not run on a GPU yet.

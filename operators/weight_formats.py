@@ -80,8 +80,11 @@ class WeightFormat:
         return blocks.reshape(*shape[:-1], -1)
 
 
-def _stored(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], exponent: bool = False) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, exponent)
+def _stored(
+    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], exponent: bool = False, gguf: bool = True
+) -> WeightFormat:
+    """Return a format of files; GGUF's type, where it has these blocks, has the same name."""
+    return WeightFormat(name, block_weights, block_bytes, name.upper() if gguf else None, True, unit_scales, exponent)
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(

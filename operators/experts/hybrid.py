@@ -61,9 +61,9 @@ class HybridExpertsOptions:
 
     Attributes:
         weights: the type the experts are packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Q4_K and Q6_K weights of GGUF
-            files (4.5 and 6.6 bits) are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the CPU
-            without sparsity.
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Weights of GGUF files in other
+            types, such as Q4_K and MXFP4, are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the
+            CPU without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory. Where the
             folder cannot be written, experts are packed in memory, which is logged.
