@@ -28,7 +28,16 @@ def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
 
 
 def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
-    """Quantise (..., cols) to blocks (..., bytes); each group's range is that of its extremes."""
+    """Quantise (..., cols) to blocks (..., bytes); return random blocks for a type that nothing here can quantise to.
+
+    In Q4_K and Q6_K each group's range is that of its extremes.
+    """
+    if weight_type not in ("q4_k", "q6_k"):
+        try:
+            blocks: Blocks = gguf.quantize(values, KINDS[weight_type])
+            return blocks
+        except NotImplementedError:
+            return any_blocks(values.shape, weight_type, seed=0)
     rows = values.reshape(-1, SUPER_BLOCK)
     packed = _q4_k(rows) if weight_type == "q4_k" else _q6_k(rows)
     return packed.reshape(*values.shape[:-1], -1)

@@ -109,7 +109,7 @@ def make_stored_layer(
         kind, size = packed.weight_type_of(part), (num_experts, *sizes[part])
         values = rng.standard_normal(size, dtype=np.float32) / np.float32(size[-1] ** 0.5)
         if kind in STORED_FORMATS:
-            blocks = quantise(values, kind) if kind in ("q4_k", "q6_k") and not random else any_blocks(size, kind, seed=len(weights))
+            blocks = any_blocks(size, kind, seed=len(weights)) if random else quantise(values, kind)
             values = dequantised(blocks, kind)
         for expert in range(num_experts):
             if kind in STORED_FORMATS:
