@@ -32,6 +32,8 @@ def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
 
     In Q4_K and Q6_K each group's range is that of its extremes.
     """
+    if weight_type not in KINDS:
+        return any_blocks(values.shape, weight_type, seed=0)
     if weight_type not in ("q4_k", "q6_k"):
         try:
             blocks: Blocks = gguf.quantize(values, KINDS[weight_type])
