@@ -76,10 +76,10 @@ def why_unreadable(settings: Mapping[str, Any]) -> str | None:
             return f"compressed-tensors, sparse in the format {sparsity['format']}; {INSTEAD}"
     if method in ("awq", "gptq"):
         version = str(settings.get("version" if method == "awq" else "checkpoint_format") or settings.get("format") or method).lower()
-        bits = settings.get("bits", 4)
-        if method == "awq" and (version not in ("gemm", "awq") or bits != 4):
+        bits = str(settings.get("bits", 4))
+        if method == "awq" and (version not in ("gemm", "awq") or bits != "4"):
             return f"AWQ of version {version} with {bits} bits; supported is version gemm with 4 bits; {INSTEAD}"
-        if method == "gptq" and (version not in ("gptq", "gptq_v2") or bits not in (4, 8)):
+        if method == "gptq" and (version not in ("gptq", "gptq_v2") or bits not in ("4", "8")):
             return f"GPTQ in the format {version} with {bits} bits; supported are gptq and gptq_v2 with 4 or 8 bits; {INSTEAD}"
     if method == "modelopt":
         algorithm = str(settings.get("quant_algo", "unknown")).upper()
@@ -681,7 +681,7 @@ def _pair_awq(pairing: _Pairing) -> None:
 def _pair_gptq(pairing: _Pairing) -> None:
     for codes in pairing.stored_as("I32"):
         if codes.key.endswith(".qweight"):
-            _add_columns(pairing, codes, pairing.settings.get("bits", 4), order=None)
+            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=None)
 
 
 def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tuple[int, ...] | None) -> None:
