@@ -26,8 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.self_test import random_blocks
-from moegraft.operators.weights import SUPER_BLOCK_BYTES
+from moegraft.operators.weight_formats import FORMATS
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 DISTINCT = 8  # experts that are drawn; the others are copies at other addresses
@@ -86,7 +85,7 @@ def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, to
     kinds = {part: part_type(weight_type, part) for part in weights}
     found = dict(weights)
     for part, kind in kinds.items():
-        if kind in SUPER_BLOCK_BYTES:
+        if FORMATS[kind].stored:
             from gguf import GGMLQuantizationType, dequantize
 
             found[part] = torch.from_numpy(dequantize(drawn_blocks(kind, weights[part]), GGMLQuantizationType[kind.upper()]))
@@ -94,17 +93,17 @@ def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, to
 
 
 def drawn_blocks(kind: str, like: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return random_blocks(kind, tuple(like.shape), np.random.default_rng(0))
+    return FORMATS[kind].random_blocks(tuple(like.shape), np.random.default_rng(0))
 
 
 def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = False) -> PackedExperts:
     packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type, sparse=sparse)
     for part, matrix in weights.items():
         kind = part_type(weight_type, part)
-        blocks = drawn_blocks(kind, matrix) if kind in SUPER_BLOCK_BYTES else None
+        blocks = drawn_blocks(kind, matrix) if FORMATS[kind].stored else None
         for expert in range(DISTINCT):
             if blocks is not None:
-                packed.pack_super_blocks(expert, part, blocks[expert])
+                packed.pack_blocks(expert, part, blocks[expert])
             else:
                 packed.pack(expert, part, matrix[expert].view(torch.uint16).numpy())
     blocks = packed.buffer.reshape(NUM_EXPERTS, -1)

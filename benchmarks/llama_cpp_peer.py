@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from moegraft.operators.self_test import random_blocks
+from moegraft.operators.weight_formats import FORMATS
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
 # The types of half of the layers of most files: matrices whose precision matters most have more bits.
@@ -56,7 +56,7 @@ def write_model(path: Path, sizes: Sizes, weights: str) -> None:
 
     def pack(name: str, *shape: int) -> Any:
         if weights == MIXED:
-            return random_blocks(kind(name).name.lower(), shape, rng)
+            return FORMATS[kind(name).name.lower()].random_blocks(shape, rng)
         return gguf.quants.quantize(rng.standard_normal(shape, dtype=np.float32) * 0.02, kind(name))
 
     def ones(size: int) -> Any:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-WeightType = Literal["float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"]
 PartName = Literal["gate", "up", "down"]
 Array = NDArray[Any]  # float32, float16, or bfloat16 as its bits in uint16
 Tensor = torch.Tensor | Array  # read in place; tensors through DLPack's C exchange interface
@@ -71,18 +70,18 @@ class ExpertsShape:
 class PackedExperts:
     """All experts of one layer in the order in which the kernel reads them, with `expert_bytes` contiguous bytes per expert.
 
-    int8 and int4 are GGUF's Q8_0 and Q4_0: groups of 32 along the input with one float16 scale. q4_k and q6_k are GGUF's Q4_K and Q6_K:
-    super-blocks of 256 along the input, which are packed unchanged from a file; the kernel does not quantise to them.
+    int8 and int4 are GGUF's Q8_0 and Q4_0: groups of 32 along the input with one float16 scale. All other formats of
+    blocks, such as q4_k and mxfp4, are packed unchanged from a file; the kernel does not quantise to them.
 
     Args:
         weight_type: one type for all parts, or two joined by a plus sign: `q4_k+q6_k` has gate and up in q4_k and down in q6_k.
         buffer: (E * expert_bytes,) uint8 at an address that is a multiple of 64, such as a mapped cache file; kept alive, not copied. A
             read-only buffer counts as completely packed.
         sparse: use the layout whose `forward` accepts a `threshold` and skips the rows of up and (transposed) down of neurons below it.
-            int8 and int4 quantise down along H, one scale for 32 outputs; all parts have one weight type, which cannot be q4_k or q6_k.
+            int8 and int4 quantise down along H, one scale for 32 outputs; all parts have one weight type, which cannot be a file's.
 
     Raises:
-        ValueError: an unknown weight type, q4_k or q6_k for an input that is not a multiple of 256, a buffer of wrong size or alignment.
+        ValueError: an unknown weight type, an input that is no multiple of a file's blocks, a buffer of wrong size or alignment.
         MemoryError: the memory cannot be allocated.
     """
 
@@ -125,8 +124,8 @@ class PackedExperts:
 
         In a sparse layout, down is dequantised and quantised again, along H.
         """
-    def pack_super_blocks(self, expert: int, part: str, blocks: NDArray[np.uint8]) -> None:
-        """Pack q4_k or q6_k rows unchanged: the bytes of a GGUF file, (rows, cols / 256 * 144 or 210)."""
+    def pack_blocks(self, expert: int, part: str, blocks: NDArray[np.uint8]) -> None:
+        """Pack rows of a file's format unchanged: (rows, bytes of a row)."""
     def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
         """Return the matrix that the kernel computes with, (rows, cols), dequantised without further rounding."""
@@ -150,7 +149,7 @@ class PackedLinear:
         """The packed bytes of the matrix without the bias, without a copy; read-only."""
     def pack(self, array: Array) -> None: ...
     def pack_quantized(self, codes: NDArray[np.int8], scales: NDArray[np.float16]) -> None: ...
-    def pack_super_blocks(self, blocks: NDArray[np.uint8]) -> None: ...
+    def pack_blocks(self, blocks: NDArray[np.uint8]) -> None: ...
     def pack_bias(self, array: NDArray[np.float32]) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...
 

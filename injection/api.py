@@ -65,7 +65,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         checkpoint: the folder with the weights of a model on meta.
         gguf: GGUF weights to load instead of the checkpoint: a file, any part of a split one, or a folder with the parts of one model.
             Config and tokenizer come from `model`. `weights: stored` keeps experts in Q8_0 and Q4_0 without another rounding; `stored`
-            and `int8` keep experts and linear layers in Q4_K and Q6_K.
+            and `int8` keep experts and linear layers in other types, such as Q4_K and MXFP4, too.
         registry: the operators that rules may name; by default all that are installed.
 
     Returns:

@@ -15,6 +15,7 @@ from moegraft.injection.model_source import (
     ModelSource,
     dequantising,
     find_model,
+    is_quantised,
     meta_skeleton,
     refuse_quantised,
     resolve_folder,
@@ -98,6 +99,8 @@ def build_meta_model(
         source = source if gguf is None else with_gguf(source, gguf)
     else:
         source = find_model(model, trust_remote_code=trust_remote_code, weights=weights, gguf=gguf)
+    # Their headers tell what a quantised checkpoint's weights will take.
+    weights = weights or (gguf is None and is_quantised(source) and any(source.folder.glob("*.safetensors")))
     if weights and gguf is None:
         source = dequantising(source)
     stored = stored_dtype(source)

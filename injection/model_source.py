@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from moegraft.injection.checkpoint.dequantised import method_of, quantisation_of
 from moegraft.injection.checkpoint.files import weight_files
+from moegraft.injection.checkpoint.quantised import quantisation_of, why_unreadable
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ModelSource:
 
     Attributes:
         gguf: the weights; None if they are in `folder`.
-        quantised: the config's settings for weights that are dequantised while they are read.
+        quantised: the quantisation settings of the weights, which `config` lacks.
     """
 
     folder: Path
@@ -157,13 +157,9 @@ def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
         UnsupportedModelError: the checkpoint is quantised by a method that cannot be read.
     """
     settings = quantisation_of(config)
-    if settings is None or method_of(settings) is not None:
-        return
-    method = settings.get("quant_method", "unknown")
-    raise UnsupportedModelError(
-        f"{folder}: this checkpoint is quantised ({getattr(method, 'value', method)}), which cannot be loaded; supported are float32, "
-        "float16, bfloat16, FP8 and MXFP4 safetensors, which rules can quantise to int8 or int4 while loading, and GGUF files"
-    )
+    reason = None if settings is None else why_unreadable(settings)
+    if reason is not None:
+        raise UnsupportedModelError(f"{folder}: this checkpoint is quantised by a method that cannot be loaded: {reason}")
 
 
 def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
@@ -221,8 +217,14 @@ def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def is_quantised(source: ModelSource) -> bool:
+    """Whether the weights are quantised by a method that can be read."""
+    settings = quantisation_of(source.config)
+    return settings is not None and why_unreadable(settings) is None
+
+
 def dequantising(source: ModelSource) -> ModelSource:
-    """Return a source that dequantises the weights while they are read; `source` itself if they are not quantised.
+    """Return a source with the quantisation settings apart from the config; `source` itself if its weights are not quantised.
 
     Raises:
         UnsupportedModelError: they are quantised by a method that cannot be read.

@@ -26,6 +26,7 @@ from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts
+from moegraft.operators.weights import STORED_FORMATS
 
 GIB = 1 << 30
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
@@ -51,10 +52,10 @@ BY_WEIGHTS: Mapping[str, Expected] = {
     "float16": Expected(4e-4, 2e-3, "weights of 11 bits, each off by up to 0.05 %"),
     "bfloat16": Expected(3e-3, 1e-2, "weights and, with bfloat16 activations, products of 8 bits, each off by up to 0.4 %"),
     "int8": Expected(1.5e-2, 4e-2, "32 weights share a scale of 127 steps, as do 32 activations: about 0.5 % each, in three products"),
-    "q4_k": Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products"),
-    "q6_k": Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products"),
     "int4": Expected(1.5e-1, 3e-1, "32 weights share a scale of 8 steps: about 8 % each, in three products"),
-}
+} | dict.fromkeys(
+    STORED_FORMATS, Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products")
+)
 # The stock module computes in float32, the operator's input and output have the model's dtype.
 BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
     torch.float32: Expected(0.0, 0.0, "float32 activations"),

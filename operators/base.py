@@ -84,8 +84,8 @@ class Operator(nn.Module, ABC):
         """Return whether the operator can compute with the super-blocks of a GGUF file in place.
 
         Args:
-            weight_type: the type to compute with instead of the one in `options`: `q4_k`, `q6_k`, or one type for gate and up and one
-                for down, as in `q4_k+q6_k`.
+            weight_type: the type to compute with instead of the one in `options`: a stored format such as `q4_k`, or one type for gate and
+                up and one for down, as in `q4_k+q6_k`.
         """
         return False
 

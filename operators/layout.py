@@ -152,12 +152,14 @@ class ExpertsLayout:
     def cut(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
         """Return one expert's piece as a view of `stored`, that expert's slice of the stored parameter."""
         piece = stored if part.endswith("_bias") or not self.transposed else stored.T
+        return piece[self.rows(part)]
+
+    def rows(self, part: Part) -> slice:
+        """Return the rows of a part in one expert's slice of the stored parameter, in `nn.Linear` orientation."""
         if part.startswith("down") or not self.gated:
-            return piece
+            return slice(None)
         index = 0 if part.startswith("gate") else 1
-        if self.interleaved:
-            return piece[index::2]
-        return piece[index * self.intermediate : (index + 1) * self.intermediate]
+        return slice(index, None, 2) if self.interleaved else slice(index * self.intermediate, (index + 1) * self.intermediate)
 
 
 def why_unsupported(module: nn.Module) -> str | None:

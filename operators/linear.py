@@ -13,19 +13,25 @@ from torch import nn
 from moegraft.cpu_backend import PackedLinear, Runtime
 from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import as_array, describe, is_plain, rounded
+from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
 
 
 logger = logging.getLogger(__name__)
-WEIGHT_TYPES = Literal["bfloat16", "float16", "int8", "int4"]
+WEIGHT_TYPES = Literal["stored", "bfloat16", "float16", "int8", "int4"]
+
+
+def _weight_type(options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
+    if options.weights != "stored":
+        return options.weights
+    return "float32" if dtype == torch.float64 else element_name(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +39,10 @@ class QuantizedLinearOptions:
     """Options of `quantized_linear`.
 
     Attributes:
-        weights: the type the weight is packed to: int8 and int4 have groups of 32 inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0).
-            A GGUF file's Q4_K or Q6_K of no more bits stays as it is on the CPU. bfloat16 and float16 round nothing that is stored
-            so, and a single token's product reads them at the memory's speed.
+        weights: the type the weight is packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32 inputs with one
+            16-bit scale (GGUF's Q8_0 and Q4_0); blocks of integers from a GGUF file or a quantised checkpoint that have no more bits
+            stay as they are on the CPU. bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at
+            the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
             and Triton it is the CPU, which is logged. The GPU kernels have not run on a GPU yet.
     """
@@ -72,6 +79,7 @@ class QuantizedLinear(Operator):
         self.out_features = module.out_features
         self.has_bias = module.bias is not None
         self.options = options
+        self._weight_type: str = options.weights  # what `stored` means is known when the weights are loaded
         self._runtime = runtime
         self._device = device
         self._packed: PackedLinear | None = None
@@ -100,7 +108,7 @@ class QuantizedLinear(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "unsupported_reason refuses all others"
-        held = PackedLinear.nbytes_for(module.out_features, module.in_features, options.weights)
+        held = PackedLinear.nbytes_for(module.out_features, module.in_features, _weight_type(options, dtype))
         return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
 
     @classmethod
@@ -115,7 +123,7 @@ class QuantizedLinear(Operator):
 
     @classmethod
     def weight_type_for(cls, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
-        return options.weights
+        return _weight_type(options, dtype)
 
     @classmethod
     def savings(cls, module: nn.Module, options: QuantizedLinearOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
@@ -131,7 +139,7 @@ class QuantizedLinear(Operator):
 
     @property
     def weight_type(self) -> str:
-        return self.options.weights
+        return self._weight_type
 
     def weight_samples(self) -> Iterator[bytes]:
         packed = self._packed.buffer if self._packed is not None else self._on_gpu.packed if self._on_gpu is not None else None
@@ -141,13 +149,14 @@ class QuantizedLinear(Operator):
 
     def placement(self) -> str:
         where = f"the CPU ({describe(self._runtime)})" if self._device.type == "cpu" else str(self._device)
-        return f"linear: {self.name}, {self.options.weights} on {where}"
+        return f"linear: {self.name}, {self._weight_type} on {where}"
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        packed = PackedLinear(self.out_features, self.in_features, self.options.weights)
-        codes = codes_for(source, "weight", 0, self.options.weights)
-        if isinstance(codes, SuperBlocks):
-            packed.pack_super_blocks(codes.blocks)
+        self._weight_type = _weight_type(self.options, source.dtype)
+        packed = PackedLinear(self.out_features, self.in_features, self._weight_type)
+        codes = codes_for(source, "weight", 0, self._weight_type)
+        if isinstance(codes, StoredBlocks):
+            packed.pack_blocks(codes.blocks)
         elif codes is not None:
             packed.pack_quantized(codes.codes, codes.scales)
         if codes is not None:
@@ -170,7 +179,7 @@ class QuantizedLinear(Operator):
             # A copy, as torch wants memory that may be written to.
             packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
             bias = None if bias is None else bias.to(self._device)
-            self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self.options.weights, packed_bytes, bias)
+            self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self._weight_type, packed_bytes, bias)
 
     def _read(self, source: WeightSource, part: Part, expected: tuple[int, ...]) -> torch.Tensor:
         piece = source.read(part)
@@ -200,4 +209,4 @@ class QuantizedLinear(Operator):
         return out.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self.options.weights}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self._weight_type}"

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.cpu import as_array, open_runtime
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weights import SUPER_BLOCK_BYTES
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import STORED_FORMATS
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
-SUPER_BLOCK_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
+STORED_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)
 TOKENS = 90  # about 60 per expert: full and partial tiles of every instruction set, and several passes of matrix kernels
 # The reference uses the packed weights, so the error comes from rounded activations: bfloat16 with bfloat16 weights, else int8 or float32.
-LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2}
+LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2} | {name: 3e-2 for name, found in FORMATS.items() if found.scaled}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +76,10 @@ def kernel_in_use() -> KernelInUse:
     return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), Runtime().threads)
 
 
-def random_blocks(weight_type: str, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:
-    """Return a random matrix (..., cols) in q4_k or q6_k as GGUF stores it, (..., bytes); its values are about 1 / sqrt(cols) large."""
-    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, SUPER_BLOCK_BYTES[weight_type]), np.uint8)
-    # A code and its scale are each half of their range on average; in q4_k an equally large minimum is subtracted.
-    scales = {0: 1 / 200, 2: 7.5 / 200} if weight_type == "q4_k" else {208: 1 / 1400}
-    for offset, scale in scales.items():
-        blocks[..., offset : offset + 2] = np.array([scale / math.sqrt(shape[-1])], np.float16).view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
-
-
 def _error(isa: str, weight_type: str) -> float:
     """Return the relative error on random tokens, bfloat16 for bfloat16 weights, else float32; infinite where the output is not finite."""
     random = np.random.default_rng(0)
-    gate_spec, sizes = GateSpec(), SUPER_BLOCK_SHAPE if weight_type in SUPER_BLOCK_BYTES else SHAPE
+    gate_spec, sizes = GateSpec(), STORED_SHAPE if weight_type in STORED_FORMATS else SHAPE
     packed = PackedExperts(sizes, gate_spec, weight_type)
     shapes = {
         "gate": (sizes.intermediate, sizes.hidden),
@@ -98,8 +88,8 @@ def _error(isa: str, weight_type: str) -> float:
     }
     for expert in range(sizes.num_experts):
         for part, shape in shapes.items():
-            if weight_type in SUPER_BLOCK_BYTES:
-                packed.pack_super_blocks(expert, part, random_blocks(weight_type, shape, random))
+            if weight_type in STORED_FORMATS:
+                packed.pack_blocks(expert, part, FORMATS[weight_type].random_blocks(shape, random))
                 continue
             packed.pack(expert, part, random.standard_normal(shape, dtype=np.float32) / np.float32(math.sqrt(shape[1])))
     dtype = torch.bfloat16 if weight_type == "bfloat16" else torch.float32

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,9 @@ class GpuFormat:
     element_columns: int = 1
 
 
+ScaleForm = Literal["float16", "float32", "exponent", "quarters"]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One format of weights.
@@ -37,14 +44,26 @@ class WeightFormat:
         name: as rule files and the C++ kernels spell it.
         block_weights: consecutive inputs of a row that are quantised together; 1 for formats without scales.
         block_bytes: bytes of such a block, its scales included.
-        sparse: whether the CPU kernels support the format in the sparse layout; they support all formats in the dense one.
+        gguf: the name of the type in GGUF files; None where they have none.
+        stored: whether weights of this format come unchanged from a file: the kernels do not quantise to it, and only those of the CPU's
+            dense layout compute with it.
+        unit_scales: of stored formats, offsets of a block's scales and minima, and values that give random codes a variance of about 1.
+        scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; or a float32 of which
+            each of four rows has a byte.
+        zero_points: the offset of a byte of zero points, if a block has one.
+        floats: whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers.
         gpu: how Triton kernels read the format; None where no GPU kernel exists.
     """
 
     name: str
     block_weights: int
     block_bytes: int
-    sparse: bool = True
+    gguf: str | None = None
+    stored: bool = False
+    unit_scales: tuple[tuple[int, float], ...] = ()
+    scale_form: ScaleForm = "float16"
+    zero_points: int | None = None
+    floats: bool = False
     gpu: GpuFormat | None = None
 
     @property
@@ -52,30 +71,75 @@ class WeightFormat:
         """Whether blocks have scales."""
         return self.block_weights > 1
 
-    @property
-    def super_block(self) -> bool:
-        """Whether weights of this format come unchanged from a GGUF file; the kernels do not quantise to it."""
-        return self.block_weights == 256
-
     def nbytes(self, weights: int) -> int:
         """Return the bytes of `weights` weights, a multiple of `block_weights`, without padding."""
         assert weights % self.block_weights == 0, f"{weights} weights are not a whole number of blocks"
         return weights // self.block_weights * self.block_bytes
+
+    def random_blocks(self, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.uint8]:
+        """Return a random matrix (..., cols) as a file stores it, (..., bytes), with a variance of about 1 / cols, to test kernels."""
+        assert self.stored, f"blocks of {self.name} are not packed as they are"
+        blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // self.block_weights, self.block_bytes), np.uint8)
+        if self.floats:
+            blocks[blocks & 127 == 127] -= 1  # no NaN
+        if self.zero_points is not None:
+            blocks[..., self.zero_points] = 0x79  # 9 and 7: means far from 0 would be all that is left of a product
+        for offset, unit in self.unit_scales:
+            scale = unit / math.sqrt(shape[-1])
+            if self.scale_form == "exponent":
+                blocks[..., offset] = 127 + round(math.log2(scale))
+            elif self.scale_form == "quarters":
+                blocks[..., offset] = np.array([scale], np.float32).view(np.uint8)[3]  # four of which are about as large
+            else:
+                size = 2 if self.scale_form == "float16" else 4
+                blocks[..., offset : offset + size] = np.array([scale], self.scale_form).view(np.uint8)
+        return blocks.reshape(*shape[:-1], -1)
+
+
+def _gguf(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], form: ScaleForm = "float16") -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form)
+
+
+def _integers(
+    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], zero_points: int | None = None
+) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, zero_points=zero_points)
+
+
+def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, ((0, 1 / 110),), form, floats=True)
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         each.name: each
         for each in (
-            WeightFormat("float32", 1, 4, gpu=GpuFormat(torch.float32, 1, 32, torch.float32)),
-            WeightFormat("float16", 1, 2, gpu=GpuFormat(torch.float16, 1, 64, torch.float16)),
-            WeightFormat("bfloat16", 1, 2, gpu=GpuFormat(torch.int32, 2, 128, torch.bfloat16)),
-            # One float16 scale for 32 codes: GGUF's Q8_0 and Q4_0.
-            WeightFormat("int8", 32, 34, gpu=GpuFormat(torch.int32, 4, 128, torch.uint8)),
-            WeightFormat("int4", 32, 18, gpu=GpuFormat(torch.int32, 8, 256, torch.uint8, element_columns=2)),
-            # GGUF's Q4_K and Q6_K
-            WeightFormat("q4_k", 256, 144, sparse=False),
-            WeightFormat("q6_k", 256, 210, sparse=False),
+            WeightFormat("float32", 1, 4, "F32", gpu=GpuFormat(torch.float32, 1, 32, torch.float32)),
+            WeightFormat("float16", 1, 2, "F16", gpu=GpuFormat(torch.float16, 1, 64, torch.float16)),
+            WeightFormat("bfloat16", 1, 2, "BF16", gpu=GpuFormat(torch.int32, 2, 128, torch.bfloat16)),
+            # One float16 scale for 32 codes.
+            WeightFormat("int8", 32, 34, "Q8_0", gpu=GpuFormat(torch.int32, 4, 128, torch.uint8)),
+            WeightFormat("int4", 32, 18, "Q4_0", gpu=GpuFormat(torch.int32, 8, 256, torch.uint8, element_columns=2)),
+            # Formats of files: a row here is a struct in coded_formats.h.
+            _gguf("q4_k", 256, 144, (0, 1 / 200), (2, 7.5 / 200)),
+            _gguf("q6_k", 256, 210, (208, 1 / 1400)),
+            _gguf("mxfp4", 32, 17, (0, 1 / 2.9), form="exponent"),
+            _gguf("iq4_nl", 32, 18, (0, 1 / 66)),
+            _gguf("iq4_xs", 256, 136, (0, 1 / 1200)),
+            _gguf("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6)),
+            _gguf("q5_0", 32, 22, (0, 1 / 9.2)),
+            _gguf("q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2)),
+            _gguf("q5_k", 256, 176, (0, 1 / 530), (2, 15.5 / 530)),
+            _gguf("q3_k", 256, 110, (108, 1 / 43)),
+            _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
+            # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
+            _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+            _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+            _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2),
+            _integers("int8_g128", 128, 130, (0, 1 / 74)),
+            # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
+            _float8("fp8", 128, 129, "quarters"),
+            _float8("fp8_rows", 256, 260, "float32"),
         )
     }
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, Protocol, runtime_checkable
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from moegraft.operators.weight_formats import FORMATS
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
-# The formats that the kernel reads unchanged from a GGUF file and does not quantise to, with the bytes of a block of 256 weights.
-SUPER_BLOCK_BYTES = {name: found.block_bytes for name, found in FORMATS.items() if found.super_block}
+STORED_FORMATS = frozenset(name for name, found in FORMATS.items() if found.stored)
 
 
 class WeightSource(Protocol):
@@ -71,12 +70,12 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class SuperBlocks:
-    """A matrix in blocks of 256 inputs, GGUF's Q4_K or Q6_K, with the bytes of the file.
+class StoredBlocks:
+    """A matrix in the blocks of a stored format, with the bytes of the file.
 
     Attributes:
         blocks: (rows, bytes of a row) uint8, contiguous.
-        weight_type: the kernel's name of the format, one of `SUPER_BLOCK_BYTES`.
+        weight_type: the name of the format, one of `STORED_FORMATS`.
     """
 
     blocks: NDArray[np.uint8]
@@ -84,24 +83,24 @@ class SuperBlocks:
 
     @property
     def elements(self) -> int:
-        return self.blocks.size * 256 // SUPER_BLOCK_BYTES[self.weight_type]
+        return self.blocks.size // FORMATS[self.weight_type].block_bytes * FORMATS[self.weight_type].block_weights
 
 
 @runtime_checkable
 class CodedSource(Protocol):
     """A `WeightSource` whose pieces may be stored in codes that the kernel packs unchanged."""
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
-        """Return the codes of a matrix, or None where it is not stored in codes."""
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""
         ...
 
 
-def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | SuperBlocks | None:
+def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
     """Return the codes of a piece where `weight_type` holds them without rounding, else None; int8 also holds 4-bit codes."""
-    if weight_type not in ("int8", "int4", *SUPER_BLOCK_BYTES) or not isinstance(source, CodedSource):
+    if weight_type not in ("int8", "int4", *STORED_FORMATS) or not isinstance(source, CodedSource):
         return None
-    codes = source.read_codes(part, expert)
-    if isinstance(codes, SuperBlocks):
+    codes = source.read_codes(part, expert, weight_type)
+    if isinstance(codes, StoredBlocks):
         return codes if codes.weight_type == weight_type else None
     return codes if codes is not None and (weight_type == "int8" or (weight_type == "int4" and codes.bits == 4)) else None
 
@@ -120,8 +119,8 @@ class StoredTypes:
     """The weight types of a module whose weights a file stores in blocks.
 
     Attributes:
-        whole: the narrowest type that the kernel quantises to and that holds all weights; super-blocks count as int8.
-        gate_up, down: the narrowest type of these parts, which may be `q4_k` or `q6_k`; in a linear layer, both are its weight's type.
+        whole: the narrowest type that the kernel quantises to and that holds all weights; stored formats count as int8.
+        gate_up, down: the narrowest type of these parts, which may be a stored format; in a linear layer, both are its weight's type.
     """
 
     whole: str
@@ -129,21 +128,30 @@ class StoredTypes:
     down: str
 
 
+def narrowest(weight_types: Set[str]) -> str:
+    """Return the one type, or int8 for codes, which it holds with little or no further rounding, or else float32."""
+    if len(weight_types) == 1:
+        return next(iter(weight_types))
+    return "int8" if weight_types <= {"int4", "int8"} | STORED_FORMATS else "float32"
+
+
 def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
     """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
 
-    `stored` means the file's type. Super-blocks are kept for `stored`, and for int8 and int4 where these take no fewer bytes.
+    `stored` means the file's type. Stored formats are kept for `stored`, and those of integers for int8 and int4 where these take no fewer
+    bytes.
 
     Args:
         requested: the value of `weights` in the rule.
         known: the types that the operator packs weights to.
-        supports: whether the operator can compute with super-blocks, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
+        supports: whether the operator can compute with a stored format, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
-    kept = [
-        own if requested == "stored" or (own in SUPER_BLOCK_BYTES and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)) else requested
-        for own in (stored.gate_up, stored.down)
-    ]
-    if any(own in SUPER_BLOCK_BYTES for own in kept):
+
+    def is_kept(own: str) -> bool:
+        return own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)
+
+    kept = [own if requested == "stored" or is_kept(own) else requested for own in (stored.gate_up, stored.down)]
+    if any(own in STORED_FORMATS for own in kept):
         weight_type = kept[0] if kept[0] == kept[1] else "+".join(kept)
         if supports(weight_type):
             return weight_type

@@ -457,6 +457,9 @@ def configs(folder: Path) -> Target:
         originals[config.model_type] = file.read_bytes()
     fp8 = {**json.loads(originals["qwen3_moe"]), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     originals["fp8"] = json.dumps(fp8).encode()
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+    groups = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
+    originals["compressed"] = json.dumps({**fp8, "quantization_config": {"quant_method": "compressed-tensors", **groups}}).encode()
     originals["demo"] = (demo_path() / "config.json").read_bytes()
     return Target(file, originals, json_file, lambda: optimize_and_load(folder, "cpu", dry_run=True))
 

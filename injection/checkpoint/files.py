@@ -88,6 +88,11 @@ class LazyTensor:
         return DTYPES.get(self.stored_dtype)
 
     @property
+    def conversion(self) -> Conversion | None:
+        """How its values are computed; None for a tensor that is stored as it is."""
+        return self._slice if isinstance(self._slice, Conversion) else None
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES.get(self.stored_dtype, 8)
 

@@ -12,9 +12,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moegraft.injection.checkpoint.dequantised import dequantised, quantisation_of
 from moegraft.injection.checkpoint.files import LazyTensor, open_checkpoint
 from moegraft.injection.checkpoint.keymap import KeyMap
+from moegraft.injection.checkpoint.quantised import paired, quantisation_of
 from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
 from moegraft.injection.model_source import ModelSource
 from moegraft.operators.base import Operator
@@ -48,7 +48,7 @@ def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeight
         return GgufWeights(source.gguf, skeleton)
     checkpoint = open_checkpoint(source.folder)
     settings = source.quantised or quantisation_of(source.config)
-    return CheckpointWeights(checkpoint if settings is None else dequantised(checkpoint, settings), skeleton)
+    return CheckpointWeights(checkpoint if settings is None else paired(checkpoint, settings), skeleton)
 
 
 class CheckpointLoader:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,9 +18,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
 from moegraft.injection.checkpoint.identity import stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
+from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import Part, StoredTypes, WeightSource, widest
+from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, narrowest, widest
+
+logger = logging.getLogger(__name__)
 
 
 def _read(tensor: LazyTensor) -> torch.Tensor:
@@ -73,7 +78,52 @@ class _Store(Protocol):
 
     def piece(self, part: Part, expert: int) -> torch.Tensor: ...
 
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return a piece in the codes of a kernel's type; None if that type cannot hold it without rounding."""
+        ...
+
+    @property
+    def weight_types(self) -> set[_WeightType]: ...
+
     def origin(self, part: Part, expert: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightType:
+    """The kernels' type of a stored tensor: the smallest that holds it without rounding, and the same of those that they quantise to."""
+
+    stored: str
+    packed: str
+
+
+def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
+    quantised = _quantised(tensor)
+    if quantised is None:
+        name = "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
+        return _WeightType(name, name)
+    if not (as_codes and quantised.held_by):
+        return _WeightType(quantised.converted_type, quantised.converted_type)
+    packed = [name for name in quantised.held_by if name not in STORED_FORMATS]
+    return _WeightType(quantised.held_by[0], packed[0] if packed else quantised.converted_type)
+
+
+def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTypes:
+    return StoredTypes(
+        narrowest({found.packed for found in gate_up | down}),
+        narrowest({found.stored for found in gate_up}),
+        narrowest({found.stored for found in down}),
+    )
+
+
+def _held(matrix: ScaledCodes, weight_type: str, origin: str) -> Codes | StoredBlocks | None:
+    found = matrix.held_as(weight_type)
+    if found is None and weight_type in STORED_FORMATS:
+        raise CheckpointError(f"{origin}: a weight is NaN or a scale too large for {weight_type}; download it again, or set another type")
+    return found
+
+
+def _quantised(tensor: LazyTensor) -> Quantised | None:
+    return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
 
 class _Fused:
@@ -84,12 +134,29 @@ class _Fused:
         self._layout = layout
         self._tensor = tensor
         self._held: tuple[int, torch.Tensor] | None = None
+        quantised = _quantised(tensor)
+        # Codes are of a matrix in `nn.Linear` orientation.
+        self._has_codes = quantised is not None and quantised.transposed == layout.transposed
+        self._codes: tuple[int, ScaledCodes] | None = None
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
         # Gate and up share a slice, which is kept after the first one is read.
         if self._held is None or self._held[0] != expert:
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
+
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        if not self._has_codes:
+            return None
+        quantised = _quantised(self._tensor)
+        assert quantised is not None, "only these have codes"
+        if self._codes is None or self._codes[0] != expert:
+            self._codes = (expert, quantised.read(expert))
+        return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert))
+
+    @property
+    def weight_types(self) -> set[_WeightType]:
+        return {_weight_type(self._tensor, as_codes=self._has_codes)}
 
     def origin(self, part: Part, expert: int) -> str:
         return f"{self._tensor.origin}[{expert}]"
@@ -110,6 +177,17 @@ class _PerExpert:
         tensor = self._by_part[part][expert][...]
         return self._layout.cut(part, tensor) if self._fused else tensor
 
+    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        quantised = _quantised(self._by_part[part][expert])
+        if quantised is None:
+            return None
+        matrix = quantised.read(None)
+        return _held(matrix.rows(self._layout.rows(part)) if self._fused else matrix, weight_type, self.origin(part, expert))
+
+    @property
+    def weight_types(self) -> set[_WeightType]:
+        return {_weight_type(tensor, as_codes=True) for tensors in self._by_part.values() for tensor in tensors}
+
     def origin(self, part: Part, expert: int) -> str:
         return self._by_part[part][expert].origin
 
@@ -128,6 +206,13 @@ class _Converted:
         if self._whole is None:
             self._whole = convert(self._target, self._tensors, self._skeleton)
         return self._layout.cut(part, self._whole[expert])
+
+    def codes(self, part: Part, expert: int, weight_type: str) -> None:
+        return None
+
+    @property
+    def weight_types(self) -> set[_WeightType]:
+        return {_weight_type(self._tensors[key], as_codes=False) for key in self._target.all_keys}
 
     def origin(self, part: Part, expert: int) -> str:
         return self._tensors[self._target.all_keys[0]].origin
@@ -174,6 +259,17 @@ class CheckpointExperts:
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._stores[self._layout.parameter(part)].piece(part, expert)
+
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        return self._stores[self._layout.parameter(part)].codes(part, expert, weight_type)
+
+    def stored_types(self) -> StoredTypes | None:
+        """Return the weight types of matrices of which some are quantised; None if none is."""
+        if not any(_quantised(tensor) for tensor in self._all_tensors):
+            return None
+        down = self._stores[self._layout.parameter("down")].weight_types
+        gate_up = self._stores[self._layout.parameter("up")].weight_types
+        return _stored_types(gate_up, down)
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._stores[self._layout.parameter(part)].origin(part, expert)
@@ -275,6 +371,26 @@ class CheckpointLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return read_parameter(self._targets[part], self._tensors, self._skeleton)
 
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        quantised = self._quantised
+        if part != "weight" or quantised is None:
+            return None
+        return _held(quantised.read(None), weight_type, self.origin(part))
+
+    def stored_types(self) -> StoredTypes | None:
+        """Return the weight type as that of all parts if the weight is quantised, else None."""
+        tensors = [self._tensors[key] for key in self._targets["weight"].all_keys]
+        if not any(_quantised(tensor) for tensor in tensors):
+            return None
+        own = {_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors}
+        return _stored_types(own, own)
+
+    @property
+    def _quantised(self) -> Quantised | None:
+        """The weight if it is stored in codes in this layer's own layout."""
+        target = self._targets["weight"]
+        return _quantised(self._tensors[target.all_keys[0]]) if target.converter is None else None
+
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._tensors[self._targets[part].all_keys[0]].origin
 
@@ -315,19 +431,47 @@ class CheckpointWeights:
         self.tensors: Mapping[str, LazyTensor] = checkpoint.tensors
         self.keymap = map_keys(skeleton, checkpoint.tensors)
         self._skeleton = skeleton
+        self._quantised = {key: found for key, tensor in self.tensors.items() if (found := _quantised(tensor)) is not None}
+        self.keymap = replace(self.keymap, unread=tuple(key for key in self.keymap.unread if not self._is_no_bias(key)))
 
-    def source(self, path: str, kind: str) -> WeightSource:
+    def source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
         if kind == "experts":
             layout = read_layout(self._skeleton.get_submodule(path))
             return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
 
+    def _is_no_bias(self, key: str) -> bool:
+        """Whether a key is a bias of zeros beside quantised weights, which AutoGPTQ writes for layers without a bias."""
+        module, _, name = key.rpartition(".")
+        return name == "bias" and f"{module}.weight" in self._quantised and not self.tensors[key][...].any()
+
     def stored_types(self, path: str) -> StoredTypes | None:
-        return None
+        if not self._quantised:
+            return None
+        kind = "linear" if isinstance(self._skeleton.get_submodule(path), nn.Linear) else "experts"
+        return self.source(path, kind).stored_types()
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
-        """Log nothing: floating-point types are converted only where the user sets a dtype."""
+        """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""
+        converted = dict(self._quantised)
+        for path, name in weight_types.items():
+            for parameter, target in self.keymap.under(path).items():
+                weight_type = name.rpartition("+")[2] if parameter.startswith("down") else name.partition("+")[0]
+                for key in target.all_keys:
+                    if key in converted and weight_type in converted[key].held_by:
+                        del converted[key]
+        if converted:
+            formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))
+            logger.warning(
+                "%s: %d weights in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's "
+                "weight type, all others to %s",
+                next(iter(self.tensors.values())).file.parent,
+                len(converted),
+                formats,
+                next(iter(converted)),
+                str(dtype).removeprefix("torch."),
+            )
 
 
 class ModuleExperts:

@@ -17,9 +17,12 @@ from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
+from moegraft.operators.weights import BLOCK_BYTES, STORED_FORMATS
 
 # Weight types without a measured rate, and the type whose kernels have about the same rate.
-MEASURED_AS = {"float16": "bfloat16", "q4_k": "int4", "q6_k": "int8"}
+MEASURED_AS = {"float16": "bfloat16"} | {
+    name: min(("int4", "int8"), key=lambda measured: abs(BLOCK_BYTES[measured] - BLOCK_BYTES[name])) for name in STORED_FORMATS
+}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
 HOST_MS = 0.2  # the scheduling of a layer in Python: host_us_per_layer in benchmarks/results/hybrid_modelled.csv, 2 slow cores
 

@@ -37,7 +37,7 @@ from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weights import Part, SuperBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,9 +61,9 @@ class HybridExpertsOptions:
 
     Attributes:
         weights: the type the experts are packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Q4_K and Q6_K weights of GGUF
-            files (4.5 and 6.6 bits) are kept with `stored`, and with int8 and int4 where these do not have fewer bits, on the CPU
-            without sparsity.
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Blocks of GGUF files and of quantised
+            checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, on the
+            CPU without sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory. Where the
             folder cannot be written, experts are packed in memory, which is logged.
@@ -301,8 +301,8 @@ class HybridExperts(Operator):
             for part in self.layout.parts():
                 codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type_of(part))
                 if codes is not None:
-                    if isinstance(codes, SuperBlocks):
-                        packed.pack_super_blocks(expert, part, codes.blocks)
+                    if isinstance(codes, StoredBlocks):
+                        packed.pack_blocks(expert, part, codes.blocks)
                     else:
                         packed.pack_quantized(expert, part, codes.codes, codes.scales)
                     advance(codes.elements * source.dtype.itemsize)

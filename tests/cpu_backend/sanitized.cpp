@@ -43,19 +43,6 @@ std::vector<float> values(std::size_t count, unsigned seed) {
   return all;
 }
 
-// Rows of Q4_K or Q6_K in the format of a file, with random bytes and small float16 scales.
-std::vector<std::uint8_t> super_blocks(WeightType type, int rows, int cols, unsigned seed) {
-  const std::size_t bytes = file_row_bytes(type, kSuperBlock);
-  std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    seed = seed * 1664525u + 1013904223u;
-    const std::size_t at = i % bytes;
-    const bool is_scale = type == WeightType::kQ4K ? at < 4 : at >= bytes - 2;
-    all[i] = static_cast<std::uint8_t>(is_scale ? (at % 2 == 1 ? 0x04 : 0x11) : seed >> 24);
-  }
-  return all;
-}
-
 std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightTypes types, LayoutKind kind = LayoutKind::kDense) {
   auto experts = std::make_unique<PackedExperts>(shape, GateSpec{}, types, kind);
   for (int expert = 0; expert < shape.num_experts; ++expert) {
@@ -63,9 +50,9 @@ std::unique_ptr<PackedExperts> make_experts(const ExpertsShape& shape, WeightTyp
       if (part == Part::kGate && !shape.gated) continue;
       const int rows = experts->rows_of(part), cols = experts->cols_of(part);
       const auto matrix = values(static_cast<std::size_t>(rows) * cols, static_cast<unsigned>(expert * 3 + static_cast<int>(part)));
-      if (has_super_blocks(experts->type_of(part))) {
-        const auto blocks = super_blocks(experts->type_of(part), rows, cols, static_cast<unsigned>(expert));
-        experts->pack_super_blocks(expert, part, {blocks.data(), rows, cols});
+      if (is_stored(experts->type_of(part))) {
+        const auto blocks = random_blocks(experts->type_of(part), rows, cols, static_cast<unsigned>(expert));
+        experts->pack_blocks(expert, part, {blocks.data(), rows, cols});
       } else {
         experts->pack(expert, part, {matrix.data(), WeightType::kFloat32, rows, cols});
       }
@@ -124,7 +111,7 @@ void every_path(const std::string& isa) {
   Runtime runtime(3, isa);
   for (int type = 0; type < kWeightTypes; ++type) {
     const auto weights = static_cast<WeightType>(type);
-    const bool plain = !has_super_blocks(weights);
+    const bool plain = !is_stored(weights);
     for (const bool gated : {true, false}) {
       const ExpertsShape shape = {3, plain ? 41 : 256, 37, gated, true};
       const auto experts = make_experts(shape, {weights, plain ? weights : WeightType::kInt8});
@@ -144,7 +131,7 @@ void every_path(const std::string& isa) {
     if (plain) {
       linear.pack({matrix.data(), WeightType::kFloat32, 45, cols});
     } else {
-      linear.pack_super_blocks({super_blocks(weights, 45, cols, 1).data(), 45, cols});
+      linear.pack_blocks({random_blocks(weights, 45, cols, 1).data(), 45, cols});
     }
     linear.pack_bias(matrix.data(), 45);
     for (const int tokens : {1, 19}) {
@@ -155,15 +142,15 @@ void every_path(const std::string& isa) {
   }
 }
 
-// Q4_K and Q6_K down, whose input is the neurons.
-void super_blocks_of_both_parts(const std::string& isa) {
+// Formats of files for down, whose input is the neurons.
+void stored_down(const std::string& isa) {
   Runtime runtime(3, isa);
-  for (const WeightTypes types : {WeightTypes{WeightType::kQ4K, WeightType::kQ6K}, WeightTypes{WeightType::kInt4, WeightType::kQ4K}}) {
+  for (const WeightTypes types : {parse_weight_types("q4_k+q6_k"), parse_weight_types("int4+mxfp4")}) {
     const auto experts = make_experts({3, 256, 256, true, false}, types);
     for (const int tokens : {0, 1, 13, 70}) {
       Call call(*experts, tokens, 2);
       runtime.forward(call.args);
-      for (const float value : call.out) expect(std::isfinite(value), "finite output of super-blocks");
+      for (const float value : call.out) expect(std::isfinite(value), "finite output of stored formats");
     }
   }
 }
@@ -339,7 +326,10 @@ void matrix_paths(const std::string& isa) {
   };
   const std::pair<WeightTypes, int> cases[] = {{{WeightType::kBFloat16, WeightType::kBFloat16}, 72},
                                                {{WeightType::kInt8, WeightType::kInt4}, 104},
-                                               {{WeightType::kQ4K, WeightType::kQ6K}, 256}};
+                                               {parse_weight_types("q4_k+q6_k"), 256},
+                                               {parse_weight_types("mxfp4+iq4_nl"), 288},
+                                               {parse_weight_types("q3_k+q2_k"), 256},
+                                               {parse_weight_types("q5_0+q5_1"), 64}};
   for (const auto& [types, size] : cases) {
     const auto experts = make_experts({2, size, size, true, true}, types);
     for (const int tokens : {1, 37, 90}) {
@@ -350,7 +340,8 @@ void matrix_paths(const std::string& isa) {
     }
   }
   // A token's result does not depend on the others: in one pass of each width and in several.
-  for (const WeightType type : {WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4, WeightType::kQ4K, WeightType::kQ6K}) {
+  for (const char* name : {"bfloat16", "int8", "int4", "q4_k", "q6_k", "mxfp4"}) {
+    const WeightType type = parse_weight_type(name);
     const int size = 256;
     const auto experts = make_experts({1, size, size, true, false}, {type, type});
     std::vector<float> alone;
@@ -391,7 +382,7 @@ int main() {
   for (const std::string& isa : available_isas()) {
     every_path(isa);
     sparse_paths(isa);
-    super_blocks_of_both_parts(isa);
+    stored_down(isa);
     attention_paths(isa);
     small_parts(isa);
     matrix_paths(isa);

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import ROUNDING, as_array, make_batch, make_super_block_layer, relative_error
+from support.kernel_cases import ROUNDING, as_array, make_batch, make_stored_layer, relative_error
 from support.kernel_cases import make_layer as make_plain_layer
 
 from moegraft.cpu_backend import PackedLinear, Runtime
+from moegraft.operators.weight_formats import FORMATS
 
-TYPES = ("bfloat16", "int8", "int4", "q4_k", "q6_k")
+TYPES = ("bfloat16", *(name for name, found in FORMATS.items() if found.scaled))
 # Against float64 on the same weights. Weights of integers are expanded to 8 bits of mantissa, activations rounded to as many.
-TOLERANCE = {"bfloat16": 4e-3, "int8": 6e-3, "int4": 6e-3, "q4_k": 6e-3, "q6_k": 6e-3}
+TOLERANCE = {"bfloat16": 4e-3} | dict.fromkeys(TYPES[1:], 6e-3)
 # From one token on.
 RUNTIMES = {isa: runtime for isa in Runtime.available_isas() if (runtime := Runtime(2, isa=isa, matrix_tokens=1)).matrix_tokens}
 CASES = [(isa, weight_type) for isa, runtime in RUNTIMES.items() for weight_type in TYPES if weight_type in runtime.matrix_tokens]
@@ -19,7 +20,7 @@ every_kernel = pytest.mark.parametrize(("isa", "weight_type"), CASES)
 
 
 def make_layer(weight_type: str, num_experts: int, hidden: int, intermediate: int, **options):  # type: ignore[no-untyped-def]
-    make = make_super_block_layer if "_k" in weight_type else make_plain_layer
+    make = make_stored_layer if FORMATS[weight_type].stored else make_plain_layer
     return make(weight_type, num_experts, hidden, intermediate, **options)
 
 
@@ -44,8 +45,8 @@ def test_matches_the_reference(isa: str, weight_type: str, tokens: int, top_k: i
 @every_kernel
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
 def test_odd_sizes_and_biases(isa: str, weight_type: str, gated: bool) -> None:
-    if "_k" in weight_type:
-        pytest.skip("sizes are multiples of 256")
+    if FORMATS[weight_type].stored:
+        pytest.skip("sizes are multiples of a block")
     for tokens, hidden, intermediate in ((70, 33, 17), (20, 72, 40), (9, 300, 72)):
         layer = make_layer(weight_type, 2, hidden, intermediate, gated=gated, bias=True)
         batch = make_batch(tokens, 1, layer, torch.bfloat16)
@@ -93,7 +94,7 @@ def test_each_segment_has_the_kernel_that_its_tokens_call_for(isa: str, weight_t
 @pytest.mark.parametrize("isa", RUNTIMES)
 def test_gate_and_down_of_different_types(isa: str, weight_type: str) -> None:
     """Where one of them has no matrix kernel, its activations are rounded to 8 bits."""
-    layer = make_super_block_layer(weight_type, 2, 256, 256, bias=True)
+    layer = make_stored_layer(weight_type, 2, 256, 256, bias=True)
     batch = make_batch(50, 1, layer, torch.bfloat16)
     assert relative_error(layer.forward(RUNTIMES[isa], *batch), layer.reference(*batch)) <= 2e-2 + ROUNDING[torch.bfloat16]
 
@@ -109,8 +110,8 @@ def test_thread_count_changes_no_bit(isa: str, weight_type: str, threads: int) -
 
 @every_kernel
 def test_linears(isa: str, weight_type: str) -> None:
-    if "_k" in weight_type:
-        pytest.skip("sizes are multiples of 256; test_super_blocks.py has them")
+    if FORMATS[weight_type].stored:
+        pytest.skip("sizes are multiples of a block; test_stored_formats.py has them")
     for tokens, rows, cols in ((1, 45, 64), (30, 70, 2048 + 96), (230, 33, 4096 + 33)):  # one part of the columns, two, and three
         generator = torch.Generator().manual_seed(0)
         linear = PackedLinear(rows, cols, weight_type)

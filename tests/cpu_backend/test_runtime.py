@@ -19,6 +19,7 @@ from support.kernel_cases import as_array, make_batch, make_layer
 
 from moegraft.cpu_backend import Runtime, default_threads
 from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isa
+from moegraft.operators.weight_formats import FORMATS
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -32,6 +33,7 @@ def test_instruction_sets_are_listed() -> None:
     assert Runtime.default_isa() in Runtime.available_isas()
 
 
+WIDE = {"int8", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
 EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 
@@ -41,12 +43,12 @@ EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
     ("features", "wanted", "isa", "matrix"),
     [
         (set(), "", "scalar", set()),
-        ({"avx2"}, "", "avx2", {"bfloat16", "int8"}),
-        ({"avx2", "avx512"}, "", "avx512", {"int8"}),
+        ({"avx2"}, "", "avx2", {"bfloat16", *WIDE}),
+        ({"avx2", "avx512"}, "", "avx512", WIDE),
         ({"avx512", "vnni"}, "", "scalar", set()),  # a hypervisor may hide a feature that the others need
         ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", set()),
         (ZEN_4, "", "avx512_bf16", set()),
-        (EMERALD_RAPIDS, "", "amx", {"bfloat16", "int8", "int4", "q4_k", "q6_k"}),
+        (EMERALD_RAPIDS, "", "amx", {"bfloat16", *(name for name, found in FORMATS.items() if found.scaled)}),
         (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", set()),
         (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", set()),
         (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", set()),

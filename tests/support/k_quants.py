@@ -1,4 +1,4 @@
-"""Matrices in GGUF's Q4_K and Q6_K, which the package `gguf` cannot write: a simple quantiser, and random blocks."""
+"""Matrices in the formats of GGUF files that are packed as they are: random blocks, and a simple quantiser to Q4_K and Q6_K."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moegraft.operators.weight_formats import FORMATS
+from support.quantised_files import decoded
+
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf")
 
 BlockType = gguf.GGMLQuantizationType
-KINDS = {"q4_k": BlockType.Q4_K, "q6_k": BlockType.Q6_K}
+NAMES = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K")
+KINDS = {name.lower(): BlockType[name] for name in NAMES}
+SAFETENSORS = ("int4_g32", "int4_g64", "int4_g128", "int8_g128", "fp8", "fp8_rows")  # without a name in GGUF
 SUPER_BLOCK = 256
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 Blocks = NDArray[np.uint8]
 
 
 def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
     """Return the values (..., cols) of blocks (..., bytes)."""
+    if weight_type not in KINDS:
+        return decoded(blocks, weight_type)
     values: NDArray[np.float32] = gguf.dequantize(blocks, KINDS[weight_type])
     return values
 
 
 def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
-    """Quantise (..., cols) to blocks (..., bytes); each group's range is that of its extremes."""
+    """Quantise (..., cols) to blocks (..., bytes); return random blocks for a type that nothing here can quantise to.
+
+    In Q4_K and Q6_K each group's range is that of its extremes.
+    """
+    if weight_type not in KINDS:
+        return any_blocks(values.shape, weight_type, seed=0)
+    if weight_type not in ("q4_k", "q6_k"):
+        try:
+            blocks: Blocks = gguf.quantize(values, KINDS[weight_type])
+            return blocks
+        except NotImplementedError:
+            return any_blocks(values.shape, weight_type, seed=0)
     rows = values.reshape(-1, SUPER_BLOCK)
     packed = _q4_k(rows) if weight_type == "q4_k" else _q6_k(rows)
     return packed.reshape(*values.shape[:-1], -1)
@@ -30,18 +47,7 @@ def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
 
 def any_blocks(shape: tuple[int, ...], weight_type: str, seed: int) -> Blocks:
     """Return random blocks for (..., cols), whose values have both signs and are about 1 / sqrt(cols) large."""
-    cols = shape[-1]
-    blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], cols // SUPER_BLOCK, BLOCK_BYTES[weight_type]), np.uint8)
-    if weight_type == "q4_k":  # half of the 63 steps of scale times half of the 15 steps of a code, less equally large minima
-        _put_half(blocks[..., :2], 1 / (200 * cols**0.5))
-        _put_half(blocks[..., 2:4], 7.5 / (200 * cols**0.5))
-    else:
-        _put_half(blocks[..., 208:], 1 / (1400 * cols**0.5))
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def _put_half(target: Blocks, value: float) -> None:
-    target[...] = np.array([value], np.float16).view(np.uint8)
+    return FORMATS[weight_type].random_blocks(shape, np.random.default_rng(seed))
 
 
 def _half(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], Blocks]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weights import SUPER_BLOCK_BYTES
+from moegraft.operators.weights import STORED_FORMATS
 
 WEIGHT_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 PARTS = ("gate", "up", "down")
@@ -94,10 +94,10 @@ def make_layer(
     return layer
 
 
-def make_super_block_layer(
+def make_stored_layer(
     weight_type: str, num_experts: int, hidden: int, intermediate: int, *, gated: bool = True, bias: bool = False, random: bool = False
 ) -> Layer:
-    """Pack super-blocks, and parts of other types from floats. Skips the test without the package gguf."""
+    """Pack blocks of files, and parts of other types from floats. Skips the test without the package gguf."""
     from support.k_quants import any_blocks, dequantised, quantise
 
     rng = np.random.default_rng(0)
@@ -108,12 +108,12 @@ def make_super_block_layer(
     for part in parts:
         kind, size = packed.weight_type_of(part), (num_experts, *sizes[part])
         values = rng.standard_normal(size, dtype=np.float32) / np.float32(size[-1] ** 0.5)
-        if kind in SUPER_BLOCK_BYTES:
+        if kind in STORED_FORMATS:
             blocks = any_blocks(size, kind, seed=len(weights)) if random else quantise(values, kind)
             values = dequantised(blocks, kind)
         for expert in range(num_experts):
-            if kind in SUPER_BLOCK_BYTES:
-                packed.pack_super_blocks(expert, part, blocks[expert])
+            if kind in STORED_FORMATS:
+                packed.pack_blocks(expert, part, blocks[expert])
             else:
                 packed.pack(expert, part, values[expert])
         if bias:

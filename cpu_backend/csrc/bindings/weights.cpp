@@ -105,12 +105,13 @@ QuantizedRowsView quantized_view(const py::array& codes, const py::array& scales
           static_cast<int>(codes.shape(1))};
 }
 
-// Rows in the format of a GGUF file. Types without super-blocks are rejected by pack_super_blocks itself.
-SuperBlockRowsView super_block_view(const py::array& blocks, WeightType type, int cols) {
+// Rows in the format of a file. Types that are not stored so are rejected by pack_blocks itself.
+StoredRowsView stored_view(const py::array& blocks, WeightType type, int cols) {
   require_layout(blocks, "blocks", 2);
   require_dtype(blocks, "blocks", 'u', 1, "uint8");
+  if (!is_stored(type)) return {nullptr, static_cast<int>(blocks.shape(0)), cols};
   const auto bytes = static_cast<py::ssize_t>(file_row_bytes(type, cols));
-  if (has_super_blocks(type) && blocks.shape(1) != bytes)
+  if (blocks.shape(1) != bytes)
     raise_value_error("blocks: expected " + std::to_string(bytes) + " bytes in each row for " + std::to_string(cols) + " columns of " +
                       name_of(type) + ", found " + std::to_string(blocks.shape(1)));
   return {static_cast<const std::uint8_t*>(blocks.data()), static_cast<int>(blocks.shape(0)), cols};
@@ -197,12 +198,12 @@ void bind_experts(py::module_& module) {
           },
           "expert"_a, "part"_a, py::arg("codes").noconvert(), py::arg("scales").noconvert())
       .def(
-          "pack_super_blocks",
+          "pack_blocks",
           [](PyExperts& self, int expert, const std::string& part, const py::array& blocks) {
             const Part which = parse_part(part);
-            const SuperBlockRowsView rows = super_block_view(blocks, self.experts->type_of(which), self.experts->cols_of(which));
+            const StoredRowsView rows = stored_view(blocks, self.experts->type_of(which), self.experts->cols_of(which));
             py::gil_scoped_release release;
-            self.experts->pack_super_blocks(expert, which, rows);
+            self.experts->pack_blocks(expert, which, rows);
           },
           "expert"_a, "part"_a, py::arg("blocks").noconvert())
       .def(
@@ -266,11 +267,11 @@ void bind_linear(py::module_& module) {
           },
           py::arg("codes").noconvert(), py::arg("scales").noconvert())
       .def(
-          "pack_super_blocks",
+          "pack_blocks",
           [](PackedLinear& self, const py::array& blocks) {
-            const SuperBlockRowsView rows = super_block_view(blocks, self.type(), self.cols());
+            const StoredRowsView rows = stored_view(blocks, self.type(), self.cols());
             py::gil_scoped_release release;
-            self.pack_super_blocks(rows);
+            self.pack_blocks(rows);
           },
           py::arg("blocks").noconvert())
       .def(

@@ -3,10 +3,17 @@
 #include <array>
 #include <stdexcept>
 
+#include "core/coded_formats.h"
+
 namespace moegraft {
 namespace {
 
-constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = {"float32", "float16", "bfloat16", "int8", "int4", "q4_k", "q6_k"};
+constexpr std::array<const char*, kWeightTypes> weight_type_names() {
+  std::array<const char*, kWeightTypes> names = {"float32", "float16", "bfloat16"};
+  for (int i = 0; i < kCodedFormats; ++i) names[static_cast<std::size_t>(kFirstCoded + i)] = kCodedTable.formats[i].name;
+  return names;
+}
+constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = weight_type_names();
 constexpr std::array<const char*, kActivations> kActivationNames = {"silu",  "gelu",     "gelu_tanh", "relu",
                                                                     "relu2", "identity", "sigmoid",   "tanh"};
 constexpr std::array<const char*, 3> kPartNames = {"gate", "up", "down"};

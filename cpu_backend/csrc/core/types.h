@@ -8,8 +8,8 @@
 
 namespace moegraft {
 
-enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kQ4K, kQ6K };
-constexpr int kWeightTypes = 7;
+// From kInt8 on, the formats of coded_formats.h in their order; those without a name here come from files alone.
+enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
 enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden_states and out
 
 constexpr std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
@@ -17,7 +17,6 @@ constexpr std::size_t element_bytes(ActivationType type) { return type == Activa
 WeightType parse_weight_type(const std::string& name);  // throws std::invalid_argument
 const char* name_of(WeightType type);
 constexpr bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
-constexpr bool has_super_blocks(WeightType type) { return type == WeightType::kQ4K || type == WeightType::kQ6K; }
 
 // Of an expert's parts: gate and up rows share blocks, so they share a type.
 struct WeightTypes {

@@ -195,6 +195,82 @@ float element(const RowsView& source, int row, int col) {
   return source.type == WeightType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
 }
 
+// The formats of files.
+
+template <class Coded>
+void pack_stored(HalfBlock target, const StoredRowsView& source, int first_row) {
+  static constexpr std::uint8_t kZeros[Coded::kFileBytes] = {};
+  const int blocks = source.cols / Coded::kColumns;
+  for (int index = 0; index < blocks; ++index) {
+    std::byte* block = target.block + static_cast<std::size_t>(Derived<Coded>::kBytes) * static_cast<std::size_t>(index);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int row = kLanes * target.half + lane;
+      const std::size_t at =
+          static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(index);
+      const std::uint8_t* file = first_row + lane < source.rows ? source.blocks + at * Coded::kFileBytes : kZeros;
+      std::byte* lines = block;
+      for (const Field& field : Coded::kHeader) {
+        std::memcpy(lines + row * field.bytes, file + field.offset, static_cast<std::size_t>(field.bytes));
+        lines += field.bytes * kBlockRows;
+      }
+      for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
+        std::uint8_t codes[kGroup];
+        for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(Coded::stored_code(file, group * kGroup + k));
+        store_codes<Coded>(codes, lines, row);
+      }
+    }
+  }
+}
+
+template <class Coded>
+void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
+  for (int index = 0; index < cols / Coded::kColumns; ++index) {
+    const std::byte* block = source.block + static_cast<std::size_t>(Derived<Coded>::kBytes) * static_cast<std::size_t>(index);
+    for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
+      const int row = kLanes * source.half + lane;
+      float* values = rows_out + static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(cols) + index * Coded::kColumns;
+      const std::byte* lines = block + Derived<Coded>::kLinesOffset;
+      for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
+        const GroupScales scales = scales_at<Coded>(block, row, group);
+        for (int k = 0; k < kGroup; ++k, ++values) {
+          const int part = k / (kGroup / Coded::kParts);
+          const float product = scales.scale[part] * number_of<Coded>(code_at<Coded>(lines, row, k));
+          *values = Coded::kMinimum ? product + scales.minimum[part] : product;
+        }
+      }
+    }
+  }
+}
+
+// Replaces the scales in a file's block by small ones.
+template <class Coded>
+void make_small(std::uint8_t* block) {
+  constexpr std::uint16_t kHalf = 0x0c00;  // 2^-12
+  for (const Field& field : Coded::kHeader) {
+    if (kIsFloat8<Coded>) {
+      std::memset(block + field.offset, 0x39, static_cast<std::size_t>(field.bytes));  // four of them are 0.00018
+      continue;
+    }
+    if (field.bytes == 2) std::memcpy(block + field.offset, &kHalf, 2);
+    if (field.bytes == 1) block[field.offset] = 127 - 12;
+  }
+}
+
+struct StoredPacker {
+  void (*pack)(HalfBlock target, const StoredRowsView& source, int first_row);
+  void (*unpack)(HalfBlock source, float* rows_out, int rows, int cols, int first_row);
+  void (*make_small)(std::uint8_t* block);
+};
+struct StoredPackers {
+  StoredPacker functions[kCodedFormats];
+};
+template <class... Formats>
+constexpr StoredPackers packers_of(FormatList<Formats...>) {
+  return {{{pack_stored<Formats>, unpack_stored<Formats>, make_small<Formats>}...}};
+}
+constexpr StoredPackers kStoredPackers = packers_of(CodedFormats());
+const StoredPacker& packer_of(WeightType type) { return kStoredPackers.functions[static_cast<int>(type) - kFirstCoded]; }
+
 }  // namespace
 
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row) {
@@ -214,7 +290,23 @@ void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView&
   }
 }
 
+void pack_half_block(WeightType type, HalfBlock target, const StoredRowsView& source, int first_row) {
+  packer_of(type).pack(target, source, first_row);
+}
+
+std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed) {
+  std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
+  for (std::uint8_t& byte : all) {
+    seed = seed * 1664525u + 1013904223u;
+    byte = static_cast<std::uint8_t>(seed >> 24);
+  }
+  const auto step = static_cast<std::size_t>(coded_format(type).file_bytes);
+  for (std::size_t at = 0; at < all.size(); at += step) packer_of(type).make_small(&all[at]);
+  return all;
+}
+
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
+  if (is_stored(type)) return packer_of(type).unpack(source, rows_out, rows, cols, first_row);
   GroupTile tile;
   const int present = std::min(kLanes, rows - first_row);
   for (int group = 0; group * kGroup < cols; ++group) {
@@ -267,121 +359,6 @@ void dequantize(const QuantizedRowsView& source, float* rows_out) {
   for (std::size_t group = 0; group < groups; ++group) {
     const float scale = float_from_f16(source.scales[group]);
     for (int k = 0; k < kGroup; ++k) rows_out[group * kGroup + k] = static_cast<float>(source.codes[group * kGroup + k]) * scale;
-  }
-}
-
-namespace {
-
-constexpr std::size_t file_block_bytes(WeightType type) { return file_row_bytes(type, kSuperBlock); }
-
-// llama.cpp's order (ggml-common.h): Q4_K is d, dmin, scales [12], nibbles [128]; Q6_K is low nibbles [128], upper bits [64], scales [16],
-// d.
-constexpr int kQ4KNibbles = 16;
-constexpr int kQ6KUpper = 128, kQ6KScales = 192, kQ6KD = 208;
-
-void store_nibbles(const std::uint8_t* codes, std::byte* lines, int row) {
-  for (int line = 0; line < kGroup / 8; ++line)
-    for (int byte = 0; byte < 4; ++byte)
-      lines[line * kWordsBytes + row * 4 + byte] =
-          static_cast<std::byte>((codes[8 * line + byte] & 15) | (codes[8 * line + 4 + byte] & 15) << 4);
-}
-
-void store_upper_bits(const std::uint8_t* codes, std::byte* words, int row) {
-  for (int word = 0; word < 2; ++word) {
-    for (int byte = 0; byte < 4; ++byte) {
-      int bits = 0;
-      for (int j = 0; j < 4; ++j) bits |= codes[16 * word + 4 * j + byte] >> 4 << 2 * j;
-      words[word * kWordsBytes + row * 4 + byte] = static_cast<std::byte>(bits);
-    }
-  }
-}
-
-void store_words(const std::uint8_t* bytes, int count, std::byte* words, int row) {
-  for (int word = 0; word < count; ++word) std::memcpy(words + word * kWordsBytes + row * 4, bytes + 4 * word, 4);
-}
-
-void pack_q4_k(const std::uint8_t* block, std::byte* target, int row) {
-  std::memcpy(target + row * 2, block, 2);
-  std::memcpy(target + kScaleBytes + row * 2, block + 2, 2);
-  store_words(block + 4, kQ4KScaleWords, target + 2 * kScaleBytes, row);
-  std::byte* lines = target + 2 * kScaleBytes + kQ4KScaleWords * kWordsBytes;
-  for (int group = 0; group < kSuperGroups; ++group, lines += kQ4KGroupBytes) {
-    const std::uint8_t* pairs = block + kQ4KNibbles + group / 2 * kGroup;  // two groups share 32 bytes
-    std::uint8_t codes[kGroup];
-    for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(group % 2 ? pairs[k] >> 4 : pairs[k] & 15);
-    store_nibbles(codes, lines, row);
-  }
-}
-
-void pack_q6_k(const std::uint8_t* block, std::byte* target, int row) {
-  std::memcpy(target + row * 2, block + kQ6KD, 2);
-  store_words(block + kQ6KScales, kQ6KScaleWords, target + kScaleBytes, row);
-  std::byte* lines = target + kScaleBytes + kQ6KScaleWords * kWordsBytes;
-  for (int group = 0; group < kSuperGroups; ++group, lines += kQ6KGroupBytes) {
-    const int half = group / 4, quarter = group % 4;  // of 128 columns, which share 64 bytes of nibbles and 32 of upper bits
-    const std::uint8_t* low = block + 64 * half + 32 * (quarter % 2);
-    const std::uint8_t* high = block + kQ6KUpper + 32 * half;
-    std::uint8_t codes[kGroup];
-    for (int k = 0; k < kGroup; ++k)
-      codes[k] = static_cast<std::uint8_t>((low[k] >> (quarter < 2 ? 0 : 4) & 15) | (high[k] >> 2 * quarter & 3) << 4);
-    store_nibbles(codes, lines, row);
-    store_upper_bits(codes, lines + kNibbleBytes, row);
-  }
-}
-
-float half_at(const std::byte* halves, int row) {
-  std::uint16_t half;
-  std::memcpy(&half, halves + row * 2, 2);
-  return float_from_f16(half);
-}
-
-// The steps are those of the package `gguf`, for the same rounding.
-void unpack_q4_k(const std::byte* block, int row, float* values) {
-  const std::byte* words = block + 2 * kScaleBytes;
-  const std::byte* lines = words + kQ4KScaleWords * kWordsBytes;
-  for (int group = 0; group < kSuperGroups; ++group, lines += kQ4KGroupBytes, values += kGroup) {
-    const ScaleAndMinimum found = scale_of_q4_k(words, row, group);
-    const float scale = half_at(block, row) * static_cast<float>(found.scale);
-    const float minimum = half_at(block + kScaleBytes, row) * static_cast<float>(found.minimum);
-    for (int k = 0; k < kGroup; ++k) values[k] = scale * static_cast<float>(nibble_at(lines, row, k)) - minimum;
-  }
-}
-
-void unpack_q6_k(const std::byte* block, int row, float* values) {
-  const std::byte* words = block + kScaleBytes;
-  const std::byte* lines = words + kQ6KScaleWords * kWordsBytes;
-  for (int group = 0; group < kSuperGroups; ++group, lines += kQ6KGroupBytes, values += kGroup) {
-    for (int k = 0; k < kGroup; ++k) {
-      const float scale = half_at(block, row) * static_cast<float>(scale_of_q6_k(words, row, 2 * group + k / 16));
-      values[k] = scale * static_cast<float>(code_of_q6_k(lines, row, k) - 32);
-    }
-  }
-}
-
-}  // namespace
-
-void pack_super_half_block(WeightType type, HalfBlock target, const SuperBlockRowsView& source, int first_row) {
-  static constexpr std::uint8_t kZeros[kQ6KBytes / kBlockRows] = {};
-  const std::size_t row_bytes = file_row_bytes(type, source.cols);
-  for (int index = 0; index < source.cols / kSuperBlock; ++index) {
-    std::byte* block = target.block + super_block_bytes(type) * static_cast<std::size_t>(index);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const int row = first_row + lane;
-      const std::uint8_t* from = row < source.rows ? source.blocks + row_bytes * static_cast<std::size_t>(row) +
-                                                         file_block_bytes(type) * static_cast<std::size_t>(index)
-                                                   : kZeros;
-      (type == WeightType::kQ4K ? pack_q4_k : pack_q6_k)(from, block, kLanes * target.half + lane);
-    }
-  }
-}
-
-void unpack_super_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  for (int index = 0; index < cols / kSuperBlock; ++index) {
-    const std::byte* block = source.block + super_block_bytes(type) * static_cast<std::size_t>(index);
-    for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
-      float* values = rows_out + static_cast<std::size_t>(first_row + lane) * cols + index * kSuperBlock;
-      (type == WeightType::kQ4K ? unpack_q4_k : unpack_q6_k)(block, kLanes * source.half + lane, values);
-    }
   }
 }
 

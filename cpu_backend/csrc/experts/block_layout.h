@@ -10,12 +10,8 @@
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high otherwise}
 // Scales are stored with their weights so that one stream is read in order. Every line is 64 bytes.
 //
-// GGUF's Q4_K and Q6_K have super-blocks of 256 columns; the number of columns must be a multiple of that. `words` are 32 rows of 32 bits,
-// [row]:
-//   q4_k      [super-block]{d f16 [32 rows]; dmin f16 [32 rows]; words of the 12 bytes that hold 8 scales and 8 minima of 6 bits, in
-//             the order of the file, [3]; [group] nibbles as int4's, without its offset}       value = d * scale * code - dmin * minimum
-//   q6_k      [super-block]{d f16 [32 rows]; words of 4 int8 scales, one for 16 columns, [4]; [group]{low nibbles as int4's; words of the
-//             upper bits, [2]: of columns kk = 16 * word + 4 * j + byte, bits 2j and 2j + 1 of the byte}}  value = d * scale * (code - 32)
+// Those two and all formats of blocks that files store (coded_formats.h) are [block]{fields of the header, each [32 rows]; [group] codes}; the
+// number of columns must be a multiple of a block's. A row's bytes are those of the file.
 //
 // In the sparse layout each row is read separately, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the place of 16
 // rows of one group above. Quantised rows begin with the float16 scales of all their chunks, padded to a line.
@@ -24,41 +20,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
+#include "core/coded_formats.h"
 #include "core/types.h"
 
 namespace moegraft {
 
-constexpr int kLanes = 16;  // output rows in a 64-byte line
-constexpr int kBlockRows = 2 * kLanes;  // two lines per step: two accumulators per token
-constexpr int kGroup = 32;  // columns that share a scale: GGUF's Q8_0 and Q4_0
 constexpr int kScaleBytes = kBlockRows * 2;  // one line of float16 scales per group
-constexpr int kInt8GroupBytes = kScaleBytes + kBlockRows * kGroup;
-constexpr int kNibbleBytes = kBlockRows * kGroup / 2;
-constexpr int kInt4GroupBytes = kScaleBytes + kNibbleBytes;
-constexpr int kSuperBlock = 256;  // columns of a super-block
-constexpr int kSuperGroups = kSuperBlock / kGroup;
-constexpr int kWordsBytes = kBlockRows * 4;  // one 32-bit word of every row
-constexpr int kQ4KScaleWords = 3;
-constexpr int kQ4KGroupBytes = kNibbleBytes;
-constexpr int kQ4KBytes = 2 * kScaleBytes + kQ4KScaleWords * kWordsBytes + kSuperGroups * kQ4KGroupBytes;
-constexpr int kQ6KScaleWords = 4;
-constexpr int kQ6KGroupBytes = kNibbleBytes + 2 * kWordsBytes;
-constexpr int kQ6KBytes = kScaleBytes + kQ6KScaleWords * kWordsBytes + kSuperGroups * kQ6KGroupBytes;
 constexpr int kLayoutVersion = 1;  // increased whenever the meaning of packed bytes changes: caches on disk are keyed by it
 
+// Of 32 rows, in whole lines. Every 256th column begins at a line.
 constexpr std::size_t block_bytes(WeightType type, int cols) {
-  const std::size_t groups = static_cast<std::size_t>(round_up(cols, kGroup) / kGroup);
-  switch (type) {
-    case WeightType::kFloat32: return groups * kGroup * kBlockRows * 4;
-    case WeightType::kFloat16:
-    case WeightType::kBFloat16: return groups * kGroup * kBlockRows * 2;
-    case WeightType::kInt8: return groups * kInt8GroupBytes;
-    case WeightType::kInt4: return groups * kInt4GroupBytes;
-    case WeightType::kQ4K: return static_cast<std::size_t>(round_up(cols, kSuperBlock) / kSuperBlock) * kQ4KBytes;
-    case WeightType::kQ6K: return static_cast<std::size_t>(round_up(cols, kSuperBlock) / kSuperBlock) * kQ6KBytes;
-  }
-  return 0;
+  if (!is_coded(type)) return static_cast<std::size_t>(round_up(cols, kGroup)) * kBlockRows * (type == WeightType::kFloat32 ? 4 : 2);
+  const CodedFormat& format = coded_format(type);
+  return static_cast<std::size_t>(round_up(round_up(cols, format.columns) / format.columns * format.file_bytes * kBlockRows, 64));
 }
 
 constexpr int kChunk = kLanes * kGroup;  // columns of a sparse row that share their lines
@@ -99,21 +75,25 @@ struct QuantizedRowsView {
   int cols;
 };
 
-// Rows as GGUF stores them in Q4_K or Q6_K: (rows, cols / 256) blocks, one after the other.
-struct SuperBlockRowsView {
+// Rows as files store them: (rows, cols / columns of a block) blocks, one after the other.
+struct StoredRowsView {
   const std::uint8_t* blocks;
   int rows;
   int cols;
 };
 
-// Bytes of a row in a GGUF file.
+// Bytes of a row in a file.
 constexpr std::size_t file_row_bytes(WeightType type, int cols) {
-  return static_cast<std::size_t>(cols / kSuperBlock) * (type == WeightType::kQ4K ? kQ4KBytes : kQ6KBytes) / kBlockRows;
+  return static_cast<std::size_t>(cols / coded_format(type).columns) * static_cast<std::size_t>(coded_format(type).file_bytes);
 }
 
 // Packs rows [first_row, first_row + 16) of the source into half a block of `type`; rows past the end become zeros.
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row);
 void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView& source, int first_row);
+void pack_half_block(WeightType type, HalfBlock target, const StoredRowsView& source, int first_row);
+
+// Random blocks for tests: (rows, file_row_bytes(type, cols)), with small finite scales.
+std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed);
 
 // Unpacks half a block without rounding: writes its existing rows, dequantised, into `rows_out` (rows, cols) float32.
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);
@@ -126,50 +106,5 @@ void unpack_sparse_row(WeightType type, const std::byte* source, int cols, float
 
 // Dequantises codes to float32 (rows, cols).
 void dequantize(const QuantizedRowsView& source, float* rows_out);
-
-// Fields of the super-blocks of Q4_K and Q6_K. `static inline`, as in float_conversion.h: files compiled for different instruction sets
-// include this.
-
-constexpr std::size_t super_block_bytes(WeightType type) { return type == WeightType::kQ4K ? kQ4KBytes : kQ6KBytes; }
-
-static inline std::uint32_t word_at(const std::byte* words, int index, int row) {
-  std::uint32_t word;
-  std::memcpy(&word, words + index * kWordsBytes + row * 4, 4);
-  return word;
-}
-
-struct ScaleAndMinimum {
-  int scale;
-  int minimum;
-};
-
-// The scale and minimum of a group. The first four groups have their 6 bits in the bytes of words 0 and 1; the others have 4 bits in word 2
-// and 2 in the upper bits of the first four groups' bytes.
-static inline ScaleAndMinimum scale_of_q4_k(const std::byte* words, int row, int group) {
-  const int shift = 8 * (group % 4);
-  const int first = static_cast<int>(word_at(words, 0, row) >> shift & 255),
-            second = static_cast<int>(word_at(words, 1, row) >> shift & 255);
-  if (group < 4) return {first & 63, second & 63};
-  const int low = static_cast<int>(word_at(words, 2, row) >> shift & 255);
-  return {(low & 15) | (first >> 6) << 4, low >> 4 | (second >> 6) << 4};
-}
-
-// The scale of 16 columns; `part` is their index in the super-block.
-static inline int scale_of_q6_k(const std::byte* words, int row, int part) {
-  return static_cast<std::int8_t>(word_at(words, part / 4, row) >> 8 * (part % 4) & 255);
-}
-
-// The code of column kk of a group in lines of nibbles.
-static inline int nibble_at(const std::byte* lines, int row, int kk) {
-  return static_cast<int>(lines[kk / 8 * kWordsBytes + row * 4 + kk % 4]) >> (kk % 8 < 4 ? 0 : 4) & 15;
-}
-
-static inline int code_of_q6_k(const std::byte* group, int row, int kk) {
-  const int upper = static_cast<int>(word_at(group + kNibbleBytes, kk / 16, row) >> (8 * (kk % 4) + 2 * (kk % 16 / 4)) & 3);
-  return nibble_at(group, row, kk) | upper << 4;
-}
-
-void pack_super_half_block(WeightType type, HalfBlock target, const SuperBlockRowsView& source, int first_row);
-void unpack_super_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);
 
 }  // namespace moegraft

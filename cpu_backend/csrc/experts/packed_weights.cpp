@@ -25,32 +25,27 @@ std::uint8_t mask_of(const ExpertsShape& shape) {
 }
 
 void check_cols(WeightType type, int cols) {
-  if (has_super_blocks(type) && cols % kSuperBlock != 0)
-    raise(std::string(name_of(type)) + " needs a multiple of 256 columns, found " + std::to_string(cols) + "; use int8");
+  if (is_stored(type) && cols % coded_format(type).columns != 0)
+    raise(std::string(name_of(type)) + " needs a multiple of " + std::to_string(coded_format(type).columns) + " columns, found " +
+          std::to_string(cols) + "; use int8");
 }
 
 WeightTypes checked(const ExpertsShape& shape, WeightTypes types, LayoutKind kind) {
-  const bool one_plain = types.gate_up == types.down && !has_super_blocks(types.gate_up);
+  const bool one_plain = types.gate_up == types.down && !is_stored(types.gate_up);
   if (kind == LayoutKind::kSparse && !one_plain) raise("the sparse layout does not support " + name_of(types) + "; use int8");
   check_cols(types.gate_up, shape.hidden);
   check_cols(types.down, shape.intermediate);
   return types;
 }
 
-const char* packer_of(WeightType type) {
-  return has_super_blocks(type) ? "pack_super_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack";
-}
+const char* packer_of(WeightType type) { return is_stored(type) ? "pack_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack"; }
 
 void check_floats(WeightType type) {
-  if (has_super_blocks(type)) raise(std::string("pack: the weights are ") + name_of(type) + "; use pack_super_blocks");
+  if (is_stored(type)) raise(std::string("pack: the weights are ") + name_of(type) + "; use pack_blocks");
 }
 
-void check_super_blocks(WeightType type) {
-  if (!has_super_blocks(type)) raise(std::string("pack_super_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
-}
-
-void unpack_half(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  (has_super_blocks(type) ? unpack_super_half_block : unpack_half_block)(type, source, rows_out, rows, cols, first_row);
+void check_stored(WeightType type) {
+  if (!is_stored(type)) raise(std::string("pack_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
 }
 
 void check_quantizable(WeightType type, int cols) {
@@ -176,11 +171,11 @@ void PackedExperts::pack_quantized(int expert, Part part, const QuantizedRowsVie
   mark(expert, static_cast<int>(part));
 }
 
-void PackedExperts::pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows) {
+void PackedExperts::pack_blocks(int expert, Part part, const StoredRowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
-  check_super_blocks(type_of(part));
+  check_stored(type_of(part));
   for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
-    pack_super_half_block(type_of(part), half_block(expert, part, first / kLanes), rows, first);
+    pack_half_block(type_of(part), half_block(expert, part, first / kLanes), rows, first);
   mark(expert, static_cast<int>(part));
 }
 
@@ -213,7 +208,7 @@ void PackedExperts::unpack(int expert, Part part, float* rows_out) const {
     return;
   }
   for (int first = 0; first < rows_of(part); first += kLanes)
-    unpack_half(type_of(part), half_block(expert, part, first / kLanes), rows_out, rows_of(part), cols_of(part), first);
+    unpack_half_block(type_of(part), half_block(expert, part, first / kLanes), rows_out, rows_of(part), cols_of(part), first);
 }
 
 std::string PackedExperts::missing_parts(int expert) const {
@@ -256,10 +251,10 @@ void PackedLinear::pack_quantized(const QuantizedRowsView& rows) {
   packed_ = true;
 }
 
-void PackedLinear::pack_super_blocks(const SuperBlockRowsView& rows) {
+void PackedLinear::pack_blocks(const StoredRowsView& rows) {
   check(rows.rows, rows.cols);
-  check_super_blocks(type_);
-  for (int chunk = 0; chunk < 2 * blocks(); ++chunk) pack_super_half_block(type_, half_block(chunk), rows, chunk * kLanes);
+  check_stored(type_);
+  for (int chunk = 0; chunk < 2 * blocks(); ++chunk) pack_half_block(type_, half_block(chunk), rows, chunk * kLanes);
   packed_ = true;
 }
 
@@ -271,7 +266,7 @@ void PackedLinear::pack_bias(const float* values, int count) {
 
 void PackedLinear::unpack(float* rows_out) const {
   if (!packed_) raise("PackedLinear: no weights were packed");
-  for (int first = 0; first < rows_; first += kLanes) unpack_half(type_, half_block(first / kLanes), rows_out, rows_, cols_, first);
+  for (int first = 0; first < rows_; first += kLanes) unpack_half_block(type_, half_block(first / kLanes), rows_out, rows_, cols_, first);
 }
 
 }  // namespace moegraft

@@ -67,7 +67,7 @@ class PackedExperts {
   void pack(int expert, Part part, const RowsView& rows);
   // Exact, except for down in a sparse layout, whose groups run along the other dimension, so that it is quantised again.
   void pack_quantized(int expert, Part part, const QuantizedRowsView& rows);
-  void pack_super_blocks(int expert, Part part, const SuperBlockRowsView& rows);  // exact
+  void pack_blocks(int expert, Part part, const StoredRowsView& rows);  // exact
   void pack_bias(int expert, Part part, const float* values, int count);
   void unpack(int expert, Part part, float* rows_out) const;
   int rows_of(Part part) const { return part == Part::kDown ? shape_.hidden : shape_.intermediate; }
@@ -116,7 +116,7 @@ class PackedLinear {
 
   void pack(const RowsView& rows);
   void pack_quantized(const QuantizedRowsView& rows);
-  void pack_super_blocks(const SuperBlockRowsView& rows);
+  void pack_blocks(const StoredRowsView& rows);
   void pack_bias(const float* values, int count);
   void unpack(float* rows_out) const;
 

@@ -262,20 +262,33 @@ void multiply(const MatrixArgs& args) {
   else several_passes<Kind>(args, tiles);
 }
 
+// The tokens from which on this is faster than the tiles: where the two are equally fast with weights from memory.
+template <int... I>
+void add_coded(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (!kIsFloat8<CodedOf<kKind>>) {
+      matrix.least_tokens[static_cast<int>(kKind)] = Derived<CodedOf<kKind>>::kGroups == 1 ? 12 : 10;
+      matrix.multiply[static_cast<int>(kKind)] = multiply<kKind>;
+    }
+  };
+  (add(std::integral_constant<int, I>()), ...);
+}
+
 Kernels make() {
   Kernels kernels = avx512_bf16_kernels();
   kernels.isa = "amx";
-  kernels.matrix = {
-      Format::kBFloat16Dot,
-      kTileRows,
-      std::size_t{1} << 20,  // of the 2 MiB L2: 256 tokens at 2048 columns
-      // Where the two are equally fast with weights from memory.
-      {kNeverMatrix, kNeverMatrix, kNeverMatrix, 2, 12, 12, 10, 10},
-      {nullptr, nullptr, nullptr, multiply<Format::kBFloat16Dot>, multiply<Format::kInt8>, multiply<Format::kInt4>, multiply<Format::kQ4K>,
-       multiply<Format::kQ6K>},
-      configure_tiles,
-      release_tiles,
-  };
+  MatrixKernels& matrix = kernels.matrix;
+  matrix = {};
+  matrix.records = Format::kBFloat16Dot;
+  matrix.tile_tokens = kTileRows;
+  matrix.segment_bytes = std::size_t{1} << 20;  // of the 2 MiB L2: 256 tokens at 2048 columns
+  for (int& least : matrix.least_tokens) least = kNeverMatrix;
+  matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = 2;
+  matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = multiply<Format::kBFloat16Dot>;
+  add_coded(matrix, CodedIndexes());
+  matrix.begin = configure_tiles;
+  matrix.end = release_tiles;
   return kernels;
 }
 

@@ -88,16 +88,33 @@ struct Avx2 {
   static I low_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(255)); }
   static I signed_low_bytes(I x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24), 24); }
   static I next_bytes(I x) { return _mm256_srli_epi32(x, 8); }
-  static I six_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(63)); }
-  // Inserts bits 2 * Index and 2 * Index + 1 of each byte of `upper` as bits 4 and 5.
-  template <int Index>
-  static I with_bits(I nibbles, I upper) {
-    const I moved = Index == 0   ? _mm256_slli_epi32(upper, 4)
-                    : Index == 1 ? _mm256_slli_epi32(upper, 2)
-                    : Index == 2 ? upper
-                                 : _mm256_srli_epi32(upper, 2);
-    return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
+  static I and_words(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi32(mask)); }
+  static I and_bytes(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
+  static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+  // Shifts words to the left, or to the right where `By` is negative.
+  template <int By>
+  static I shifted(I x) {
+    if constexpr (By > 0) return _mm256_slli_epi32(x, By);
+    else if constexpr (By < 0) return _mm256_srli_epi32(x, -By);
+    else return x;
   }
+  // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
+  template <int Index>
+  static F small_float8(I x) {
+    const I bits = _mm256_srai_epi32(shifted<24 - 8 * Index>(x), 4);
+    return _mm256_castsi256_ps(and_words(bits, static_cast<int>(0x87f00000u)));
+  }
+  // Each float four times.
+  static F load_quarters(const std::byte* p) {
+    const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_permutevar8x32_ps(_mm256_castsi256_ps(_mm256_castsi128_si256(two)), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+  }
+  static I shift_right(I x, int by) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(by)); }
+  static I load_bytes(const std::byte* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+  static I load_shorts(const std::byte* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
+  static I table(const std::uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I lookup(I table, I x) { return _mm256_shuffle_epi8(table, x); }
 
   static F broadcast_float(const std::uint32_t* p) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*p))); }
   static I broadcast_int(const std::uint32_t* p) { return _mm256_set1_epi32(static_cast<int>(*p)); }
@@ -127,8 +144,8 @@ struct Avx2 {
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
-  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, fits 16 bits.
-  static I dot_int4(I sum, I weights, I codes) {
+  // Of codes up to kMostSmallCode.
+  static I dot_small(I sum, I weights, I codes) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
   }
 };

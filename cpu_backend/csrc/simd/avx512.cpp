@@ -18,8 +18,8 @@ struct Avx512 : Avx512Base {
     const I odd = _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), _mm512_srai_epi16(codes, 8));
     return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
   }
-  // 2 * 63 * 127, the largest result of codes of 4 and 6 bits, fits 16 bits.
-  static I dot_int4(I sum, I weights, I codes) {
+  // Of codes up to kMostSmallCode.
+  static I dot_small(I sum, I weights, I codes) {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, codes), _mm512_set1_epi16(1)));
   }
 };

@@ -10,16 +10,27 @@ namespace {
 struct Avx512Bf16 : Avx512Base {
   static constexpr bool kHasBf16 = true;
   static I dot_int8(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
-  static I dot_int4(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
+  static I dot_small(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
   static F dot_bf16(F sum, I weights, I values) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
   }
 };
 
+Kernels make() {
+  const Kernels& integers = avx512_vnni_kernels();
+  Kernels kernels = float_kernels<Avx512Bf16>("avx512_bf16");
+  for (int format = kFirstCoded; format < kWeightTypes; ++format) {
+    kernels.max_tokens[format] = integers.max_tokens[format];
+    kernels.tile[format] = integers.tile[format];
+    kernels.encode[format] = integers.encode[format];
+  }
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx512_bf16_kernels() {
-  static const Kernels kernels = vector_kernels<Avx512Bf16>("avx512_bf16");
+  static const Kernels kernels = make();
   return kernels;
 }
 

@@ -71,16 +71,33 @@ struct Avx512Base {
   static I low_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
   static I signed_low_bytes(I x) { return _mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24); }
   static I next_bytes(I x) { return _mm512_srli_epi32(x, 8); }
-  static I six_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(63)); }
-  // Inserts bits 2 * Index and 2 * Index + 1 of each byte of `upper` as bits 4 and 5.
-  template <int Index>
-  static I with_bits(I nibbles, I upper) {
-    const I moved = Index == 0   ? _mm512_slli_epi32(upper, 4)
-                    : Index == 1 ? _mm512_slli_epi32(upper, 2)
-                    : Index == 2 ? upper
-                                 : _mm512_srli_epi32(upper, 2);
-    return _mm512_or_si512(nibbles, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
+  static I and_words(I x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi32(mask)); }
+  static I and_bytes(I x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask))); }
+  static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
+  // Shifts words to the left, or to the right where `By` is negative.
+  template <int By>
+  static I shifted(I x) {
+    if constexpr (By > 0) return _mm512_slli_epi32(x, By);
+    else if constexpr (By < 0) return _mm512_srli_epi32(x, -By);
+    else return x;
   }
+  // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
+  template <int Index>
+  static F small_float8(I x) {
+    const I bits = _mm512_srai_epi32(shifted<24 - 8 * Index>(x), 4);
+    return _mm512_castsi512_ps(and_words(bits, static_cast<int>(0x87f00000u)));
+  }
+  // Each float four times.
+  static F load_quarters(const std::byte* p) {
+    const I order = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(order, _mm512_castps128_ps512(_mm_loadu_ps(reinterpret_cast<const float*>(p))));
+  }
+  static I shift_right(I x, int by) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(by)); }
+  static I load_bytes(const std::byte* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I load_shorts(const std::byte* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
+  static I table(const std::uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I lookup(I table, I x) { return _mm512_shuffle_epi8(table, x); }
 
   static F broadcast_float(const std::uint32_t* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p))); }
   static I broadcast_int(const std::uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }

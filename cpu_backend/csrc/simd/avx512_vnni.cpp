@@ -10,7 +10,7 @@ namespace {
 struct Avx512Vnni : Avx512Base {
   static constexpr bool kHasBf16 = false;
   static I dot_int8(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
-  static I dot_int4(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
+  static I dot_small(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
 };
 
 }  // namespace

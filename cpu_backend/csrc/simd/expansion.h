@@ -13,13 +13,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
+#include "simd/avx512_traits.h"
 #include "simd/kernels.h"
+#include "simd/vector_tiles.h"
 
 namespace moegraft {
 namespace {
-
-#define MOEGRAFT_INLINE inline __attribute__((always_inline))
 
 constexpr std::size_t kExpandedGroupBytes = std::size_t{kBlockRows} * kGroup * 2;
 constexpr int kExpansionSteps = 8;
@@ -27,7 +28,6 @@ constexpr float kCut = 0.0026f;
 
 MOEGRAFT_INLINE __m512i words_at(const std::byte* p) { return _mm512_loadu_si512(p); }
 MOEGRAFT_INLINE __m512i all_words(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-MOEGRAFT_INLINE __m512 halves_at(const std::byte* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 MOEGRAFT_INLINE __m512 enlarged(__m512 scale) { return _mm512_mul_ps(scale, _mm512_set1_ps(1.0f + kCut)); }
 // A shuffle of the bytes of each word.
 MOEGRAFT_INLINE __m512i byte_order(int a, int b, int c, int d) {
@@ -75,9 +75,9 @@ struct NibbleCodes {
   struct Scale {
     __m512 scale, shift8, shift12, shift16;
   };
-  // value = scale * code - minimum
+  // value = scale * code + minimum
   static MOEGRAFT_INLINE Scale scale_of(__m512 scale, __m512 minimum) {
-    const auto shift = [&](float power) { return _mm512_fnmsub_ps(scale, _mm512_set1_ps(power), minimum); };
+    const auto shift = [&](float power) { return _mm512_fnmadd_ps(scale, _mm512_set1_ps(power), minimum); };
     return {scale, shift(32768.0f), shift(2048.0f), shift(128.0f)};
   }
 
@@ -97,8 +97,53 @@ struct NibbleCodes {
   }
 };
 
+// A coded format.
 template <Format Kind>
-struct Expander;
+struct Expander {
+  using Coded = CodedOf<Kind>;
+  // Nibbles need no joining.
+  static constexpr bool kNibbles = Coded::kLowBits == 4 && Coded::kHighBits == 0 && !kHasTable<Coded>;
+  std::conditional_t<kNibbles, NibbleCodes, ByteCodes> codes;
+  NibbleCodes::Scale nibble_scale[2];  // [half]
+  __m512 scale[Coded::kParts][2], shift[Coded::kParts][2];
+  __m512i table = table_of<Avx512Base, Coded>();
+  const std::byte* lines;
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+    const int index = group % Derived<Coded>::kGroups;
+    lines = base + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
+    for (int half = 0; half < 2; ++half) {
+      typename Coded::template Reader<Avx512Base> reader;
+      reader.block(base, half * kLanes);
+      reader.group(index);
+      for (int part = 0; part < Coded::kParts; ++part) {
+        const __m512 factor = enlarged(reader.scale[part]);
+        __m512 minimum;
+        if constexpr (Coded::kMinimum) minimum = enlarged(reader.minimum[part]);
+        else minimum = _mm512_mul_ps(factor, _mm512_set1_ps(static_cast<float>(-Coded::kOffset)));
+        if constexpr (kNibbles) {
+          nibble_scale[half] = NibbleCodes::scale_of(factor, minimum);
+        } else {
+          scale[part][half] = factor;
+          shift[part][half] = _mm512_fnmadd_ps(factor, _mm512_set1_ps(ByteCodes::kPower), minimum);
+        }
+      }
+    }
+  }
+  template <int J>  // eight columns of half the rows
+  MOEGRAFT_INLINE void step(std::byte* out) const {
+    constexpr int kStep = J / 2, kHalf = J % 2, kPart = kStep / (4 / Coded::kParts);
+    std::byte* target = out + kStep * 4 * kLineStride + kHalf * 64;
+    if constexpr (kNibbles) {
+      codes(lines + J * 64, nibble_scale[kHalf], target);
+    } else {
+      __m512i first, second;
+      load_codes<Avx512Base, Coded, kStep>(lines + kHalf * 64, table, first, second);
+      codes(first, scale[kPart][kHalf], shift[kPart][kHalf], target);
+      codes(second, scale[kPart][kHalf], shift[kPart][kHalf], target + 2 * kLineStride);
+    }
+  }
+};
 
 // Blocks of bfloat16 need no expansion.
 template <>
@@ -106,110 +151,6 @@ struct Expander<Format::kBFloat16Dot> {
   MOEGRAFT_INLINE void begin(const std::byte*, int) {}
   template <int>
   MOEGRAFT_INLINE void step(std::byte*) const {}
-};
-
-template <>
-struct Expander<Format::kInt8> {
-  ByteCodes codes;
-  __m512 scale[2], shift[2];
-  const std::byte* lines;
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* base = block + static_cast<std::size_t>(group) * kInt8GroupBytes;
-    lines = base + kScaleBytes;
-    for (int half = 0; half < 2; ++half) {
-      scale[half] = enlarged(halves_at(base + kLanes * 2 * half));
-      shift[half] = _mm512_mul_ps(scale[half], _mm512_set1_ps(-(ByteCodes::kPower + 128.0f)));
-    }
-  }
-  template <int J>  // four columns
-  MOEGRAFT_INLINE void step(std::byte* out) const {
-    for (int half = 0; half < 2; ++half)
-      codes(words_at(lines + J * kLineStride + half * 64), scale[half], shift[half], out + 2 * J * kLineStride + half * 64);
-  }
-};
-
-struct NibbleExpander {
-  NibbleCodes codes;
-  NibbleCodes::Scale scale[2];
-  const std::byte* lines;
-  template <int J>  // eight columns of half the rows
-  MOEGRAFT_INLINE void step(std::byte* out) const {
-    codes(lines + J * 64, scale[J % 2], out + J / 2 * 4 * kLineStride + J % 2 * 64);
-  }
-};
-
-template <>
-struct Expander<Format::kInt4> : NibbleExpander {
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* base = block + static_cast<std::size_t>(group) * kInt4GroupBytes;
-    lines = base + kScaleBytes;
-    for (int half = 0; half < 2; ++half) {
-      const __m512 value = enlarged(halves_at(base + kLanes * 2 * half));
-      scale[half] = NibbleCodes::scale_of(value, _mm512_mul_ps(value, _mm512_set1_ps(8.0f)));
-    }
-  }
-};
-
-template <>
-struct Expander<Format::kQ4K> : NibbleExpander {
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* super = block + static_cast<std::size_t>(group / kSuperGroups) * kQ4KBytes;
-    const std::byte* words = super + 2 * kScaleBytes;
-    const int index = group % kSuperGroups;
-    const __m128i byte = _mm_cvtsi32_si128(8 * (index % 4));
-    lines = words + kQ4KScaleWords * kWordsBytes + index * kQ4KGroupBytes;
-    for (int half = 0; half < 2; ++half, words += 64) {
-      const __m512i first = _mm512_srl_epi32(words_at(words), byte), second = _mm512_srl_epi32(words_at(words + kWordsBytes), byte);
-      __m512i code = _mm512_and_si512(first, all_words(63)), least = _mm512_and_si512(second, all_words(63));
-      if (index >= 4) {
-        const __m512i lower = _mm512_srl_epi32(words_at(words + 2 * kWordsBytes), byte);
-        const auto joined = [](__m512i low, __m512i high) {
-          return _mm512_or_si512(_mm512_and_si512(low, all_words(15)), _mm512_and_si512(_mm512_srli_epi32(high, 2), all_words(48)));
-        };
-        code = joined(lower, first);
-        least = joined(_mm512_srli_epi32(lower, 4), second);
-      }
-      const __m512 d = enlarged(halves_at(super + kLanes * 2 * half)), m = enlarged(halves_at(super + kScaleBytes + kLanes * 2 * half));
-      scale[half] = NibbleCodes::scale_of(_mm512_mul_ps(d, _mm512_cvtepi32_ps(code)), _mm512_mul_ps(m, _mm512_cvtepi32_ps(least)));
-    }
-  }
-};
-
-template <>
-struct Expander<Format::kQ6K> {
-  ByteCodes codes;
-  __m512 scale[2][2], shift[2][2];  // [16 columns][half]
-  const std::byte* lines;
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* super = block + static_cast<std::size_t>(group / kSuperGroups) * kQ6KBytes;
-    const std::byte* words = super + kScaleBytes;
-    const int index = group % kSuperGroups;
-    lines = words + kQ6KScaleWords * kWordsBytes + index * kQ6KGroupBytes;
-    for (int half = 0; half < 2; ++half) {
-      const __m512 d = enlarged(halves_at(super + kLanes * 2 * half));
-      const __m512i four = words_at(words + index / 2 * kWordsBytes + half * 64);  // scales, two for each of two groups
-      for (int part = 0; part < 2; ++part) {
-        const __m128i to_top = _mm_cvtsi32_si128(24 - 8 * (2 * (index % 2) + part));
-        scale[part][half] = _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sll_epi32(four, to_top), 24)));
-        shift[part][half] = _mm512_mul_ps(scale[part][half], _mm512_set1_ps(-(ByteCodes::kPower + 32.0f)));
-      }
-    }
-  }
-  template <int J>  // eight columns of half the rows: line J / 4 * 2 + J % 2 of nibbles
-  MOEGRAFT_INLINE void step(std::byte* out) const {
-    constexpr int kPart = J / 4, kHalf = J / 2 % 2, kLine = J % 2;
-    const __m512i nibbles = words_at(lines + (2 * kPart + kLine) * kLineStride + kHalf * 64);
-    const __m512i upper = words_at(lines + kNibbleBytes + kPart * kLineStride + kHalf * 64);
-    // (upper & 0x30) | (low & 0x0f), in each byte
-    const auto joined = [](__m512i low, __m512i high) {
-      return _mm512_ternarylogic_epi32(_mm512_and_si512(low, all_words(0x0f0f0f0f)), high, all_words(0x30303030), 0xf8);
-    };
-    std::byte* target = out + (8 * kPart + 4 * kLine) * kLineStride + kHalf * 64;
-    const __m512i first = joined(nibbles, kLine == 0 ? _mm512_slli_epi32(upper, 4) : upper);
-    const __m512i second = joined(_mm512_srli_epi32(nibbles, 4), kLine == 0 ? _mm512_slli_epi32(upper, 2) : _mm512_srli_epi32(upper, 2));
-    codes(first, scale[kPart][kHalf], shift[kPart][kHalf], target);
-    codes(second, scale[kPart][kHalf], shift[kPart][kHalf], target + 2 * kLineStride);
-  }
 };
 
 template <Format Kind>

@@ -7,52 +7,51 @@
 //
 // Activations are stored as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
 // group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
-//   float formats     32 words per group, one float each
+//   float formats     and FP8: 32 words per group, one float each
 //   kBFloat16Dot      16 words per group, two bfloat16 each
-//   kInt8, kInt4      10 words per group: scale (float), correction (int32: -128 or -8 times the sum of the codes, which compensates for
-//                     the unsigned offset of the weights), then 32 int8 codes
-//   kQ4K              10 words per group: scale, scale times the sum of the codes (float, the factor of the weights' minimum), then 32
-//                     int8 codes
-//   kQ6K              11 words per group: scale, corrections of the first and the last 16 columns (int32: -32 times the sum of their
-//                     codes), then 32 int8 codes
+//   other coded ones  the scale (float); for each part of a group, where codes have an offset, the offset times the negated sum of the
+//                     activations' codes (int32), or, where they have a minimum, the scale times that sum (float, the factor of the
+//                     weights' minimum); then 32 int8 codes
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "core/types.h"
 #include "experts/block_layout.h"
 
 namespace moegraft {
 
-// A weight type together with the arithmetic of its products.
-enum class Format : int { kFloat32, kFloat16, kBFloat16, kBFloat16Dot, kInt8, kInt4, kQ4K, kQ6K };
-constexpr int kFormats = 8;
+// A weight type together with the arithmetic of its products: the weight types, and bfloat16 with products of bfloat16.
+enum class Format : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kBFloat16Dot = kWeightTypes };
+constexpr int kFormats = kWeightTypes + 1;
 
+constexpr bool is_coded(Format format) { return format != Format::kBFloat16Dot && is_coded(static_cast<WeightType>(format)); }
+// Whether activations are rounded to codes.
+constexpr bool has_codes(Format format) { return is_coded(format) && !coded_format(static_cast<WeightType>(format)).float8; }
+constexpr int first_code_word(Format format) { return 1 + coded_format(static_cast<WeightType>(format)).parts; }
 constexpr int words_per_group(Format format) {
-  switch (format) {
-    case Format::kBFloat16Dot: return 16;
-    case Format::kInt8:
-    case Format::kInt4:
-    case Format::kQ4K: return 10;
-    case Format::kQ6K: return 11;
-    default: return 32;
-  }
+  return format == Format::kBFloat16Dot ? kGroup / 2 : has_codes(format) ? first_code_word(format) + kGroup / 4 : kGroup;
 }
-constexpr int first_code_word(Format format) { return format == Format::kQ6K ? 3 : 2; }
+constexpr WeightType weights_of(Format format) {
+  return format == Format::kBFloat16Dot ? WeightType::kBFloat16 : static_cast<WeightType>(format);
+}
 
-// bfloat16 weights and activations multiply in bfloat16; all other pairs multiply in float or, with quantised weights, in integers.
+// bfloat16 weights and activations multiply in bfloat16; all other pairs multiply in float or, with coded weights, in integers.
 constexpr Format format_of(WeightType weights, ActivationType activations) {
-  switch (weights) {
-    case WeightType::kFloat32: return Format::kFloat32;
-    case WeightType::kFloat16: return Format::kFloat16;
-    case WeightType::kBFloat16: return activations == ActivationType::kBFloat16 ? Format::kBFloat16Dot : Format::kBFloat16;
-    case WeightType::kInt8: return Format::kInt8;
-    case WeightType::kQ4K: return Format::kQ4K;
-    case WeightType::kQ6K: return Format::kQ6K;
-    default: return Format::kInt4;
-  }
+  const bool both = weights == WeightType::kBFloat16 && activations == ActivationType::kBFloat16;
+  return both ? Format::kBFloat16Dot : static_cast<Format>(weights);
 }
+
+namespace {
+// The description of a coded format.
+template <Format Kind>
+using CodedOf = typename FormatAt<static_cast<int>(Kind) - kFirstCoded, CodedFormats>::Type;
+// For tables: entry i is that of static_cast<Format>(kFirstCoded + i).
+using CodedIndexes = std::make_integer_sequence<int, kCodedFormats>;
+constexpr Format coded(int index) { return static_cast<Format>(kFirstCoded + index); }
+}  // namespace
 
 struct TileArgs {
   const std::byte* block;  // one block of 32 rows
@@ -75,7 +74,7 @@ struct ExpandedWeights {
 
 // A block times all tokens of a segment.
 struct MatrixArgs {
-  const std::byte* block;  // one block of 32 rows, or a part of it that begins with a super-block
+  const std::byte* block;  // one block of 32 rows, or a part of it that begins with a multiple of 256 columns
   const std::byte* next;  // the block of the next product with as many groups and tokens, or null
   const std::uint32_t* records;  // tiles, as described at MatrixKernels
   std::size_t tile_words;  // from a tile to the next

@@ -14,8 +14,7 @@ namespace {
 // Values of a few bits: their sums are exact, so that an error is the kernel's and not the reference's.
 float test_value(unsigned index) { return static_cast<float>(static_cast<int>(index * 2654435761u >> 16) % 129 - 64) / 64.0f; }
 
-constexpr int kTestCols = 2 * kSuperBlock + 3 * kGroup;  // three panels, the last one short; without super-blocks
-constexpr int kTestSuperCols = 2 * kSuperBlock;
+constexpr int kTestCols = 512 + 3 * kGroup;  // three panels, the last one short; whole blocks where these are longer
 
 // One block of random weights, and its values.
 struct TestBlock {
@@ -26,21 +25,14 @@ struct TestBlock {
 };
 
 TestBlock test_block(WeightType type) {
-  TestBlock block{type, has_super_blocks(type) ? kTestSuperCols : kTestCols, {}, {}};
+  TestBlock block{type, is_coded(type) ? kTestCols / coded_format(type).columns * coded_format(type).columns : kTestCols, {}, {}};
   block.packed = AlignedMemory(block_bytes(type, block.cols));
   block.values.resize(static_cast<std::size_t>(kBlockRows) * static_cast<std::size_t>(block.cols));
-  if (has_super_blocks(type)) {
-    const std::size_t row_bytes = file_row_bytes(type, block.cols), super_bytes = file_row_bytes(type, kSuperBlock);
-    std::vector<std::uint8_t> file(row_bytes * kBlockRows);
-    for (std::size_t i = 0; i < file.size(); ++i) file[i] = static_cast<std::uint8_t>(static_cast<unsigned>(i) * 2654435761u >> 21);
-    constexpr std::uint16_t kSmall = 0x0c00;  // 2^-12
-    for (std::size_t at = 0; at < file.size(); at += super_bytes) {
-      if (type == WeightType::kQ6K) std::memcpy(&file[at + super_bytes - 2], &kSmall, 2);
-      else std::memcpy(&file[at], &kSmall, 2), std::memcpy(&file[at + 2], &kSmall, 2);
-    }
+  if (is_stored(type)) {
+    const std::vector<std::uint8_t> file = random_blocks(type, kBlockRows, block.cols, 1);
     for (int half = 0; half < 2; ++half) {
-      pack_super_half_block(type, {block.packed.data(), half}, {file.data(), kBlockRows, block.cols}, half * kLanes);
-      unpack_super_half_block(type, {block.packed.data(), half}, block.values.data(), kBlockRows, block.cols, half * kLanes);
+      pack_half_block(type, {block.packed.data(), half}, StoredRowsView{file.data(), kBlockRows, block.cols}, half * kLanes);
+      unpack_half_block(type, {block.packed.data(), half}, block.values.data(), kBlockRows, block.cols, half * kLanes);
     }
   } else {
     std::vector<float> source(block.values.size());
@@ -52,18 +44,6 @@ TestBlock test_block(WeightType type) {
     }
   }
   return block;
-}
-
-WeightType weights_of(Format format) {
-  switch (format) {
-    case Format::kFloat32: return WeightType::kFloat32;
-    case Format::kFloat16: return WeightType::kFloat16;
-    case Format::kInt8: return WeightType::kInt8;
-    case Format::kInt4: return WeightType::kInt4;
-    case Format::kQ4K: return WeightType::kQ4K;
-    case Format::kQ6K: return WeightType::kQ6K;
-    default: return WeightType::kBFloat16;
-  }
 }
 
 }  // namespace

@@ -51,76 +51,46 @@ void tile_float(const TileArgs& args) {
 }
 
 template <Format F>
-int code_at(const std::uint8_t* lines, int k, int row) {
-  if constexpr (F == Format::kInt8) return lines[(k / 4) * 128 + row * 4 + k % 4] - 128;
-  return ((lines[(k / 8) * 128 + row * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15) - 8;
+void tile_float8(const TileArgs& args) {
+  using Coded = CodedOf<F>;
+  for (int token = 0; token < args.tokens; ++token) {
+    float sums[kBlockRows] = {};
+    for (int group = 0; group < args.groups; ++group) {
+      const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+      const int index = group % Derived<Coded>::kGroups;
+      const std::byte* lines = block + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
+      const std::uint32_t* words = group_words(args, F, group, token);
+      for (int row = 0; row < kBlockRows; ++row) {
+        const float scale = scales_at<Coded>(block, row, index).scale[0];
+        for (int k = 0; k < kGroup; ++k) sums[row] += number_of<Coded>(code_at<Coded>(lines, row, k)) * scale * float_from_bits(words[k]);
+      }
+    }
+    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
+  }
 }
 
 template <Format F>
-void tile_integer(const TileArgs& args) {
-  constexpr int kGroupBytes = F == Format::kInt8 ? kInt8GroupBytes : kInt4GroupBytes;
+void tile_coded(const TileArgs& args) {
+  using Coded = CodedOf<F>;
+  if constexpr (kIsFloat8<Coded>) return tile_float8<F>(args);
   for (int token = 0; token < args.tokens; ++token) {
     float sums[kBlockRows] = {};
     for (int group = 0; group < args.groups; ++group) {
-      const std::byte* base = args.block + static_cast<std::size_t>(group) * kGroupBytes;
-      const auto* scales = reinterpret_cast<const std::uint16_t*>(base);
-      const auto* lines = reinterpret_cast<const std::uint8_t*>(base + kScaleBytes);
+      const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+      const int index = group % Derived<Coded>::kGroups;
+      const std::byte* lines = block + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
       const std::uint32_t* words = group_words(args, F, group, token);
-      const float scale = float_from_bits(words[0]);
+      const float share = float_from_bits(words[0]);
       std::int8_t codes[kGroup];
-      std::memcpy(codes, words + 2, kGroup);
+      std::memcpy(codes, words + first_code_word(F), kGroup);
       for (int row = 0; row < kBlockRows; ++row) {
-        int dot = 0;
-        for (int k = 0; k < kGroup; ++k) dot += code_at<F>(lines, k, row) * codes[k];
-        sums[row] += static_cast<float>(dot) * (float_from_f16(scales[row]) * scale);
-      }
-    }
-    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
-  }
-}
-
-void tile_q4_k(const TileArgs& args) {
-  for (int token = 0; token < args.tokens; ++token) {
-    float sums[kBlockRows] = {};
-    for (int group = 0; group < args.groups; ++group) {
-      const std::byte* block = args.block + static_cast<std::size_t>(group / kSuperGroups) * kQ4KBytes;
-      const auto* halves = reinterpret_cast<const std::uint16_t*>(block);
-      const std::byte* scales = block + 2 * kScaleBytes;
-      const std::byte* lines = scales + kQ4KScaleWords * kWordsBytes + group % kSuperGroups * kQ4KGroupBytes;
-      const std::uint32_t* words = group_words(args, Format::kQ4K, group, token);
-      std::int8_t codes[kGroup];
-      std::memcpy(codes, words + first_code_word(Format::kQ4K), kGroup);
-      for (int row = 0; row < kBlockRows; ++row) {
-        const ScaleAndMinimum found = scale_of_q4_k(scales, row, group % kSuperGroups);
-        int dot = 0;
-        for (int k = 0; k < kGroup; ++k) dot += nibble_at(lines, row, k) * codes[k];
-        const float scale = float_from_f16(halves[row]) * static_cast<float>(found.scale);
-        const float minimum = float_from_f16(halves[kBlockRows + row]) * static_cast<float>(found.minimum);
-        sums[row] -= minimum * float_from_bits(words[1]);
-        sums[row] += static_cast<float>(dot) * (scale * float_from_bits(words[0]));
-      }
-    }
-    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
-  }
-}
-
-void tile_q6_k(const TileArgs& args) {
-  for (int token = 0; token < args.tokens; ++token) {
-    float sums[kBlockRows] = {};
-    for (int group = 0; group < args.groups; ++group) {
-      const std::byte* block = args.block + static_cast<std::size_t>(group / kSuperGroups) * kQ6KBytes;
-      const std::byte* scales = block + kScaleBytes;
-      const std::byte* lines = scales + kQ6KScaleWords * kWordsBytes + group % kSuperGroups * kQ6KGroupBytes;
-      const std::uint32_t* words = group_words(args, Format::kQ6K, group, token);
-      std::int8_t codes[kGroup];
-      std::memcpy(codes, words + first_code_word(Format::kQ6K), kGroup);
-      for (int row = 0; row < kBlockRows; ++row) {
-        for (int part = 0; part < 2; ++part) {
+        const GroupScales scales = scales_at<Coded>(block, row, index);
+        for (int part = 0; part < Coded::kParts; ++part) {
+          constexpr int kColumns = kGroup / Coded::kParts;
           int dot = 0;
-          for (int k = 16 * part; k < 16 * part + 16; ++k) dot += (code_of_q6_k(lines, row, k) - 32) * codes[k];
-          const float scale = float_from_f16(reinterpret_cast<const std::uint16_t*>(block)[row]) *
-                              static_cast<float>(scale_of_q6_k(scales, row, group % kSuperGroups * 2 + part));
-          sums[row] += static_cast<float>(dot) * (scale * float_from_bits(words[0]));
+          for (int k = part * kColumns; k < (part + 1) * kColumns; ++k) dot += (code_at<Coded>(lines, row, k) - Coded::kOffset) * codes[k];
+          if (Coded::kMinimum) sums[row] += scales.minimum[part] * float_from_bits(words[1 + part]);
+          sums[row] += static_cast<float>(dot) * (scales.scale[part] * share);
         }
       }
     }
@@ -142,7 +112,8 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
 }
 
 template <Format F>
-void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  using Coded = CodedOf<F>;
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     float largest = 0.0f;
     bool finite = true;
@@ -155,19 +126,15 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
     const float inverse = codable ? 127.0f / largest : 0.0f;
     const float scale = codable ? largest / 127.0f : finite ? 0.0f : NAN;
     std::int8_t codes[kGroup];
-    int sums[2] = {};  // of the first 16 codes and of the last 16
+    int sums[2] = {};  // of the codes of each part
     for (int k = 0; k < kGroup; ++k) {
       codes[k] = codable ? static_cast<std::int8_t>(std::nearbyintf(values[k] * inverse)) : std::int8_t{0};
-      sums[k / 16] += codes[k];
+      sums[k / (kGroup / Coded::kParts)] += codes[k];
     }
     words[0] = bits_from_float(scale);
-    if constexpr (F == Format::kQ6K) {
-      for (int part = 0; part < 2; ++part) words[1 + part] = static_cast<std::uint32_t>(-32 * sums[part]);
-    } else if constexpr (F == Format::kQ4K) {
-      words[1] = bits_from_float(scale * static_cast<float>(sums[0] + sums[1]));
-    } else {
-      words[1] = static_cast<std::uint32_t>(-(F == Format::kInt8 ? 128 : 8) * (sums[0] + sums[1]));
-    }
+    for (int part = 0; part < Coded::kParts; ++part)
+      words[1 + part] = Coded::kMinimum ? bits_from_float(scale * static_cast<float>(sums[part]))
+                                        : static_cast<std::uint32_t>(-Coded::kOffset * sums[part]);
     std::memcpy(words + first_code_word(F), codes, kGroup);
   }
 }
@@ -261,18 +228,6 @@ float sparse_weight(const std::byte* lines, int k, int lane) {
   return static_cast<float>((bytes[(k / 8) * 64 + lane * 4 + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15);
 }
 
-constexpr WeightType weights_of(Format format) {
-  switch (format) {
-    case Format::kFloat32: return WeightType::kFloat32;
-    case Format::kFloat16: return WeightType::kFloat16;
-    case Format::kInt8: return WeightType::kInt8;
-    case Format::kInt4: return WeightType::kInt4;
-    default: return WeightType::kBFloat16;
-  }
-}
-
-constexpr bool has_codes(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
-
 template <Format F>
 float dot_row(const std::byte* row, std::size_t line_offset, const std::uint32_t* lanes, int chunks) {
   constexpr int kWords = words_per_group(F);
@@ -280,7 +235,7 @@ float dot_row(const std::byte* row, std::size_t line_offset, const std::uint32_t
   for (int chunk = 0; chunk < chunks; ++chunk, lanes += kWords * kLanes) {
     const std::byte* lines = row + line_offset + chunk * lines_per_chunk(weights_of(F)) * line_bytes(weights_of(F));
     for (int lane = 0; lane < kLanes; ++lane) {
-      if constexpr (has_codes(F)) {
+      if constexpr (is_coded(F)) {
         int dot = static_cast<std::int32_t>(lanes[kLanes + lane]);
         for (int k = 0; k < kGroup; ++k) {
           const auto code = static_cast<std::int8_t>(lanes[(2 + k / 4) * kLanes + lane] >> (8 * (k % 4)));
@@ -316,7 +271,7 @@ void dot_rows(const RowDotsArgs& args) {
 template <Format F>
 float down_weight(const std::byte* scales, const std::byte* lines, int k, int lane) {
   const float weight = sparse_weight<F>(lines, k, lane);
-  if constexpr (!has_codes(F)) return weight;
+  if constexpr (!is_coded(F)) return weight;
   return (weight - (F == Format::kInt8 ? 128.0f : 8.0f)) * float_from_f16(reinterpret_cast<const std::uint16_t*>(scales)[lane]);
 }
 
@@ -356,22 +311,18 @@ void add_picked(const ItemsPickArgs& args) {
                args.coefficients[args.picked[i]], args.sums + tile * kTileWords);
 }
 
-SparseKernels scalar_sparse() {
-  using K = Format;
-  return {
-      kMaxRows,
-      {},
-      {dot_rows<K::kFloat32>, dot_rows<K::kFloat16>, dot_rows<K::kBFloat16>, dot_rows<K::kBFloat16Dot>, dot_rows<K::kInt8>,
-       dot_rows<K::kInt4>, nullptr, nullptr},
-      {add_rows<K::kFloat32>, add_rows<K::kFloat16>, add_rows<K::kBFloat16>, add_rows<K::kBFloat16Dot>, add_rows<K::kInt8>,
-       add_rows<K::kInt4>, nullptr, nullptr},
-      {widen_rows<K::kFloat32>, widen_rows<K::kFloat16>, widen_rows<K::kBFloat16>, widen_rows<K::kBFloat16Dot>, widen_rows<K::kInt8>,
-       widen_rows<K::kInt4>, nullptr, nullptr},
-      {add_items, add_items, add_items, add_items, add_items, add_items, nullptr, nullptr},
-      {add_picked, add_picked, add_picked, add_picked, add_picked, add_picked, nullptr, nullptr},
-      reached_bits,
-      finish_neurons,
-  };
+template <Format... Kinds>
+SparseKernels sparse_kernels() {
+  SparseKernels kernels{};
+  kernels.dot_rows_at_once = kMaxRows;
+  ((kernels.dot_rows[static_cast<int>(Kinds)] = dot_rows<Kinds>), ...);
+  ((kernels.add_rows[static_cast<int>(Kinds)] = add_rows<Kinds>), ...);
+  ((kernels.widen_rows[static_cast<int>(Kinds)] = widen_rows<Kinds>), ...);
+  ((kernels.add_items[static_cast<int>(Kinds)] = add_items), ...);
+  ((kernels.add_picked[static_cast<int>(Kinds)] = add_picked), ...);
+  kernels.reached = reached_bits;
+  kernels.finish = finish_neurons;
+  return kernels;
 }
 
 }  // namespace
@@ -468,25 +419,43 @@ const AttentionKernels& scalar_attention() {
   return kernels;
 }
 
+namespace {
+
+template <Format... Kinds>
+void add_floats(Kernels& kernels) {
+  ((kernels.tile[static_cast<int>(Kinds)] = tile_float<Kinds>), ...);
+  ((kernels.encode[static_cast<int>(Kinds)] = Kinds == Format::kBFloat16Dot ? encode_bf16 : encode_float), ...);
+}
+
+template <int... I>
+void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
+  ((kernels.tile[kFirstCoded + I] = tile_coded<coded(I)>), ...);
+  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<coded(I)> : encode_float), ...);
+}
+
+Kernels make() {
+  using K = Format;
+  Kernels kernels{};
+  kernels.isa = "scalar";
+  for (int& tokens : kernels.max_tokens) tokens = kMaxTokens;
+  add_floats<K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels);
+  add_coded(kernels, CodedIndexes());
+  kernels.gate = gate;
+  kernels.act = act;
+  kernels.sparse = sparse_kernels<K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot, K::kInt8, K::kInt4>();
+  kernels.accumulate = accumulate;
+  kernels.widen = widen;
+  kernels.narrow = narrow;
+  kernels.norm = scalar_norm;
+  kernels.elementwise = elementwise;
+  kernels.attention = scalar_attention();
+  return kernels;
+}
+
+}  // namespace
+
 const Kernels& scalar_kernels() {
-  static const Kernels kernels = {
-      "scalar",
-      {kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens, kMaxTokens},
-      {tile_float<Format::kFloat32>, tile_float<Format::kFloat16>, tile_float<Format::kBFloat16>, tile_float<Format::kBFloat16Dot>,
-       tile_integer<Format::kInt8>, tile_integer<Format::kInt4>, tile_q4_k, tile_q6_k},
-      {encode_float, encode_float, encode_float, encode_bf16, encode_integer<Format::kInt8>, encode_integer<Format::kInt4>,
-       encode_integer<Format::kQ4K>, encode_integer<Format::kQ6K>},
-      gate,
-      act,
-      scalar_sparse(),
-      accumulate,
-      widen,
-      narrow,
-      scalar_norm,
-      elementwise,
-      scalar_attention(),
-      {},
-  };
+  static const Kernels kernels = make();
   return kernels;
 }
 

@@ -25,8 +25,8 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
 // Encodes a group as int8 codes and its scale, with the scalar version's rounding to the nearest even. A group that is not finite gets a
 // scale of NaN.
 template <class T, Format Kind>
-void encode_integer(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
-  constexpr int kOffset = Kind == Format::kInt8 ? 128 : Kind == Format::kInt4 ? 8 : 32;
+void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  using Coded = CodedOf<Kind>;
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     typename T::F most = T::zero();
     bool finite = true;
@@ -47,15 +47,15 @@ void encode_integer(const float* values, int groups, std::uint32_t* words, std::
       T::store_int8(reinterpret_cast<std::int8_t*>(words + first_code_word(Kind)) + i, code);
     }
     std::memcpy(words, &scale, 4);
-    if constexpr (Kind == Format::kQ6K) {
-      const std::int32_t corrections[2] = {-kOffset * T::reduce_add(sums[0]), -kOffset * T::reduce_add(sums[1])};
-      std::memcpy(words + 1, corrections, 8);
-    } else if constexpr (Kind == Format::kQ4K) {
-      const float total = scale * static_cast<float>(T::reduce_add(T::add_int(sums[0], sums[1])));
-      std::memcpy(words + 1, &total, 4);
-    } else {
-      const std::int32_t correction = -kOffset * T::reduce_add(T::add_int(sums[0], sums[1]));
-      std::memcpy(words + 1, &correction, 4);
+    for (int part = 0; part < Coded::kParts; ++part) {
+      const int sum = T::reduce_add(Coded::kParts == 2 ? sums[part] : T::add_int(sums[0], sums[1]));
+      if constexpr (Coded::kMinimum) {
+        const float total = scale * static_cast<float>(sum);
+        std::memcpy(words + 1 + part, &total, 4);
+      } else {
+        const std::int32_t correction = -Coded::kOffset * sum;
+        std::memcpy(words + 1 + part, &correction, 4);
+      }
     }
   }
 }

@@ -22,9 +22,8 @@ template <class T, Format Kind, int V, int N>
 inline void tile_part(const TileArgs& args, int first_vector) {
   if constexpr (Kind == Format::kFloat32 || Kind == Format::kFloat16) tile_columns<T, Kind, V, N>(args, first_vector);
   else if constexpr (Kind == Format::kBFloat16 || Kind == Format::kBFloat16Dot) tile_pairs<T, Kind, V, N>(args, first_vector);
-  else if constexpr (Kind == Format::kQ4K) tile_q4_k<T, V, N>(args, first_vector);
-  else if constexpr (Kind == Format::kQ6K) tile_q6_k<T, V, N>(args, first_vector);
-  else tile_groups<T, Kind, V, N>(args, first_vector);
+  else if constexpr (kIsFloat8<CodedOf<Kind>>) tile_float8<T, Kind, V, N>(args, first_vector);
+  else tile_coded<T, Kind, V, N>(args, first_vector);
 }
 
 template <class T, Format Kind, int N>
@@ -37,13 +36,9 @@ void tile_of(const TileArgs& args) {
   }
 }
 
-constexpr bool is_integer(Format kind) {
-  return kind == Format::kInt8 || kind == Format::kInt4 || kind == Format::kQ4K || kind == Format::kQ6K;
-}
-
 template <class T, Format Kind>
 constexpr int tile_limit() {
-  return is_integer(Kind) ? T::kIntegerTokens : T::kFloatTokens;
+  return has_codes(Kind) ? T::kIntegerTokens : T::kFloatTokens;
 }
 
 // Calls the tile that is compiled for exactly this number of tokens.
@@ -57,28 +52,44 @@ void tile(const TileArgs& args) {
   }
 }
 
+template <class T, Format... Kinds>
+void add_floats(Kernels& kernels) {
+  ((kernels.max_tokens[static_cast<int>(Kinds)] = T::kFloatTokens), ...);
+  ((kernels.tile[static_cast<int>(Kinds)] = tile<T, Kinds>), ...);
+  ((kernels.encode[static_cast<int>(Kinds)] = Kinds == Format::kBFloat16Dot ? encode_bf16<T> : encode_float), ...);
+}
+
+template <class T, int... I>
+void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
+  ((kernels.max_tokens[kFirstCoded + I] = tile_limit<T, coded(I)>()), ...);
+  ((kernels.tile[kFirstCoded + I] = tile<T, coded(I)>), ...);
+  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
+}
+
+// All kernels but those of coded formats, which instruction sets with the same integer products share.
+template <class T>
+Kernels float_kernels(const char* isa) {
+  using K = Format;
+  Kernels kernels{};
+  kernels.isa = isa;
+  add_floats<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels);
+  kernels.gate = gate<T>;
+  kernels.act = act<T>;
+  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot, K::kInt8, K::kInt4>();
+  kernels.accumulate = accumulate<T>;
+  kernels.widen = widen<T>;
+  kernels.narrow = narrow<T>;
+  kernels.norm = norm<T>;
+  kernels.elementwise = elementwise;
+  kernels.attention = vector_attention<T>();
+  return kernels;
+}
+
 template <class T>
 Kernels vector_kernels(const char* isa) {
-  constexpr int kFloats = T::kFloatTokens;
-  constexpr int kIntegers = T::kIntegerTokens;
-  return {
-      isa,
-      {kFloats, kFloats, kFloats, kFloats, kIntegers, kIntegers, kIntegers, kIntegers},
-      {tile<T, Format::kFloat32>, tile<T, Format::kFloat16>, tile<T, Format::kBFloat16>, tile<T, Format::kBFloat16Dot>,
-       tile<T, Format::kInt8>, tile<T, Format::kInt4>, tile<T, Format::kQ4K>, tile<T, Format::kQ6K>},
-      {encode_float, encode_float, encode_float, encode_bf16<T>, encode_integer<T, Format::kInt8>, encode_integer<T, Format::kInt4>,
-       encode_integer<T, Format::kQ4K>, encode_integer<T, Format::kQ6K>},
-      gate<T>,
-      act<T>,
-      sparse_kernels<T>(),
-      accumulate<T>,
-      widen<T>,
-      narrow<T>,
-      norm<T>,
-      elementwise,
-      vector_attention<T>(),
-      {},
-  };
+  Kernels kernels = float_kernels<T>(isa);
+  add_coded<T>(kernels, CodedIndexes());
+  return kernels;
 }
 
 }  // namespace

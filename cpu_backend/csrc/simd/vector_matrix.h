@@ -16,11 +16,26 @@ namespace {
 
 constexpr int kFloatPanelGroups = 4;  // columns / 32 whose weights (16 KiB) and activations of a tile stay in L1 together
 
-// Writes a group of a block as (32 columns, 32 rows) floats.
+// Writes 8 columns of a vector of rows.
+template <class T, class Coded, int Step>
+MOEGRAFT_INLINE void expand_columns(const typename Coded::template Reader<T>& reader, const std::byte* lines, float* column) {
+  constexpr int kPart = Step / (4 / Coded::kParts);
+  const typename T::F scale = reader.scale[kPart];
+  typename T::F shift;
+  if constexpr (Coded::kMinimum) shift = reader.minimum[kPart];
+  else shift = T::mul(scale, T::set(static_cast<float>(-Coded::kOffset)));
+  typename T::I codes[2];
+  load_codes<T, Coded, Step>(lines, table_of<T, Coded>(), codes[0], codes[1]);
+  for (int i = 0; i < 8; ++i, column += kBlockRows) {
+    T::store(column, T::fma(T::to_float(T::low_bytes(codes[i / 4])), scale, shift));
+    codes[i / 4] = T::next_bytes(codes[i / 4]);
+  }
+}
+
+// Writes a group of a block as (32 columns, 32 rows) floats. Inlined, as g++ 12 takes a call of it for one without effects.
 template <class T, Format Kind>
-inline void expand_to_floats(const std::byte* block, int group, float* out) {
+MOEGRAFT_INLINE void expand_to_floats(const std::byte* block, int group, float* out) {
   constexpr int kStep = T::kWidth * 4;  // bytes of a vector in a line
-  static_assert(Kind == Format::kBFloat16Dot || Kind == Format::kInt8);
   for (int v = 0; v < T::kVectors; ++v, out += T::kWidth) {
     float* column = out;
     if constexpr (Kind == Format::kBFloat16Dot) {
@@ -30,15 +45,17 @@ inline void expand_to_floats(const std::byte* block, int group, float* out) {
         T::store(column + kBlockRows, T::high_bf16(T::load_int(line)));
       }
     } else {
-      const std::byte* base = block + static_cast<std::size_t>(group) * kInt8GroupBytes;
-      const std::byte* line = base + kScaleBytes + v * kStep;
-      const typename T::F scale = T::load_f16(reinterpret_cast<const std::uint16_t*>(base) + v * T::kWidth);
-      const typename T::F shift = T::mul(scale, T::set(-128.0f));
-      for (int step = 0; step < kGroup / 4; ++step, line += kWordsBytes) {
-        typename T::I codes = T::load_int(line);
-        for (int i = 0; i < 4; ++i, column += kBlockRows, codes = T::next_bytes(codes))
-          T::store(column, T::fma(T::to_float(T::low_bytes(codes)), scale, shift));
-      }
+      using Coded = CodedOf<Kind>;
+      const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+      const int index = group % Derived<Coded>::kGroups;
+      typename Coded::template Reader<T> reader;
+      reader.block(base, v * T::kWidth);
+      reader.group(index);
+      const std::byte* lines = base + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes + v * kStep;
+      expand_columns<T, Coded, 0>(reader, lines, column);
+      expand_columns<T, Coded, 1>(reader, lines, column + 8 * kBlockRows);
+      expand_columns<T, Coded, 2>(reader, lines, column + 16 * kBlockRows);
+      expand_columns<T, Coded, 3>(reader, lines, column + 24 * kBlockRows);
     }
   }
 }
@@ -104,19 +121,32 @@ void matrix_floats(const MatrixArgs& args) {
 
 inline void no_preparation() {}
 
-// From `bf16_tokens` and `int8_tokens` on, measured against the tiles.
-template <class T>
-MatrixKernels float_matrix_kernels(int bf16_tokens, int int8_tokens) {
-  constexpr int kNever = kNeverMatrix;
-  return {
-      Format::kFloat32,
-      T::kFloatTokens,
-      std::size_t{384} << 10,  // the weights of a unit need the remainder of L2
-      {kNever, kNever, kNever, bf16_tokens, int8_tokens, kNever, kNever, kNever},
-      {nullptr, nullptr, nullptr, matrix_floats<T, Format::kBFloat16Dot>, matrix_floats<T, Format::kInt8>, nullptr, nullptr, nullptr},
-      no_preparation,
-      no_preparation,
+template <class T, int... I>
+void add_wide(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>) {
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (Derived<CodedOf<kKind>>::kMostCode > kMostSmallCode && !kIsFloat8<CodedOf<kKind>>) {
+      matrix.least_tokens[static_cast<int>(kKind)] = least;
+      matrix.multiply[static_cast<int>(kKind)] = matrix_floats<T, kKind>;
+    }
   };
+  (add(std::integral_constant<int, I>()), ...);
+}
+
+// From `bf16_tokens` and, for codes of 8 bits, `byte_tokens` on, measured against the tiles.
+template <class T>
+MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens) {
+  MatrixKernels matrix{};
+  matrix.records = Format::kFloat32;
+  matrix.tile_tokens = T::kFloatTokens;
+  matrix.segment_bytes = std::size_t{384} << 10;  // the weights of a unit need the remainder of L2
+  for (int& least : matrix.least_tokens) least = kNeverMatrix;
+  matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = bf16_tokens;
+  matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_floats<T, Format::kBFloat16Dot>;
+  add_wide<T>(matrix, byte_tokens, CodedIndexes());
+  matrix.begin = no_preparation;
+  matrix.end = no_preparation;
+  return matrix;
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const 
         } else {
           const I low = T::load_int(words[n] + (2 + 2 * j) * kLanes + first), upper = T::load_int(words[n] + (3 + 2 * j) * kLanes + first);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) dots[r][n] = T::dot_int4(T::dot_int4(dots[r][n], weights[r], low), high[r], upper);
+          for (int r = 0; r < R; ++r) dots[r][n] = T::dot_small(T::dot_small(dots[r][n], weights[r], low), high[r], upper);
         }
       }
     }
@@ -163,7 +163,6 @@ void dot_rows(const RowDotsArgs& args) {
   for (; row < args.row_count; ++row) dot_tokens<T, Kind, 1>(args, row);
 }
 
-constexpr bool has_codes(Format kind) { return kind == Format::kInt8 || kind == Format::kInt4; }
 constexpr int columns_per_line(Format kind) { return kGroup / row_lines(kind); }
 
 // The factor of a quantised row's unpacked numbers, which are codes times 2^24.
@@ -209,7 +208,7 @@ void add_rows(const RowAddArgs& args) {
 #pragma GCC unroll 4
     for (int row = 0; row < kMaxRows; ++row) {
       factors[row] = T::set(args.coefficients[row]);
-      if constexpr (has_codes(Kind)) factors[row] = T::mul(factors[row], code_scale<T>(args.scales[row], first));
+      if constexpr (is_coded(Kind)) factors[row] = T::mul(factors[row], code_scale<T>(args.scales[row], first));
     }
     float* target = args.sums + first;
     for (int j = 0; j < row_lines(Kind); ++j, target += kColumns * kLanes) {
@@ -237,7 +236,7 @@ void add_rows(const RowAddArgs& args) {
 
 template <class T, Format Kind>
 constexpr bool in_pairs() {
-  return T::kHasBf16 && (Kind == Format::kBFloat16Dot || has_codes(Kind));
+  return T::kHasBf16 && (Kind == Format::kBFloat16Dot || is_coded(Kind));
 }
 
 template <class T, Format Kind>
@@ -246,7 +245,7 @@ void widen_rows(const RowWidenArgs& args) {
   constexpr int kColumns = columns_per_line(Kind);
   for (int first = 0; first < kLanes; first += T::kWidth) {
     F factors[2] = {T::zero(), T::zero()};
-    if constexpr (has_codes(Kind))
+    if constexpr (is_coded(Kind))
       for (int row = 0; row < 2; ++row) factors[row] = code_scale<T>(args.scales[row], first);
     for (int j = 0; j < row_lines(Kind); ++j) {
       const std::size_t offset = static_cast<std::size_t>(j) * row_line_bytes(Kind);
@@ -258,8 +257,8 @@ void widen_rows(const RowWidenArgs& args) {
         std::uint32_t* tile = args.items + static_cast<std::size_t>(column / kTileColumns) * args.tile_stride;
         std::uint32_t* target = tile + column % kTileColumns * kLanes + first;
         F low = columns[0][k], high = columns[1][k];
-        if constexpr (has_codes(Kind)) low = T::mul(low, factors[0]);
-        if constexpr (has_codes(Kind)) high = T::mul(high, factors[1]);
+        if constexpr (is_coded(Kind)) low = T::mul(low, factors[0]);
+        if constexpr (is_coded(Kind)) high = T::mul(high, factors[1]);
         if constexpr (in_pairs<T, Kind>()) {
           T::store_pairs(target, low, high);
         } else {
@@ -345,26 +344,19 @@ void add_picked(const ItemsPickArgs& args) {
   }
 }
 
-template <class T>
+template <class T, Format... Kinds>
 SparseKernels sparse_kernels() {
-  using K = Format;
-  constexpr bool kPairs8 = in_pairs<T, K::kInt8>(), kPairs4 = in_pairs<T, K::kInt4>(), kPairs16 = in_pairs<T, K::kBFloat16Dot>();
-  return {
-      T::kDotRows,
-      {false, false, false, kPairs16, kPairs8, kPairs4, false, false},
-      {dot_rows<T, K::kFloat32>, dot_rows<T, K::kFloat16>, dot_rows<T, K::kBFloat16>, dot_rows<T, K::kBFloat16Dot>, dot_rows<T, K::kInt8>,
-       dot_rows<T, K::kInt4>, nullptr, nullptr},
-      {add_rows<T, K::kFloat32>, add_rows<T, K::kFloat16>, add_rows<T, K::kBFloat16>, add_rows<T, K::kBFloat16Dot>, add_rows<T, K::kInt8>,
-       add_rows<T, K::kInt4>, nullptr, nullptr},
-      {widen_rows<T, K::kFloat32>, widen_rows<T, K::kFloat16>, widen_rows<T, K::kBFloat16>, widen_rows<T, K::kBFloat16Dot>,
-       widen_rows<T, K::kInt8>, widen_rows<T, K::kInt4>, nullptr, nullptr},
-      {add_items<T, false>, add_items<T, false>, add_items<T, false>, add_items<T, kPairs16>, add_items<T, kPairs8>, add_items<T, kPairs4>,
-       nullptr, nullptr},
-      {add_picked<T, false>, add_picked<T, false>, add_picked<T, false>, add_picked<T, kPairs16>, add_picked<T, kPairs8>,
-       add_picked<T, kPairs4>, nullptr, nullptr},
-      reached_bits,
-      finish_neurons,
-  };
+  SparseKernels kernels{};
+  kernels.dot_rows_at_once = T::kDotRows;
+  ((kernels.in_pairs[static_cast<int>(Kinds)] = in_pairs<T, Kinds>()), ...);
+  ((kernels.dot_rows[static_cast<int>(Kinds)] = dot_rows<T, Kinds>), ...);
+  ((kernels.add_rows[static_cast<int>(Kinds)] = add_rows<T, Kinds>), ...);
+  ((kernels.widen_rows[static_cast<int>(Kinds)] = widen_rows<T, Kinds>), ...);
+  ((kernels.add_items[static_cast<int>(Kinds)] = add_items<T, in_pairs<T, Kinds>()>), ...);
+  ((kernels.add_picked[static_cast<int>(Kinds)] = add_picked<T, in_pairs<T, Kinds>()>), ...);
+  kernels.reached = reached_bits;
+  kernels.finish = finish_neurons;
+  return kernels;
 }
 
 }  // namespace

@@ -92,195 +92,145 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-// int8 and int4 weights: unsigned codes times the activations' signed codes are summed in integers over a group of 32 columns, then scaled.
+// FP8 weights, whose products are in float.
 template <class T, Format Kind, int V, int N>
-inline void tile_groups(const TileArgs& args, int first_vector) {
+inline void tile_float8(const TileArgs& args, int first_vector) {
+  using Coded = CodedOf<Kind>;
   using F = typename T::F;
-  using I = typename T::I;
+  constexpr int kGroups = Derived<Coded>::kGroups;
   F sums[N][V] = {};
-  constexpr bool kWide = Kind == Format::kInt8;
-  const std::byte* base = args.block;
+  const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += 10 * N) {
-    prefetch_ahead(args, group);
-    I dots[N][V];
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[n][v] = T::broadcast_int(words + n * 10 + 1);
-    F scales[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) scales[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(base) + (first_vector + v) * T::kWidth);
-    const std::byte* line = base + kScaleBytes + first_vector * T::kWidth * 4;
-#pragma GCC unroll 8
-    for (int step = 0; step < (kWide ? 8 : 4); ++step, line += 128) {
-      I weights[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
-      if constexpr (kWide) {
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) {
-          const I codes = T::broadcast_int(words + n * 10 + 2 + step);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int8(dots[n][v], weights[v], codes);
-        }
-      } else {
-        I high[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          high[v] = T::high_nibbles(weights[v]);
-          weights[v] = T::low_nibbles(weights[v]);
-        }
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) {
-          const I first = T::broadcast_int(words + n * 10 + 2 + 2 * step);
-          const I second = T::broadcast_int(words + n * 10 + 3 + 2 * step);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int4(T::dot_int4(dots[n][v], weights[v], first), high[v], second);
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      const F scale = T::broadcast_float(words + n * 10);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scales[v], scale), sums[n][v]);
-    }
-    base += kWide ? kInt8GroupBytes : kInt4GroupBytes;
-  }
-  store_tile<T, V, N>(sums, args.out, first_vector);
-}
-
-// The tiles of Q4_K and Q6_K sum unsigned codes times the activations' signed codes in integers over the columns that share a scale.
-// block_layout.h has the order of the weights.
-
-template <class T, int V>
-inline void load_halves(typename T::F (&target)[V], const std::byte* halves, int first_vector) {
-#pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) target[v] = T::load_f16(reinterpret_cast<const std::uint16_t*>(halves) + (first_vector + v) * T::kWidth);
-}
-
-// Multiplies lines of nibbles, each for 8 columns, with `codes`, whose tokens are `stride` words apart. With `Upper`, bits 4 and 5 of each
-// weight code come from `upper`.
-template <class T, int V, int N, int Lines, bool Upper>
-inline void dot_nibbles(typename T::I (&dots)[N][V], const std::byte* line, const std::uint32_t* codes, int stride,
-                        const typename T::I (&upper)[V]) {
-  using I = typename T::I;
-#pragma GCC unroll 4
-  for (int step = 0; step < Lines; ++step, line += kWordsBytes) {
-    I low[V], high[V];
+  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
+    F factors[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const I pairs = T::load_int(line + v * T::kWidth * 4);
-      low[v] = T::low_nibbles(pairs);
-      high[v] = T::high_nibbles(pairs);
-      if constexpr (Upper) {
-        low[v] = step == 0 ? T::template with_bits<0>(low[v], upper[v]) : T::template with_bits<2>(low[v], upper[v]);
-        high[v] = step == 0 ? T::template with_bits<1>(high[v], upper[v]) : T::template with_bits<3>(high[v], upper[v]);
-      }
+      typename Coded::template Reader<T> reader;
+      reader.block(block, (first_vector + v) * T::kWidth);
+      factors[v] = T::mul(reader.scale[0], T::set(0x1p120f));
     }
+    const std::byte* line = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
+    for (int group = 0; group < kGroups; ++group, words += (N - 1) * kGroup) {
+      prefetch_ahead(args, first + group);
+      for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, words += 4) {
+        typename T::I codes[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) codes[v] = T::load_int(line + v * T::kWidth * 4);
+        const auto add_column = [&](auto index) {
+          constexpr int kColumn = decltype(index)::value;
+          F weights[V];
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) weights[v] = T::mul(T::template small_float8<kColumn>(codes[v]), factors[v]);
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-      const I first = T::broadcast_int(codes + n * stride + 2 * step);
-      const I second = T::broadcast_int(codes + n * stride + 2 * step + 1);
+          for (int n = 0; n < N; ++n) {
+            const F value = T::broadcast_float(words + n * kGroup + kColumn);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) dots[n][v] = T::dot_int4(T::dot_int4(dots[n][v], low[v], first), high[v], second);
-    }
-  }
-}
-
-template <class T, int V, int N>
-inline void tile_q4_k(const TileArgs& args, int first_vector) {
-  using F = typename T::F;
-  using I = typename T::I;
-  constexpr int kWords = words_per_group(Format::kQ4K);
-  F sums[N][V] = {};
-  const int start = first_vector * T::kWidth * 4;  // offset of this tile's rows in a line
-  const std::byte* block = args.block;
-  const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += kSuperGroups, block += kQ4KBytes) {
-    F scale_of_scales[V], scale_of_minima[V];
-    load_halves<T, V>(scale_of_scales, block, first_vector);
-    load_halves<T, V>(scale_of_minima, block + kScaleBytes, first_vector);
-    const std::byte* packed = block + 2 * kScaleBytes + start;
-    const std::byte* line = packed + kQ4KScaleWords * kWordsBytes;
-    for (int half = 0; half < 2; ++half) {
-      I scales[V], minima[V];  // of four groups, in the bytes of a word
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        const std::byte* at = packed + v * T::kWidth * 4;
-        const I first_four = T::load_int(at), second_four = T::load_int(at + kWordsBytes), lower = T::load_int(at + 2 * kWordsBytes);
-        scales[v] = half == 0 ? T::six_bits(first_four) : T::template with_bits<3>(T::low_nibbles(lower), first_four);
-        minima[v] = half == 0 ? T::six_bits(second_four) : T::template with_bits<3>(T::high_nibbles(lower), second_four);
-      }
-      for (int j = 0; j < kSuperGroups / 2; ++j, line += kQ4KGroupBytes, words += kWords * N) {
-        prefetch_ahead(args, first + half * kSuperGroups / 2 + j);
-        I dots[N][V] = {};
-        dot_nibbles<T, V, N, 4, false>(dots, line, words + first_code_word(Format::kQ4K), kWords, scales);
-        F scale[V], minimum[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          scale[v] = T::mul(scale_of_scales[v], T::to_float(T::low_bytes(scales[v])));
-          minimum[v] = T::sub(T::zero(), T::mul(scale_of_minima[v], T::to_float(T::low_bytes(minima[v]))));
-          scales[v] = T::next_bytes(scales[v]);
-          minima[v] = T::next_bytes(minima[v]);
-        }
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) {
-          const F share = T::broadcast_float(words + n * kWords), total = T::broadcast_float(words + n * kWords + 1);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v)
-            sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scale[v], share), T::fma(minimum[v], total, sums[n][v]));
-        }
+            for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
+          }
+        };
+        add_column(std::integral_constant<int, 0>());
+        add_column(std::integral_constant<int, 1>());
+        add_column(std::integral_constant<int, 2>());
+        add_column(std::integral_constant<int, 3>());
       }
     }
   }
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-template <class T, int V, int N>
-inline void tile_q6_k(const TileArgs& args, int first_vector) {
+constexpr int kMostSmallCode = 129;  // of dot_small: the sum of two products with codes of at most 127 fits 16 bits
+
+// Adds the products of four columns, whose unsigned codes are the bytes of `weights`.
+template <class T, class Coded, int V, int N>
+MOEGRAFT_INLINE void dot_columns(typename T::I (&dots)[N][V], const typename T::I (&weights)[V], const std::uint32_t* codes, int stride) {
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) {
+    const typename T::I four = T::broadcast_int(codes + n * stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      if constexpr (Derived<Coded>::kMostCode <= kMostSmallCode) dots[n][v] = T::dot_small(dots[n][v], weights[v], four);
+      else dots[n][v] = T::dot_int8(dots[n][v], weights[v], four);
+    }
+  }
+}
+
+// Adds the products of 8 columns of a group.
+template <class T, class Coded, int Step, int V, int N>
+MOEGRAFT_INLINE void dot_step(typename T::I (&dots)[N][V], const std::byte* lines, typename T::I table, const std::uint32_t* codes,
+                              int stride) {
+  typename T::I first[V], second[V];
+  if constexpr (Coded::kLowBits == 8) {  // lines are read in order
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) first[v] = T::load_int(lines + 2 * Step * kWordsBytes + v * T::kWidth * 4);
+    dot_columns<T, Coded, V, N>(dots, first, codes + 2 * Step, stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) second[v] = T::load_int(lines + (2 * Step + 1) * kWordsBytes + v * T::kWidth * 4);
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) load_codes<T, Coded, Step>(lines + v * T::kWidth * 4, table, first[v], second[v]);
+    dot_columns<T, Coded, V, N>(dots, first, codes + 2 * Step, stride);
+  }
+  dot_columns<T, Coded, V, N>(dots, second, codes + 2 * Step + 1, stride);
+}
+
+// Adds the products of the columns of a group that share a scale: unsigned codes times the activations' signed codes are summed in integers.
+template <class T, Format Kind, int Part, int V, int N>
+MOEGRAFT_INLINE void add_part(typename T::F (&sums)[N][V], const typename CodedOf<Kind>::template Reader<T> (&scales)[V],
+                              const std::byte* lines, typename T::I table, const std::uint32_t* words) {
   using F = typename T::F;
-  using I = typename T::I;
-  constexpr int kWords = words_per_group(Format::kQ6K);
-  F sums[N][V] = {};
-  const int start = first_vector * T::kWidth * 4;
+  using Coded = CodedOf<Kind>;
+  constexpr int kWords = words_per_group(Kind);
+  typename T::I dots[N][V];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) dots[n][v] = Coded::kMinimum ? T::zero_int() : T::broadcast_int(words + n * kWords + 1 + Part);
+  const std::uint32_t* codes = words + first_code_word(Kind);
+  constexpr int kFirst = Part * 2;
+  dot_step<T, Coded, kFirst, V, N>(dots, lines, table, codes, kWords);
+  dot_step<T, Coded, kFirst + 1, V, N>(dots, lines, table, codes, kWords);
+  if constexpr (Coded::kParts == 1) {
+    dot_step<T, Coded, 2, V, N>(dots, lines, table, codes, kWords);
+    dot_step<T, Coded, 3, V, N>(dots, lines, table, codes, kWords);
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) {
+    const F share = T::broadcast_float(words + n * kWords);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      if constexpr (Coded::kMinimum)
+        sums[n][v] = T::fma(scales[v].minimum[Part], T::broadcast_float(words + n * kWords + 1 + Part), sums[n][v]);
+      sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scales[v].scale[Part], share), sums[n][v]);
+    }
+  }
+}
+
+template <class T, class Coded>
+MOEGRAFT_INLINE typename T::I table_of() {
+  if constexpr (kHasTable<Coded>) return T::table(Coded::kTable);
+  else return T::zero_int();
+}
+
+template <class T, Format Kind, int V, int N>
+inline void tile_coded(const TileArgs& args, int first_vector) {
+  using Coded = CodedOf<Kind>;
+  constexpr int kGroups = Derived<Coded>::kGroups;
+  typename T::F sums[N][V] = {};
+  const typename T::I table = table_of<T, Coded>();
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += kSuperGroups, block += kQ6KBytes) {
-    F scale_of_scales[V];
-    load_halves<T, V>(scale_of_scales, block, first_vector);
-    const std::byte* packed = block + kScaleBytes + start;
-    const std::byte* line = packed + kQ6KScaleWords * kWordsBytes;
-    for (int group = 0; group < kSuperGroups; ++group, line += kQ6KGroupBytes, words += kWords * N) {
-      prefetch_ahead(args, first + group);
-      I scales[V];  // of two groups, in the bytes of a word
+  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
+    typename Coded::template Reader<T> scales[V];
+    const std::byte* lines = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
+    if (kGroups == 1) prefetch_ahead(args, first);  // in front of what is read from memory
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        scales[v] = T::load_int(packed + group / 2 * kWordsBytes + v * T::kWidth * 4);
-        if (group % 2 == 1) scales[v] = T::next_bytes(T::next_bytes(scales[v]));
-      }
-      for (int part = 0; part < 2; ++part) {  // 16 columns with a scale of their own
-        I upper[V], dots[N][V];
-        F scale[V];
+    for (int v = 0; v < V; ++v) scales[v].block(block, (first_vector + v) * T::kWidth);
+    for (int group = 0; group < kGroups; ++group, lines += Derived<Coded>::kLinesBytes, words += words_per_group(Kind) * N) {
+      if (kGroups > 1) prefetch_ahead(args, first + group);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          upper[v] = T::load_int(line + kNibbleBytes + part * kWordsBytes + v * T::kWidth * 4);
-          scale[v] = T::mul(scale_of_scales[v], T::to_float(T::signed_low_bytes(scales[v])));
-          scales[v] = T::next_bytes(scales[v]);
-        }
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n)
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) dots[n][v] = T::broadcast_int(words + n * kWords + 1 + part);
-        dot_nibbles<T, V, N, 2, true>(dots, line + part * 2 * kWordsBytes, words + first_code_word(Format::kQ6K) + part * 4, kWords, upper);
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) {
-          const F share = T::broadcast_float(words + n * kWords);
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scale[v], share), sums[n][v]);
-        }
-      }
+      for (int v = 0; v < V; ++v) scales[v].group(group);
+      add_part<T, Kind, 0, V, N>(sums, scales, lines, table, words);
+      if constexpr (Coded::kParts == 2) add_part<T, Kind, 1, V, N>(sums, scales, lines, table, words);
     }
   }
   store_tile<T, V, N>(sums, args.out, first_vector);

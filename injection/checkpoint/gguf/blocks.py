@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weights import Codes, SuperBlocks
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import Codes, StoredBlocks
 
 Index = int | slice | tuple[int | slice, ...]
 WHOLE: Index = ()
@@ -30,23 +31,14 @@ FLOATS = {
     BlockType.BF16: torch.bfloat16,
 }
 # The types that the kernels use without conversion, with the kernels' names.
-WEIGHT_TYPES = {
-    BlockType.F64: "float32",
-    BlockType.F32: "float32",
-    BlockType.F16: "float16",
-    BlockType.BF16: "bfloat16",
-    BlockType.Q8_0: "int8",
-    BlockType.Q4_0: "int4",
+WEIGHT_TYPES = {BlockType.F64: "float32"} | {
+    BlockType[found.gguf]: name for name, found in FORMATS.items() if found.gguf is not None and not found.stored
 }
 # The types that only the CPU kernel uses without conversion, with its names.
-SUPER_BLOCKS = {BlockType.Q4_K: "q4_k", BlockType.Q6_K: "q6_k"}
-# The types that are converted through float32. The error of int8 is small beside their own.
-CONVERTED = frozenset(
-    BlockType[name]
-    for name in (
-        *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
-    )
+STORED = {BlockType[found.gguf]: name for name, found in FORMATS.items() if found.gguf is not None and found.stored}
+# The types that are converted through float32 where no kernel has them. The error of int8 is small beside their own.
+CONVERTED = frozenset(STORED) | frozenset(
+    BlockType[name] for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0")
 )
 GROUP = 32
 
@@ -88,8 +80,8 @@ class BlockTensor:
 
     @property
     def kept_type(self) -> str:
-        """The same for the CPU kernel, which supports super-blocks as well."""
-        return SUPER_BLOCKS.get(self.block_type, self.weight_type)
+        """The same for the CPU kernel, which supports stored formats as well."""
+        return STORED.get(self.block_type, self.weight_type)
 
     @property
     def elements(self) -> int:
@@ -118,10 +110,10 @@ class BlockTensor:
             known = ", ".join(sorted({kind.name for kind in (*WEIGHT_TYPES, *CONVERTED)}))
             raise CheckpointError(f"{self.origin}: type {self.block_type.name} cannot be read; supported are {known}")
 
-    def codes(self, index: Index = WHOLE) -> Codes | SuperBlocks | None:
+    def codes(self, index: Index = WHOLE) -> Codes | StoredBlocks | None:
         """Return the codes of the matrix at `index`; None if the kernels do not support them."""
-        if self.block_type in SUPER_BLOCKS:
-            return SuperBlocks(np.ascontiguousarray(self.data[index]), SUPER_BLOCKS[self.block_type])
+        if self.block_type in STORED:
+            return StoredBlocks(np.ascontiguousarray(self.data[index]), STORED[self.block_type])
         if self.block_type is BlockType.Q8_0:
             blocks = _blocks(self.data[index], 2 + GROUP)
             return Codes(_matrix(blocks[..., 2:].view(np.int8)), _scales(blocks), bits=8)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
-from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, SUPER_BLOCKS, BlockTensor
+from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, STORED, BlockTensor
 from moegraft.injection.checkpoint.gguf.files import find_parts, merge
 from moegraft.injection.checkpoint.gguf.header import GgufFile, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
@@ -34,7 +34,7 @@ from moegraft.injection.checkpoint.gguf.parameters import (
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import SUPER_BLOCK_BYTES, Part, StoredTypes, WeightSource
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, narrowest
 
 # transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
 # `GgufWeights` does not undo must not be listed.
@@ -125,7 +125,7 @@ def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype
     """
     converted = [tensor for tensor in tensors if tensor.block_type in CONVERTED]
     rest = str(dtype).removeprefix("torch.")
-    unknown = [tensor for tensor in converted if tensor.block_type not in SUPER_BLOCKS]
+    unknown = [tensor for tensor in converted if tensor.block_type not in STORED]
     if unknown:
         logger.warning(
             "%s: no kernel supports %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
@@ -134,7 +134,7 @@ def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype
             _kinds(unknown),
             rest,
         )
-    others = [tensor for tensor in converted if tensor.block_type in SUPER_BLOCKS]
+    others = [tensor for tensor in converted if tensor.block_type in STORED]
     if others:
         logger.warning(
             "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
@@ -153,8 +153,6 @@ def _kinds(tensors: Sequence[BlockTensor]) -> str:
 
 
 EMBEDDINGS = "token_embd.weight"  # rows are looked up, and no kernel is needed
-# int8 holds all of these with little or no further rounding.
-_INTEGERS = ("int4", "int8", *SUPER_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +205,6 @@ def _check_layers(file: GgufFile, architecture: str, config: PretrainedConfig) -
         raise CheckpointError(f"{file.path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
 
 
-def _narrowest(weight_types: set[str]) -> str:
-    if len(weight_types) == 1:
-        return next(iter(weight_types))
-    return "int8" if weight_types <= set(_INTEGERS) else "float32"
-
-
 class GgufWeights:
     """The parameters of a model in its GGUF files.
 
@@ -253,8 +245,8 @@ class GgufWeights:
         gate_up, down = self._matrices(path)
         if not down:
             return None
-        whole = _narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
-        return StoredTypes(whole, _narrowest({tensor.kept_type for tensor in gate_up}), _narrowest({tensor.kept_type for tensor in down}))
+        whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         kept = set()

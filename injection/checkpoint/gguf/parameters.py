@@ -16,7 +16,7 @@ from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor
 from moegraft.injection.checkpoint.identity import Extent, stored_identity
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, SuperBlocks, widest
+from moegraft.operators.weights import Codes, Part, StoredBlocks, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -71,12 +71,12 @@ class Plain(Stored):
     def is_matrix(self) -> bool:
         return len(self.shape) == 2 and len(self.tensor.shape) == 2
 
-    def codes(self) -> Codes | SuperBlocks | None:
+    def codes(self) -> Codes | StoredBlocks | None:
         codes = self.tensor.codes() if self.is_matrix else None
         if codes is None or self.rows is None:
             return codes
-        if isinstance(codes, SuperBlocks):
-            return SuperBlocks(codes.blocks[self.rows], codes.weight_type)
+        if isinstance(codes, StoredBlocks):
+            return StoredBlocks(codes.blocks[self.rows], codes.weight_type)
         return Codes(codes.codes[self.rows], codes.scales[self.rows], codes.bits)
 
 
@@ -178,7 +178,7 @@ class GgufExperts:
         tensor, index = self._parts[part].at(expert)
         return tensor.read(index)
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         tensor, index = self._parts[part].at(expert)
         return tensor.codes(index)
 
@@ -207,7 +207,7 @@ class GgufLinear:
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         return self._parts[part][...]
 
-    def read_codes(self, part: Part, expert: int = 0) -> Codes | SuperBlocks | None:
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         stored = self._parts[part]
         return stored.codes() if isinstance(stored, Plain) else None
 

@@ -251,9 +251,11 @@ def test_the_refusal_of_a_quantised_checkpoint_lists_what_is_supported(whole: Pa
     folder = tmp_path / "model"
     shutil.copytree(whole, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"awq.*float32, float16, bfloat16, FP8 and MXFP4"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"bitsandbytes; supported are float32, float16, bfloat16, FP8, MXFP4, compressed-tensors, AWQ, GPTQ"
+    ):
         optimize_and_load(folder, "cpu-exact", progress=False)
 
 

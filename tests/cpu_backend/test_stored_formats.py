@@ -1,18 +1,19 @@
-"""Q4_K and Q6_K: values to the last bit, and the forward pass against float64 on every instruction set of this machine."""
+"""Formats of files: values to the last bit, and the forward pass against float64 on every instruction set of this machine."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from support.k_quants import any_blocks, dequantised
+from support.k_quants import KINDS, SAFETENSORS, any_blocks, dequantised, gguf
 from support.kernel_cases import PARTS, ROUNDING, as_array, make_batch, relative_error, sqnr_db
-from support.kernel_cases import make_super_block_layer as make_layer
+from support.kernel_cases import make_stored_layer as make_layer
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime
+from moegraft.operators.weight_formats import FORMATS
 
-TYPES = ("q4_k", "q6_k")
-PAIRS = ("q4_k", "q6_k", "q4_k+q6_k")
+TYPES = (*KINDS, *SAFETENSORS)
+PAIRS = ("q4_k+q6_k", "mxfp4+q2_k")
 TOLERANCE = 2e-2  # activations are rounded to 8 bits, as for int8 and int4
 SHAPES = [
     # tokens, top_k, experts, hidden, intermediate
@@ -30,7 +31,7 @@ SHAPES = [
 def test_values_are_those_of_the_file_to_the_last_bit(weight_type: str, rows: int) -> None:
     for blocks in (any_blocks((rows, 768), weight_type, seed=rows), np.zeros_like(any_blocks((rows, 768), weight_type, seed=0))):
         linear = PackedLinear(rows, 768, weight_type)
-        linear.pack_super_blocks(blocks)
+        linear.pack_blocks(blocks)
         np.testing.assert_array_equal(linear.unpack(), dequantised(blocks, weight_type))
 
 
@@ -40,22 +41,24 @@ def test_every_bit_of_a_block_is_used(weight_type: str) -> None:
     cols = 256 * 64
     blocks = np.random.default_rng(5).integers(0, 256, any_blocks((3, cols), weight_type, 0).shape, np.uint8)
     linear = PackedLinear(3, cols, weight_type)
-    linear.pack_super_blocks(blocks)
+    linear.pack_blocks(blocks)
     with np.errstate(all="ignore"):
         expected = dequantised(blocks, weight_type)
-    assert not np.isfinite(expected).all()
+    # An exponent is always finite, as are three bytes of a float.
+    assert weight_type in ("mxfp4", "fp8") or not np.isfinite(expected).all()
     np.testing.assert_array_equal(linear.unpack(), expected)
 
 
-@pytest.mark.parametrize("weight_type", PAIRS)
+@pytest.mark.parametrize("weight_type", (*TYPES, *PAIRS))
 def test_experts_hold_the_values_of_the_file(weight_type: str) -> None:
     layer = make_layer(weight_type, 2, 256, 512, random=True)
     for part in PARTS:
         assert torch.equal(layer.seen[part], layer.weights[part]), part
 
 
-@pytest.mark.parametrize("weight_type", PAIRS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("weight_type", "shape"), [(pair, shape) for pair in PAIRS for shape in SHAPES] + [(kind, SHAPES[0]) for kind in TYPES], ids=str
+)
 def test_matches_the_reference(runtime: Runtime, weight_type: str, shape: tuple[int, ...]) -> None:
     tokens, top_k, num_experts, hidden, intermediate = shape
     layer = make_layer(weight_type, num_experts, hidden, intermediate)
@@ -72,6 +75,9 @@ def test_matches_the_reference(runtime: Runtime, weight_type: str, shape: tuple[
         ("bfloat16+q4_k", 33, 256),
         ("q6_k+float32", 256, 17),
         ("q6_k+q4_k", 256, 256),
+        ("mxfp4", 96, 160),  # blocks of 32, an odd number of them
+        ("iq4_nl+int8", 32, 40),
+        ("int8+q5_1", 72, 32),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,13 +93,15 @@ def test_ungated_experts_with_biases(runtime: Runtime) -> None:
     assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("weight_type", TYPES)
-@pytest.mark.parametrize("tokens", [0, 1, 5, 16, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("weight_type", "tokens", "dtype"),
+    [("q4_k", tokens, dtype) for tokens in (0, 1, 5, 16, 70) for dtype in ROUNDING] + [(kind, 19, torch.bfloat16) for kind in TYPES],
+    ids=str,
+)
 def test_linears_match_float64(runtime: Runtime, weight_type: str, tokens: int, dtype: torch.dtype) -> None:
     blocks = any_blocks((45, 512), weight_type, seed=2)
     linear = PackedLinear(45, 512, weight_type)
-    linear.pack_super_blocks(blocks)
+    linear.pack_blocks(blocks)
     bias = torch.randn(45, generator=torch.Generator().manual_seed(1))
     linear.pack_bias(bias.numpy())
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -103,12 +111,33 @@ def test_linears_match_float64(runtime: Runtime, weight_type: str, tokens: int, 
     assert relative_error(out, expected) <= TOLERANCE + ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("weight_type", PAIRS)
-@pytest.mark.parametrize("random", [False, True])
-def test_precision_equals_that_of_int8_and_int4(runtime: Runtime, weight_type: str, random: bool) -> None:
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_scales_of_zero_and_nan_stay_in_their_rows(runtime: Runtime, weight_type: str) -> None:
+    form = FORMATS[weight_type].scale_form
+    if form not in ("float16", "float32"):
+        pytest.skip("an exponent is neither, and four rows of FP8 share a scale")
+    size = 2 if form == "float16" else 4
+    blocks = any_blocks((40, 512), weight_type, seed=3)
+    in_blocks = blocks.reshape(40, -1, FORMATS[weight_type].block_bytes)
+    for offset, _ in FORMATS[weight_type].unit_scales:
+        in_blocks[33, :, offset : offset + size] = 0
+        in_blocks[5, 0, offset : offset + size] = np.array([np.nan], form).view(np.uint8)
+    linear = PackedLinear(40, 512, weight_type)
+    linear.pack_blocks(blocks)
+    for tokens in (1, 20):
+        x, out = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0)), torch.empty(tokens, 40)
+        runtime.linear(linear, as_array(x), as_array(out))
+        expected = x.double() @ torch.from_numpy(dequantised(blocks, weight_type)).double().T
+        others = [row for row in range(40) if row != 5]
+        assert out[:, 5].isnan().all() and not out[:, 33].any()
+        assert relative_error(out[:, others], expected[:, others]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("weight_type", (*TYPES, *PAIRS))
+def test_precision_equals_that_of_int8_and_int4(runtime: Runtime, weight_type: str) -> None:
     """Only activations are rounded, as with int8 and int4."""
-    layer = make_layer(weight_type, 8, 512, 256, random=random)
-    batch = make_batch(16, 4, layer)
+    layer = make_layer(weight_type, 4, 512, 256, random=True)
+    batch = make_batch(8, 2, layer)
     assert sqnr_db(layer.forward(runtime, *batch), layer.reference(*batch)) >= 37.0
 
 
@@ -144,11 +173,11 @@ def test_thread_count_changes_no_bit(weight_type: str) -> None:
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("weight_type", PAIRS)
-@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("tokens", [1, 11])
 def test_instruction_sets_agree(runtimes: dict[str, Runtime], weight_type: str, tokens: int) -> None:
-    layer = make_layer(weight_type, 4, 512, 256, random=True)
-    batch = make_batch(tokens, 2, layer)
+    layer = make_layer(weight_type, 2, 512, 256, random=True)
+    batch = make_batch(tokens, 1, layer)
     oracle = layer.forward(runtimes["scalar"], *batch).double()
     for isa in runtimes:
         tiles = Runtime(threads=2, isa=isa, matrix_tokens=0)  # the matrix kernel does not round activations to 8 bits
@@ -162,6 +191,10 @@ def test_packed_bytes_per_expert() -> None:
     assert PackedExperts.expert_bytes_for(shape, "q6_k") == 3 * matrix * 210 // 256
     assert PackedExperts.expert_bytes_for(shape, "q4_k+q6_k") == matrix * (2 * 144 + 210) // 256
     assert PackedLinear.nbytes_for(64, 512, "q6_k") == 64 * 420
+    for name in KINDS:
+        weights, size = gguf.GGML_QUANT_SIZES[KINDS[name]]
+        assert (weights, size) == (FORMATS[name].block_weights, FORMATS[name].block_bytes)
+        assert PackedLinear.nbytes_for(64, 1024, name) == 64 * 1024 // weights * size
 
 
 def test_a_buffer_serves_another_object_without_a_copy(runtimes: dict[str, Runtime]) -> None:
@@ -198,26 +231,26 @@ SHAPE = ExpertsShape(2, 256, 512)
             ValueError,
             r"the sparse layout does not support int8\+int4",
         ),
-        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k+q5_k"), ValueError, "unknown weight type 'q5_k'"),
+        (lambda p: PackedExperts(SHAPE, GateSpec(), "q4_k+q9_k"), ValueError, "unknown weight type 'q9_k'"),
         (lambda p: PackedLinear(8, 128, "q6_k"), ValueError, "q6_k needs a multiple of 256 columns, found 128"),
-        (lambda p: p.pack(0, "gate", np.zeros((512, 256), np.float32)), ValueError, "pack: the weights are q4_k; use pack_super_blocks"),
+        (lambda p: p.pack(0, "gate", np.zeros((512, 256), np.float32)), ValueError, "pack: the weights are q4_k; use pack_blocks"),
         (
             lambda p: p.pack_quantized(0, "gate", np.zeros((512, 256), np.int8), np.zeros((512, 8), np.float16)),
             ValueError,
-            "the weights are q4_k; use pack_super_blocks",
+            "the weights are q4_k; use pack_blocks",
         ),
-        (lambda p: p.pack_super_blocks(0, "down", np.zeros((256, 144), np.uint8)), ValueError, "the weights are int8; use pack or pack_q"),
+        (lambda p: p.pack_blocks(0, "down", np.zeros((256, 144), np.uint8)), ValueError, "the weights are int8; use pack or pack_q"),
         (
-            lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 210), np.uint8)),
+            lambda p: p.pack_blocks(0, "up", np.zeros((512, 210), np.uint8)),
             ValueError,
             "blocks: expected 144 bytes in each row for 256 columns of q4_k, found 210",
         ),
         (
-            lambda p: p.pack_super_blocks(0, "up", np.zeros((511, 144), np.uint8)),
+            lambda p: p.pack_blocks(0, "up", np.zeros((511, 144), np.uint8)),
             ValueError,
             r"expected shape \(512, 256\), found \(511, 256\)",
         ),
-        (lambda p: p.pack_super_blocks(0, "up", np.zeros((512, 144), np.int8)), TypeError, "expected dtype uint8, found int8"),
+        (lambda p: p.pack_blocks(0, "up", np.zeros((512, 144), np.int8)), TypeError, "expected dtype uint8, found int8"),
         (lambda p: p.weight_type_of("gates"), ValueError, "unknown part"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Q4_K and Q6_K of a GGUF file, which most files have: computed with as they are where a kernel can, and said where none can."""
+"""Block types of GGUF files: computed with as they are where a kernel can, and reported where none can."""
 
 from __future__ import annotations
 
@@ -88,6 +88,36 @@ def test_values_stay_to_the_last_bit(kinds: Mapping[str, BlockType], options: st
                 assert torch.equal(*values), part
     # The kernel rounds activations to 8 bits: logits are near, but for a token whose experts were all but tied.
     assert errors(kept, exact).median() < (0.5 if "int4" in expected else 0.02)
+
+
+# Of layer 0's gate and up, and down; of layer 1's; of attention's linear layers.
+MIXTURES = [
+    ("MXFP4", "IQ4_NL", "Q5_K", "Q3_K", "IQ4_XS"),
+    ("Q2_K", "Q4_K", "IQ4_XS", "Q5_1", "Q4_1"),
+    ("Q5_0", "Q4_1", "Q6_K", "MXFP4", "Q3_K"),
+]
+
+
+@pytest.mark.parametrize("names", MIXTURES, ids="-".join)
+def test_a_file_that_changes_type_per_tensor(names: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = ("blk.0.ffn_down_exps", "blk.0.ffn_", "blk.1.ffn_down_exps", "blk.1.ffn_", "attn_")
+    order = (1, 0, 3, 2, 4)
+    kinds = {"gate_inp": BlockType.F32} | {part: BlockType[names[place]] for part, place in zip(parts, order, strict=True)}
+    folder = saved(tmp_path, kinds)
+    with caplog.at_level(logging.WARNING):
+        kept = load(folder, linear="int8")
+    assert not [record.message for record in caplog.records if "converted" in record.message]
+    exact = load(folder, "weights: float32")
+    for layer, expected in enumerate((names[:2], names[2:4])):
+        path = f"model.layers.{layer}.mlp.experts"
+        found, stock = (model.get_submodule(path)._packed for model in (kept, exact))  # type: ignore[union-attr]
+        assert found.weight_type == "+".join(expected).lower()
+        for part in PARTS:
+            assert all((found.unpack(expert, part) == stock.unpack(expert, part)).all() for expert in range(3)), part
+    operator = kept.get_submodule("model.layers.1.self_attn.k_proj")
+    assert isinstance(operator, QuantizedLinear) and operator._packed is not None
+    assert operator._packed.weight_type == names[4].lower()
+    assert errors(kept, exact).median() < 0.06  # every linear layer rounds its activations, too
 
 
 def test_what_is_kept_is_what_the_quantiser_wrote(tmp_path: Path) -> None:

@@ -1,0 +1,660 @@
+// The formats whose weights are codes of a few bits in blocks of a row, as files store them. A format is one struct here: the sizes, names,
+// packing, unpacking, records, tables and kernels of all other files derive from it and from its place in CodedFormats.
+//
+// 32 consecutive columns are a group; a block has one or several. Value of a column: scale * (code - kOffset), or scale * code + minimum. A
+// struct has
+//   kName                  as rule files and Python's FORMATS have it
+//   kColumns, kFileBytes   of a block in the file, which packing keeps
+//   kHeader                the fields of a block that are not codes, in the order in which they are packed; those of 2 bytes are float16
+//   kLowBits, kHighBits    of a stored code: 8, 4 or 2, and 0, 1 or 2 more, which are packed apart
+//   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
+//   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
+//   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
+//   kOffset                of unsigned codes where kMinimum is false
+//   kParts                 of a group, 1 or 2, each with a scale and minimum of its own
+//   stored_code            of a column, from the bytes of a block in the file
+//   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
+//   Reader<T>              the same for a vector of rows, from a packed block
+//
+// The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/float_conversion.h"
+#include "core/types.h"
+
+namespace moegraft {
+
+constexpr int kLanes = 16;  // output rows in a 64-byte line
+constexpr int kBlockRows = 2 * kLanes;  // two lines per step: two accumulators per token
+constexpr int kGroup = 32;
+constexpr int kWordsBytes = kBlockRows * 4;  // one 32-bit word of every row
+
+namespace {
+
+#define MOEGRAFT_INLINE inline __attribute__((always_inline))
+
+struct Field {
+  int offset;  // in a block of the file
+  int bytes;  // 1, 2 or 4
+};
+
+struct GroupScales {
+  float scale[2];
+  float minimum[2];
+};
+
+inline float half_at(const std::uint8_t* bytes) {
+  std::uint16_t half;
+  std::memcpy(&half, bytes, 2);
+  return float_from_f16(half);
+}
+
+inline float float_at(const std::uint8_t* bytes) {
+  float value;
+  std::memcpy(&value, bytes, 4);
+  return value;
+}
+
+// The nibble of a column in 16 bytes, whose low halves come first.
+inline int nibble_of(const std::uint8_t* bytes, int column) { return bytes[column % 16] >> (column < 16 ? 0 : 4) & 15; }
+inline int bit_of(const std::uint8_t* bytes, int bit) { return bytes[bit / 8] >> bit % 8 & 1; }
+
+// A field of a packed block, for rows from `row` on; `before` is the number of bytes in front of it in a row's header.
+template <int Bytes>
+MOEGRAFT_INLINE const std::byte* field_at(const std::byte* block, int before, int row) {
+  return block + before * kBlockRows + row * Bytes;
+}
+template <class T>
+MOEGRAFT_INLINE typename T::F halves_of(const std::byte* block, int before, int row) {
+  return T::load_f16(reinterpret_cast<const std::uint16_t*>(field_at<2>(block, before, row)));
+}
+template <class T>
+MOEGRAFT_INLINE typename T::F bytes_to_floats(typename T::I words) {
+  return T::to_float(T::low_bytes(words));
+}
+
+struct OneScale {
+  static constexpr Field kHeader[] = {{0, 2}};
+  static constexpr int kParts = 1;
+  static constexpr bool kMinimum = false;
+  static GroupScales scales(const std::uint8_t* header, int) { return {{half_at(header)}, {}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) { scale[0] = halves_of<T>(block, 0, row); }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+struct ScaleAndMinimum {
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}};
+  static constexpr int kParts = 1, kOffset = 0;
+  static constexpr bool kMinimum = true;
+  static GroupScales scales(const std::uint8_t* header, int) { return {{half_at(header)}, {half_at(header + 2)}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      scale[0] = halves_of<T>(block, 0, row);
+      minimum[0] = halves_of<T>(block, 2, row);
+    }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+// Of Q4_K and Q5_K: d, dmin, and 8 scales and 8 minima of 6 bits in 12 bytes. The first four groups have their 6 bits in the bytes of words
+// 0 and 1; the others have 4 bits in word 2 and 2 in the upper bits of the first four groups' bytes.
+struct SixBitScales {
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 4}, {8, 4}, {12, 4}};
+  static constexpr int kColumns = 256, kParts = 1, kOffset = 0;
+  static constexpr bool kMinimum = true;
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const std::uint8_t *first = header + 4 + group % 4, *second = first + 4, *lower = second + 4;
+    const int scale = group < 4 ? *first & 63 : (*lower & 15) | *first >> 6 << 4;
+    const int minimum = group < 4 ? *second & 63 : *lower >> 4 | *second >> 6 << 4;
+    return {{half_at(header) * static_cast<float>(scale)}, {-(half_at(header + 2) * static_cast<float>(minimum))}};
+  }
+  template <class T>
+  struct Reader {
+    using I = typename T::I;
+    typename T::F scale[1], minimum[1], of_scales, of_minima;
+    const std::byte* words;
+    I scales, minima;  // of a group and those that follow it in its half, in the bytes of a word
+    int last;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_scales = halves_of<T>(block, 0, row);
+      of_minima = T::sub(T::zero(), halves_of<T>(block, 2, row));
+      words = field_at<4>(block, 4, row);
+      scales = minima = T::zero_int();
+      last = -1;
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      if (index % 4 != 0 && index == last + 1) {
+        scales = T::next_bytes(scales);
+        minima = T::next_bytes(minima);
+      } else {
+        const I first = T::load_int(words), second = T::load_int(words + kWordsBytes), lower = T::load_int(words + 2 * kWordsBytes);
+        const auto joined = [](I low, I high) { return T::or_int(low, T::and_bytes(T::template shifted<-2>(high), 48)); };
+        scales = T::shift_right(index < 4 ? T::and_bytes(first, 63) : joined(T::low_nibbles(lower), first), 8 * (index % 4));
+        minima = T::shift_right(index < 4 ? T::and_bytes(second, 63) : joined(T::high_nibbles(lower), second), 8 * (index % 4));
+      }
+      last = index;
+      scale[0] = T::mul(of_scales, bytes_to_floats<T>(scales));
+      minimum[0] = T::mul(of_minima, bytes_to_floats<T>(minima));
+    }
+  };
+};
+
+// GGUF's Q8_0.
+struct Int8 : OneScale {
+  static constexpr const char* kName = "int8";
+  static constexpr int kColumns = 32, kFileBytes = 34, kLowBits = 8, kHighBits = 0, kOffset = 128;
+  static int stored_code(const std::uint8_t* block, int column) { return block[2 + column] ^ 128; }
+};
+
+// GGUF's Q4_0.
+struct Int4 : OneScale {
+  static constexpr const char* kName = "int4";
+  static constexpr int kColumns = 32, kFileBytes = 18, kLowBits = 4, kHighBits = 0, kOffset = 8;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 2, column); }
+};
+
+struct Q4K : SixBitScales {
+  static constexpr const char* kName = "q4_k";
+  static constexpr int kFileBytes = 144, kLowBits = 4, kHighBits = 0;
+  static int stored_code(const std::uint8_t* block, int column) {
+    const int group = column / kGroup;
+    return block[16 + group / 2 * kGroup + column % kGroup] >> 4 * (group % 2) & 15;
+  }
+};
+
+struct Q5K : SixBitScales {
+  static constexpr const char* kName = "q5_k";
+  static constexpr int kFileBytes = 176, kLowBits = 4, kHighBits = 1;
+  static int stored_code(const std::uint8_t* block, int column) {
+    const int group = column / kGroup, place = column % kGroup;
+    return (block[48 + group / 2 * kGroup + place] >> 4 * (group % 2) & 15) | (block[16 + place] >> group & 1) << 4;
+  }
+};
+
+struct Q6K {
+  static constexpr const char* kName = "q6_k";
+  static constexpr Field kHeader[] = {{208, 2}, {192, 4}, {196, 4}, {200, 4}, {204, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 210, kLowBits = 4, kHighBits = 2, kParts = 2, kOffset = 32;
+  static constexpr bool kMinimum = false;
+  static int stored_code(const std::uint8_t* block, int column) {
+    const int half = column / 128, quarter = column / kGroup % 4, place = column % kGroup;  // a half has 64 bytes of nibbles
+    return (block[64 * half + 32 * (quarter % 2) + place] >> (quarter < 2 ? 0 : 4) & 15) |
+           (block[128 + 32 * half + place] >> 2 * quarter & 3) << 4;
+  }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const auto scale = [&](int part) {
+      return half_at(header) * static_cast<float>(static_cast<std::int8_t>(header[2 + 2 * group + part]));
+    };
+    return {{scale(0), scale(1)}, {}};
+  }
+  template <class T>
+  struct Reader {
+    typename T::F scale[2], minimum[2], of_scales;
+    const std::byte* words;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_scales = halves_of<T>(block, 0, row);
+      words = field_at<4>(block, 2, row);
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      const typename T::I two = T::shift_right(T::load_int(words + index / 2 * kWordsBytes), 16 * (index % 2));
+      scale[0] = T::mul(of_scales, T::to_float(T::signed_low_bytes(two)));
+      scale[1] = T::mul(of_scales, T::to_float(T::signed_low_bytes(T::next_bytes(two))));
+    }
+  };
+};
+
+// OCP's MXFP4: the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and a power of two for 32 of them. Codes are the values doubled.
+struct Mxfp4 {
+  static constexpr const char* kName = "mxfp4";
+  static constexpr Field kHeader[] = {{0, 1}};
+  static constexpr int kColumns = 32, kFileBytes = 17, kLowBits = 4, kHighBits = 0, kParts = 1, kOffset = 12;
+  static constexpr bool kMinimum = false;
+  static constexpr std::uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 1, column); }
+  static GroupScales scales(const std::uint8_t* header, int) {  // 2^(exponent - 127), halved; the two smallest are subnormal
+    const std::uint32_t bits = header[0] < 2 ? 0x00200000u << header[0] : static_cast<std::uint32_t>(header[0] - 1) << 23;
+    return {{float_from_bits(bits)}, {}};
+  }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      scale[0] = T::scale_by_power(T::set(1.0f), T::sub(T::to_float(T::load_bytes(block + row)), T::set(128.0f)));
+    }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+// The values of IQ4_NL and IQ4_XS, with 127 added.
+struct NonLinearNibbles {
+  static constexpr std::uint8_t kTable[] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+  static constexpr int kLowBits = 4, kHighBits = 0, kOffset = 127;
+};
+
+struct Iq4Nl : OneScale, NonLinearNibbles {
+  static constexpr const char* kName = "iq4_nl";
+  static constexpr int kColumns = 32, kFileBytes = 18;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 2, column); }
+};
+
+struct Iq4Xs : NonLinearNibbles {
+  static constexpr const char* kName = "iq4_xs";
+  // The second is the upper 2 bits of 8 scales and not a float16, the third the lower 4 bits.
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 136, kParts = 1;
+  static constexpr bool kMinimum = false;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 8 + column / kGroup * 16, column % kGroup); }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const int upper = header[2 + group / 4] >> 2 * (group % 4) & 3, lower = header[4 + group / 2] >> 4 * (group % 2) & 15;
+    return {{half_at(header) * static_cast<float>((lower | upper << 4) - 32)}, {}};
+  }
+  template <class T>
+  struct Reader {
+    using I = typename T::I;
+    typename T::F scale[1], minimum[1], of_scales;
+    I upper, lower;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_scales = halves_of<T>(block, 0, row);
+      upper = T::load_shorts(field_at<2>(block, 2, row));
+      lower = T::load_int(field_at<4>(block, 4, row));
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      const I low = T::and_words(T::shift_right(lower, 4 * index), 15), high = T::and_words(T::shift_right(upper, 2 * index), 3);
+      scale[0] = T::mul(of_scales, T::sub(T::to_float(T::or_int(low, T::template shifted<4>(high))), T::set(32.0f)));
+    }
+  };
+};
+
+struct Q41 : ScaleAndMinimum {
+  static constexpr const char* kName = "q4_1";
+  static constexpr int kColumns = 32, kFileBytes = 20, kLowBits = 4, kHighBits = 0;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 4, column); }
+};
+
+struct Q50 : OneScale {
+  static constexpr const char* kName = "q5_0";
+  static constexpr int kColumns = 32, kFileBytes = 22, kLowBits = 4, kHighBits = 1, kOffset = 16;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 6, column) | bit_of(block + 2, column) << 4; }
+};
+
+struct Q51 : ScaleAndMinimum {
+  static constexpr const char* kName = "q5_1";
+  static constexpr int kColumns = 32, kFileBytes = 24, kLowBits = 4, kHighBits = 1;
+  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 8, column) | bit_of(block + 4, column) << 4; }
+};
+
+// The two bits of a column in the 64 bytes of Q2_K and Q3_K: a half of a block has 32 of them.
+inline int two_bits_of(const std::uint8_t* bytes, int column) {
+  return bytes[column / 128 * 32 + column % kGroup] >> 2 * (column / kGroup % 4) & 3;
+}
+
+struct Q3K {
+  static constexpr const char* kName = "q3_k";
+  // d, the lower 4 bits of 16 scales, and their upper 2 bits.
+  static constexpr Field kHeader[] = {{108, 2}, {96, 4}, {100, 4}, {104, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 110, kLowBits = 2, kHighBits = 1, kParts = 2, kOffset = 4;
+  static constexpr bool kMinimum = false;
+  static int stored_code(const std::uint8_t* block, int column) {
+    return two_bits_of(block + 32, column) | (block[column % kGroup] >> column / kGroup & 1) << 2;
+  }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const auto scale = [&](int part) {
+      const int index = 2 * group + part;
+      const int lower = header[2 + index % 8] >> (index < 8 ? 0 : 4) & 15, upper = header[10 + index % 4] >> 2 * (index / 4) & 3;
+      return half_at(header) * static_cast<float>((lower | upper << 4) - 32);
+    };
+    return {{scale(0), scale(1)}, {}};
+  }
+  template <class T>
+  struct Reader {
+    using I = typename T::I;
+    typename T::F scale[2], minimum[2], of_scales;
+    const std::byte* words;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_scales = halves_of<T>(block, 0, row);
+      words = field_at<4>(block, 2, row);
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      const int byte = 16 * (index % 2);
+      const I lower = T::shift_right(T::load_int(words + index % 4 / 2 * kWordsBytes), byte + 4 * (index / 4));
+      const I upper = T::shift_right(T::load_int(words + 2 * kWordsBytes), byte + 2 * (index / 2));
+      const I both = T::or_int(T::and_bytes(lower, 15), T::template shifted<4>(T::and_bytes(upper, 3)));
+      scale[0] = T::mul(of_scales, T::sub(bytes_to_floats<T>(both), T::set(32.0f)));
+      scale[1] = T::mul(of_scales, T::sub(bytes_to_floats<T>(T::next_bytes(both)), T::set(32.0f)));
+    }
+  };
+};
+
+struct Q2K {
+  static constexpr const char* kName = "q2_k";
+  // d, dmin, and 16 bytes with a scale and a minimum of 4 bits.
+  static constexpr Field kHeader[] = {{80, 2}, {82, 2}, {0, 4}, {4, 4}, {8, 4}, {12, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 84, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 0;
+  static constexpr bool kMinimum = true;
+  static int stored_code(const std::uint8_t* block, int column) { return two_bits_of(block + 16, column); }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    GroupScales found;
+    for (int part = 0; part < 2; ++part) {
+      const int both = header[4 + 2 * group + part];
+      found.scale[part] = half_at(header) * static_cast<float>(both & 15);
+      found.minimum[part] = -(half_at(header + 2) * static_cast<float>(both >> 4));
+    }
+    return found;
+  }
+  template <class T>
+  struct Reader {
+    using I = typename T::I;
+    typename T::F scale[2], minimum[2], of_scales, of_minima;
+    const std::byte* words;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_scales = halves_of<T>(block, 0, row);
+      of_minima = T::sub(T::zero(), halves_of<T>(block, 2, row));
+      words = field_at<4>(block, 4, row);
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      const I two = T::shift_right(T::load_int(words + index / 2 * kWordsBytes), 16 * (index % 2));
+      const I scales = T::low_nibbles(two), minima = T::high_nibbles(two);
+      scale[0] = T::mul(of_scales, bytes_to_floats<T>(scales));
+      scale[1] = T::mul(of_scales, bytes_to_floats<T>(T::next_bytes(scales)));
+      minimum[0] = T::mul(of_minima, bytes_to_floats<T>(minima));
+      minimum[1] = T::mul(of_minima, bytes_to_floats<T>(T::next_bytes(minima)));
+    }
+  };
+};
+
+// Of safetensors checkpoints (compressed-tensors, AWQ, GPTQ): one or two groups of columns with a float16 scale each, behind these a byte with
+// a zero point of 4 bits for each, then nibbles in the order of Q4_0.
+template <int Columns, int Scales>
+struct GroupedNibbles {
+  static constexpr int kColumns = Columns * Scales, kFileBytes = 2 * Scales + 1 + kColumns / 2, kLowBits = 4, kHighBits = 0, kParts = 1;
+  static constexpr int kOffset = 0;
+  static constexpr bool kMinimum = true;
+  static constexpr int kScaleGroups = Columns / kGroup;
+  static int stored_code(const std::uint8_t* block, int column) {
+    return nibble_of(block + 2 * Scales + 1 + column / kGroup * (kGroup / 2), column % kGroup);
+  }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const int index = group / kScaleGroups;
+    const float scale = half_at(header + 2 * index);
+    return {{scale}, {-(scale * static_cast<float>(header[2 * Scales] >> 4 * index & 15))}};
+  }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1], scales[Scales], minima[Scales];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      const typename T::I zeros = T::load_bytes(field_at<1>(block, 2 * Scales, row));
+      for (int index = 0; index < Scales; ++index) {
+        scales[index] = halves_of<T>(block, 2 * index, row);
+        const typename T::I zero = T::and_words(T::shift_right(zeros, 4 * index), 15);
+        minima[index] = T::sub(T::zero(), T::mul(scales[index], T::to_float(zero)));
+      }
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      scale[0] = scales[index / kScaleGroups];
+      minimum[0] = minima[index / kScaleGroups];
+    }
+  };
+};
+struct Int4Of32 : GroupedNibbles<32, 2> {
+  static constexpr const char* kName = "int4_g32";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 1}};
+};
+struct Int4Of64 : GroupedNibbles<64, 2> {
+  static constexpr const char* kName = "int4_g64";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 1}};
+};
+struct Int4Of128 : GroupedNibbles<128, 1> {
+  static constexpr const char* kName = "int4_g128";
+  static constexpr Field kHeader[] = {{0, 2}, {2, 1}};
+};
+
+// Of safetensors checkpoints: 128 columns of int8 with a float16 scale.
+struct Int8Of128 : OneScale {
+  static constexpr const char* kName = "int8_g128";
+  static constexpr int kColumns = 128, kFileBytes = 130, kLowBits = 8, kHighBits = 0, kOffset = 128;
+  static int stored_code(const std::uint8_t* block, int column) { return block[2 + column] ^ 128; }
+};
+
+// FP8 of safetensors checkpoints: E4M3 without infinities. The vector of a code has its bits in the place of a float's, and so is 2^120 times
+// too small, which the scale makes good.
+struct Float8Codes {
+  static constexpr int kLowBits = 8, kHighBits = 0, kParts = 1, kOffset = 0;
+  static constexpr bool kMinimum = false, kFloat8 = true;
+};
+inline float float_from_e4m3(int code) {
+  return float_from_bits(static_cast<std::uint32_t>(code & 128) << 24 | static_cast<std::uint32_t>(code & 127) << 20) * 0x1p120f;
+}
+
+// A float32 scale for 128 columns of four rows, of which each holds a byte: checkpoints have scales of 128 rows.
+struct Fp8 : Float8Codes {
+  static constexpr const char* kName = "fp8";
+  static constexpr Field kHeader[] = {{0, 1}};
+  static constexpr int kColumns = 128, kFileBytes = 129, kScaleRows = 4;
+  static int stored_code(const std::uint8_t* block, int column) { return block[1 + column]; }
+  static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) { scale[0] = T::load_quarters(block + row); }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+// A float32 scale for 256 columns of a row.
+struct Fp8Rows : Float8Codes {
+  static constexpr const char* kName = "fp8_rows";
+  static constexpr Field kHeader[] = {{0, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 260;
+  static int stored_code(const std::uint8_t* block, int column) { return block[4 + column]; }
+  static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
+  template <class T>
+  struct Reader {
+    typename T::F scale[1], minimum[1];
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      scale[0] = T::load(reinterpret_cast<const float*>(field_at<4>(block, 0, row)));
+    }
+    MOEGRAFT_INLINE void group(int) {}
+  };
+};
+
+template <class Coded, class = void>
+constexpr bool kIsFloat8 = false;
+template <class Coded>
+constexpr bool kIsFloat8<Coded, std::void_t<decltype(Coded::kFloat8)>> = true;
+
+template <class Coded, class = void>
+constexpr int kRowsOfScale = 1;
+template <class Coded>
+constexpr int kRowsOfScale<Coded, std::void_t<decltype(Coded::kScaleRows)>> = Coded::kScaleRows;
+
+template <class Coded, class = void>
+constexpr bool kHasTable = false;
+template <class Coded>
+constexpr bool kHasTable<Coded, std::void_t<decltype(Coded::kTable)>> = true;
+
+template <class... Formats>
+struct FormatList {};
+
+// The order is that of WeightType, from kInt8 on.
+using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
+                                Int8Of128, Fp8, Fp8Rows>;
+
+// What derives from a format's description.
+template <class Coded>
+struct Derived {
+  static constexpr int header_bytes() {
+    int sum = 0;
+    for (const Field& field : Coded::kHeader) sum += field.bytes;
+    return sum;
+  }
+  static constexpr int kHeaderBytes = header_bytes();  // of a row
+  static constexpr int kGroups = Coded::kColumns / kGroup;
+  static constexpr int kGroupBytes = kGroup / 8 * (Coded::kLowBits + Coded::kHighBits);  // of a row
+  static constexpr int most_code() {
+    int most = (1 << (Coded::kLowBits + Coded::kHighBits)) - 1;
+    if constexpr (kHasTable<Coded>) {
+      most = 0;
+      for (const int code : Coded::kTable) most = code > most ? code : most;
+    }
+    return most;
+  }
+  static constexpr int kMostCode = most_code();
+  static_assert(kHeaderBytes + kGroups * kGroupBytes == Coded::kFileBytes, "packing keeps the bytes of the file");
+
+  // Of a packed block of 32 rows.
+  static constexpr int kBytes = Coded::kFileBytes * kBlockRows;
+  static constexpr int kLinesOffset = kHeaderBytes * kBlockRows;  // where the codes begin
+  static constexpr int kLinesBytes = kGroupBytes * kBlockRows;  // of a group
+};
+}  // namespace
+
+// A format without its type.
+struct CodedFormat {
+  const char* name;
+  int columns;
+  int file_bytes;
+  int parts;
+  bool float8;
+};
+
+namespace {
+
+template <class... Formats>
+constexpr int count_of(FormatList<Formats...>) {
+  return sizeof...(Formats);
+}
+constexpr int kCodedFormats = count_of(CodedFormats());
+constexpr int kFirstCoded = static_cast<int>(WeightType::kInt8);
+constexpr int kWeightTypes = kFirstCoded + kCodedFormats;
+
+struct CodedTable {
+  CodedFormat formats[kCodedFormats];
+};
+template <class... Formats>
+constexpr CodedTable table_of(FormatList<Formats...>) {
+  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>}...}};
+}
+constexpr CodedTable kCodedTable = table_of(CodedFormats());
+
+constexpr bool is_coded(WeightType type) { return static_cast<int>(type) >= kFirstCoded; }
+constexpr const CodedFormat& coded_format(WeightType type) { return kCodedTable.formats[static_cast<int>(type) - kFirstCoded]; }
+// Whether weights come in blocks of a file alone: the kernels do not quantise to such a type.
+constexpr bool is_stored(WeightType type) { return static_cast<int>(type) > static_cast<int>(WeightType::kInt4); }
+
+template <int Index, class List>
+struct FormatAt;
+template <int Index, class First, class... Rest>
+struct FormatAt<Index, FormatList<First, Rest...>> : FormatAt<Index - 1, FormatList<Rest...>> {};
+template <class First, class... Rest>
+struct FormatAt<0, FormatList<First, Rest...>> {
+  using Type = First;
+};
+
+// The codes of a group. Low bits: 8 bits, [kk / 4][row][kk % 4] bytes; 4 bits, nibbles [kk / 8][row][kk % 4], low for kk % 8 < 4 and high
+// otherwise; 2 bits, words [row], of columns kk = 16 * word + 4 * j + byte at bits 2j and 2j + 1 of the byte. High bits follow: 2 bits in the
+// same order; 1 bit, a word [row], of column kk = 4 * j + byte at bit j of the byte.
+
+// Calls function(word, byte, first bit, bits, bits below) for the low bits of column kk, and for its high bits.
+template <class Coded, class Function>
+inline void at_bits(int kk, Function function) {
+  constexpr int kLow = Coded::kLowBits, kHigh = Coded::kHighBits;
+  const auto two_bits = [&](int word, int below) { function(word + kk / 16, kk % 4, kk % 16 / 4 * 2, 2, below); };
+  if (kLow == 8) function(kk / 4, kk % 4, 0, 8, 0);
+  if (kLow == 4) function(kk / 8, kk % 4, kk % 8 / 4 * 4, 4, 0);
+  if (kLow == 2) two_bits(0, 0);
+  if (kHigh == 2) two_bits(kLow, kLow);
+  if (kHigh == 1) function(kLow, kk % 4, kk / 4, 1, kLow);
+}
+
+template <class Coded>
+inline void store_codes(const std::uint8_t (&codes)[kGroup], std::byte* lines, int row) {
+  constexpr int kWords = Coded::kLowBits + Coded::kHighBits;
+  std::uint8_t words[kWords][4] = {};
+  for (int kk = 0; kk < kGroup; ++kk) {
+    at_bits<Coded>(kk, [&](int word, int byte, int shift, int bits, int below) {
+      words[word][byte] = static_cast<std::uint8_t>(words[word][byte] | (codes[kk] >> below & ((1 << bits) - 1)) << shift);
+    });
+  }
+  for (int word = 0; word < kWords; ++word) std::memcpy(lines + word * kWordsBytes + row * 4, words[word], 4);
+}
+
+// The unsigned code of a column of a group.
+template <class Coded>
+inline int code_at(const std::byte* lines, int row, int kk) {
+  int code = 0;
+  at_bits<Coded>(kk, [&](int word, int byte, int shift, int bits, int below) {
+    code |= (static_cast<int>(lines[word * kWordsBytes + row * 4 + byte]) >> shift & ((1 << bits) - 1)) << below;
+  });
+  if constexpr (kHasTable<Coded>) code = Coded::kTable[code];
+  return code;
+}
+
+// The number that an unsigned code means, before the scale.
+template <class Coded>
+inline float number_of(int code) {
+  if constexpr (kIsFloat8<Coded>) return float_from_e4m3(code);
+  else return static_cast<float>(code - Coded::kOffset);
+}
+
+// The scales of a group of a packed block.
+template <class Coded>
+inline GroupScales scales_at(const std::byte* block, int row, int group) {
+  constexpr int kRows = kRowsOfScale<Coded>;
+  std::uint8_t header[Derived<Coded>::kHeaderBytes * kRows];
+  std::uint8_t* to = header;
+  for (const Field& field : Coded::kHeader) {
+    std::memcpy(to, block + row / kRows * kRows * field.bytes, static_cast<std::size_t>(field.bytes * kRows));
+    to += field.bytes * kRows;
+    block += field.bytes * kBlockRows;
+  }
+  return Coded::scales(header, group);
+}
+
+// The unsigned codes of columns 8 * Step + 0 to 3, and of the next four, of a vector of rows that begins at `lines`.
+template <class T, class Coded, int Step>
+MOEGRAFT_INLINE void load_codes(const std::byte* lines, typename T::I table, typename T::I& first, typename T::I& second) {
+  using I = typename T::I;
+  constexpr int kLow = Coded::kLowBits, kTwo = 2 * (Step % 2) * 2;  // the first of two bits in a word of 16 columns
+  if constexpr (kLow == 8) {
+    first = T::load_int(lines + 2 * Step * kWordsBytes);
+    second = T::load_int(lines + (2 * Step + 1) * kWordsBytes);
+  } else if constexpr (kLow == 4) {
+    const I pairs = T::load_int(lines + Step * kWordsBytes);
+    first = T::low_nibbles(pairs);
+    second = T::high_nibbles(pairs);
+  } else {
+    const I four = T::load_int(lines + Step / 2 * kWordsBytes);
+    first = T::and_bytes(T::template shifted<-kTwo>(four), 3);
+    second = T::and_bytes(T::template shifted<-(kTwo + 2)>(four), 3);
+  }
+  const std::byte* high = lines + kLow * kWordsBytes;
+  if constexpr (Coded::kHighBits == 2) {
+    const I four = T::load_int(high + Step / 2 * kWordsBytes);
+    first = T::or_int(first, T::and_bytes(T::template shifted<kLow - kTwo>(four), 3 << kLow));
+    second = T::or_int(second, T::and_bytes(T::template shifted<kLow - kTwo - 2>(four), 3 << kLow));
+  }
+  if constexpr (Coded::kHighBits == 1) {
+    const I eight = T::load_int(high);
+    first = T::or_int(first, T::and_bytes(T::template shifted<kLow - 2 * Step>(eight), 1 << kLow));
+    second = T::or_int(second, T::and_bytes(T::template shifted<kLow - 2 * Step - 1>(eight), 1 << kLow));
+  }
+  if constexpr (kHasTable<Coded>) {
+    first = T::lookup(table, first);
+    second = T::lookup(table, second);
+  }
+}
+
+}  // namespace
+
+}  // namespace moegraft

@@ -1,0 +1,767 @@
+"""Checkpoints with a quantisation config: which tensors together are one weight, and how it is read as values or as codes.
+
+Every format is read as `ScaledCodes`: one number for each weight, and a scale and zero point for each block of rows and columns. The
+tensors of a weight are found by their names, dtypes and shapes; the settings decide what these leave open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PretrainedConfig
+
+from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
+from moegraft.injection.checkpoint.identity import Extent
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import Codes, StoredBlocks
+
+Block = tuple[int, int]  # rows and columns; 0 means all of them
+DEFAULT_BLOCK = (128, 128)  # transformers', for FP8 settings without a block size
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
+# The 16 values of a float of 1 sign, 2 exponent and 1 mantissa bits (OCP Microscaling Formats 1.0, section 5.3.3).
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXPONENT_BIAS = 127
+MXFP4_CODE_BYTES = 16  # that share a scale
+MXFP4_BLOCK = (1, 32)
+NVFP4_BLOCK = (1, 16)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places of eight columns in an integer of AutoAWQ's `gemm` version
+KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
+# Of activations and of keys and values, which are not quantised here.
+ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+INSTEAD = "load the floating-point checkpoint or a GGUF file instead"
+
+
+def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """Return the quantisation settings of a config; None if its weights are not quantised.
+
+    Raises:
+        CheckpointError: the settings are no mapping.
+    """
+    found: Any = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if not found:
+        return None
+    if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
+        raise CheckpointError(f"{config.name_or_path}/config.json: quantization_config must be a mapping, not {found!r:.100}")
+    settings: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
+    return settings
+
+
+def why_unreadable(settings: Mapping[str, Any]) -> str | None:
+    """Return which format of these settings cannot be read and what can be instead; None if the settings name a readable one."""
+    method = _method(settings)
+    if method not in _PAIR:
+        return (
+            f"{method}; supported are float32, float16, bfloat16, FP8, MXFP4, compressed-tensors, AWQ, GPTQ and ModelOpt's FP8 and NVFP4 "
+            "safetensors, and GGUF files"
+        )
+    if method == "compressed-tensors":
+        formats = {str(settings.get("format", "dense"))}
+        groups = settings.get("config_groups")
+        if isinstance(groups, Mapping):
+            formats |= {str(group["format"]) for group in groups.values() if isinstance(group, Mapping) and group.get("format")}
+        unknown = sorted(formats - set(COMPRESSED_FORMATS))
+        if unknown:
+            return f"compressed-tensors in the format {unknown[0]}; supported are {', '.join(COMPRESSED_FORMATS)}; {INSTEAD}"
+        sparsity = settings.get("sparsity_config")
+        if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+            return f"compressed-tensors, sparse in the format {sparsity['format']}; {INSTEAD}"
+    if method in ("awq", "gptq"):
+        version = str(settings.get("version" if method == "awq" else "checkpoint_format") or settings.get("format") or method).lower()
+        bits = str(settings.get("bits", 4))
+        if method == "awq" and (version not in ("gemm", "awq") or bits != "4"):
+            return f"AWQ of version {version} with {bits} bits; supported is version gemm with 4 bits; {INSTEAD}"
+        if method == "gptq" and (version not in ("gptq", "gptq_v2") or bits not in ("4", "8")):
+            return f"GPTQ in the format {version} with {bits} bits; supported are gptq and gptq_v2 with 4 or 8 bits; {INSTEAD}"
+    if method == "modelopt":
+        algorithm = str(settings.get("quant_algo", "unknown")).upper()
+        if algorithm not in MODELOPT_ALGORITHMS:
+            return f"ModelOpt's {algorithm}; supported are {', '.join(MODELOPT_ALGORITHMS)}; {INSTEAD}"
+    return None
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    method = settings.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
+def paired(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint with the tensors of each quantised weight as one tensor, which has the weight's name, shape and values.
+
+    Raises:
+        CheckpointError: the settings are wrong; scales or zero points are missing, or of the wrong shape or dtype; or the columns of a
+            weight are grouped by activation order.
+    """
+    pairing = _Pairing(checkpoint, settings)
+    _PAIR[_method(settings)](pairing)
+    return Checkpoint(checkpoint.folder, pairing.without_unused())
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCodes:
+    """A matrix in `nn.Linear` orientation: value = (code - zero) * scale.
+
+    Attributes:
+        codes: (rows, columns): int8; float8; or uint8, places in `FP4_VALUES`.
+        scales: (blocks of rows, blocks of columns), floating point.
+        zeros: int8 of the same shape; None for symmetric codes.
+        block: the rows and columns of a block; the last one may be cut off.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    block: Block
+
+    def values(self) -> torch.Tensor:
+        """Return float32; exact for integers and E2M1 with 16-bit scales, else rounded once."""
+        codes = torch.tensor(FP4_VALUES)[self.codes.int()] if self.codes.dtype == torch.uint8 else self.codes.float()
+        if self.zeros is not None:
+            codes -= self._spread(self.zeros.float())
+        return codes.mul_(self._spread(self.scales.float()))
+
+    def _spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """Return what each weight has of its block; one row if all rows have the same."""
+        rows, columns = self.codes.shape
+        if of_blocks.shape[1] > 1:
+            of_blocks = of_blocks.repeat_interleave(self.block[1], 1)[:, :columns]
+        return of_blocks.repeat_interleave(self.block[0], 0)[:rows] if 1 < of_blocks.shape[0] < rows else of_blocks
+
+    def rows(self, chosen: slice) -> ScaledCodes:
+        """Return the matrix of some rows, with scales of each row."""
+        count = self.codes.shape[0]
+        own = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
+        assert own[0] is not None
+        return ScaledCodes(self.codes[chosen], own[0], own[1], (1, self.block[1]))
+
+    def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
+
+        Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits.
+        """
+        if weight_type in ("int4", "int8"):
+            return self._in_groups(bits=4 if weight_type == "int4" else 8)
+        layout = _BLOCKS.get(weight_type)
+        packed = None if layout is None or self.codes.shape[1] % FORMATS[weight_type].block_weights else layout(self)
+        return None if packed is None else StoredBlocks(np.ascontiguousarray(packed.reshape(len(self.codes), -1)), weight_type)
+
+    def _in_groups(self, bits: Literal[4, 8]) -> Codes | None:
+        scales = self.of_columns(self.scales, KERNEL_GROUP)
+        if self.codes.dtype != torch.int8 or scales is None:
+            return None
+        codes = self.codes.short()
+        if self.zeros is not None:
+            codes -= self._spread(self.zeros.short())
+        low, high = torch.aminmax(codes)
+        scales = scales.half()
+        if low < -(1 << bits - 1) or high >= 1 << bits - 1 or not scales.isfinite().all():
+            return None
+        return Codes(codes.to(torch.int8).contiguous().numpy(), scales.contiguous().numpy(), bits)
+
+    def of_columns(self, of_blocks: torch.Tensor, size: int) -> torch.Tensor | None:
+        """Return what each row has for each `size` columns, (rows, columns / size); None if these are not within a block."""
+        rows, columns = self.codes.shape
+        if self.block[1] % size or columns % size:
+            return None
+        wide = of_blocks.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1] // size, 1)
+        return wide[:, : columns // size]
+
+
+def _nibbles(codes: torch.Tensor) -> NDArray[np.uint8]:
+    """Return codes from 0 to 15 (rows, columns) as GGUF's nibbles: 16 bytes of 32 columns, the first half of which is in the low bits."""
+    halves = codes.numpy().view(np.uint8).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
+    return halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+
+
+def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of (rows, n) numbers as (rows, n, bytes of a number)."""
+    found: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
+    return found
+
+
+def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
+    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; coded_formats.h has the same."""
+    scales = matrix.of_columns(matrix.scales, group)
+    if matrix.codes.dtype != torch.int8 or scales is None or not scales.half().isfinite().all():
+        return None
+    low, high = torch.aminmax(matrix.codes)
+    if low < -8 or high > 7:
+        return None
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+    if matrix.zeros is not None:
+        found = matrix.of_columns(matrix.zeros, group)
+        assert found is not None, "zero points have the blocks of the scales"
+        zeros = (found + 8).to(torch.uint8)
+    rows, blocks = len(scales), scales.shape[1] // groups
+    points = zeros.reshape(rows, blocks, groups)
+    of_block = points[..., :1] if groups == 1 else points[..., :1] | points[..., 1:] << 4
+    halves = _bytes_of(scales.half()).reshape(rows, blocks, -1)
+    return np.concatenate([halves, of_block.numpy(), _nibbles((matrix.codes + 8).contiguous()).reshape(rows, blocks, -1)], axis=-1)
+
+
+def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return GGUF's blocks: the exponent with its bias, then the nibbles."""
+    scales = matrix.of_columns(matrix.scales, MXFP4_BLOCK[1])
+    if matrix.codes.dtype != torch.uint8 or matrix.block[1] != MXFP4_BLOCK[1] or scales is None:
+        return None
+    mantissa, exponents = torch.frexp(scales)
+    if not (mantissa == 0.5).all():  # the largest exponent means NaN
+        return None
+    exponent = _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8))
+    return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
+
+
+def _float8_blocks(matrix: ScaledCodes, columns: int, rows: int) -> NDArray[np.uint8] | None:
+    """Return blocks of codes behind a float32 scale, of whose bytes each of `rows` rows has some."""
+    scales = matrix.of_columns(matrix.scales.float(), columns)
+    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or len(scales) % rows:
+        return None
+    shared = scales.reshape(-1, rows, scales.shape[1])
+    codes = matrix.codes.contiguous().view(torch.uint8)
+    # The kernel computes with 2^120 times the scale.
+    if (codes & 127 == 127).any() or not (scales.abs() < 128).all() or not torch.equal(shared, shared[:, :1].expand_as(shared)):
+        return None
+    header = _bytes_of(shared[:, 0]).reshape(len(shared), -1, rows, 4 // rows).swapaxes(1, 2)
+    return np.concatenate([header.reshape(*scales.shape, 4 // rows), codes.numpy().reshape(*scales.shape, columns)], axis=-1)
+
+
+def _int8_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return blocks of 128 codes behind a float16 scale."""
+    scales = matrix.of_columns(matrix.scales, 128)
+    if matrix.codes.dtype != torch.int8 or matrix.zeros is not None or scales is None or not scales.half().isfinite().all():
+        return None
+    return np.concatenate([_bytes_of(scales.half()), matrix.codes.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 128)], axis=-1)
+
+
+_BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
+    "mxfp4": _mxfp4_blocks,
+    "int4_g32": partial(_int4_blocks, group=32, groups=2),
+    "int4_g64": partial(_int4_blocks, group=64, groups=2),
+    "int4_g128": partial(_int4_blocks, group=128, groups=1),
+    "int8_g128": _int8_blocks,
+    "fp8": partial(_float8_blocks, columns=128, rows=4),
+    "fp8_rows": partial(_float8_blocks, columns=256, rows=1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised(Conversion):
+    """A weight that is stored in codes: a matrix, or one for each expert.
+
+    Attributes:
+        format: its name, for messages and identities.
+        tensors: the stored tensors that it is read from.
+        shape: of the parameter.
+        block: the rows and columns of a block.
+        read: returns the matrix of an expert, or with None the only one.
+        held_by: the kernels' types that hold the weights without rounding, the smallest first.
+        converted_type: the type that they are converted to where none of these can be used.
+        transposed: whether the parameter is the transpose of the matrix of codes.
+    """
+
+    format: str
+    tensors: tuple[LazyTensor, ...]
+    shape: tuple[int, ...]
+    block: Block
+    read: Callable[[int | None], ScaledCodes]
+    held_by: tuple[str, ...] = ()
+    converted_type: str = "bfloat16"
+    transposed: bool = False
+
+    @property
+    def extents(self) -> list[Extent]:
+        meaning = f"{self.format} in blocks of {self.block}"
+        return [replace(extent, meaning=f"{extent.meaning} {meaning}") for tensor in self.tensors for extent in tensor.extents]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if len(self.shape) == 2:
+            return self._values(None)[index]
+        if isinstance(index, int):
+            return self._values(index)
+        # One expert at a time: the intermediate tensors take several times the memory of the values.
+        whole = torch.empty(self.shape)
+        for expert, values in enumerate(whole):
+            values.copy_(self._values(expert))
+        return whole[index]
+
+    def _values(self, expert: int | None) -> torch.Tensor:
+        values = self.read(expert).values()
+        return values.T if self.transposed else values
+
+
+class _Pairing:
+    """The tensors of a checkpoint while those of each quantised weight are brought together."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
+        self.config = checkpoint.folder / "config.json"
+        self.settings = settings
+        self.tensors = dict(checkpoint.tensors)
+        self._modules: set[str] = set()
+
+    def stored_as(self, *dtypes: str) -> list[LazyTensor]:
+        """Return the tensors of these dtypes, by safetensors' names."""
+        return [tensor for tensor in self.tensors.values() if tensor.stored_dtype in dtypes]
+
+    def take(self, weight: LazyTensor, key: str, meaning: str = "scales", dtypes: Sequence[str] = ()) -> LazyTensor:
+        """Remove and return another tensor of a weight.
+
+        Args:
+            dtypes: those it may have; by default the floating-point ones.
+        """
+        found = self.tensors.pop(key, None)
+        if found is None:
+            raise CheckpointError(f"{weight.origin}: the {meaning} of this weight, {key}, are missing; download it again")
+        if dtypes and found.stored_dtype not in dtypes:
+            raise CheckpointError(f"{found.origin}: {meaning} of dtype {found.stored_dtype}, expected {' or '.join(dtypes)}")
+        if not dtypes and found.dtype is None and found.stored_dtype != "F8_E8M0":
+            raise CheckpointError(f"{found.origin}: {meaning} of dtype {found.stored_dtype}, which is no floating-point one")
+        return found
+
+    def add(self, key: str, weight: Quantised) -> None:
+        """Put a weight in the place of its tensors."""
+        first = weight.tensors[0]
+        self.tensors.pop(first.key, None)
+        self.tensors[key] = LazyTensor(key, first.file, weight)
+        self._modules.add(key.rpartition(".")[0])
+
+    def without_unused(self) -> dict[str, LazyTensor]:
+        """Return the tensors without the scales of activations and caches."""
+        return {
+            key: tensor
+            for key, tensor in self.tensors.items()
+            if not key.endswith(CACHE_SCALES) and not (key.endswith(ACTIVATION_SCALES) and key.rpartition(".")[0] in self._modules)
+        }
+
+    def wrong(self, name: str, expected: str) -> CheckpointError:
+        """Return the error for a setting that is not what was expected."""
+        return CheckpointError(f"{self.config}: {name} must be {expected}, not {self.settings.get(name)!r:.100}")
+
+    def group_size(self) -> int:
+        """Return the columns that share a scale in AWQ and GPTQ checkpoints; 0 for all of them."""
+        size = self.settings.get("group_size", 128)
+        if type(size) is not int or (size != -1 and size < 1):
+            raise self.wrong("group_size", "a positive integer, or -1 for whole rows")
+        return max(size, 0)
+
+
+def _matrices(weight: LazyTensor) -> tuple[int, ...]:
+    """Return the shape of a tensor of codes, one matrix or one for each expert."""
+    if len(weight.shape) not in (2, 3):
+        raise CheckpointError(f"{weight.origin}: shape {weight.shape}, and only matrices can be quantised; download it again")
+    return weight.shape
+
+
+def _fitting(weight: LazyTensor, shape: tuple[int, ...], scales: LazyTensor, blocks: Sequence[Block]) -> Block:
+    """Return the rows and columns of a weight that share a scale, of all that the settings allow.
+
+    Raises:
+        CheckpointError: the scales have another shape than the weight and the settings require.
+    """
+    *lead, rows, columns = shape
+    expected: dict[tuple[int, ...], list[Block]] = {}
+    for block in blocks:
+        size = min(block[0] or rows, rows), min(block[1] or columns, columns)
+        expected.setdefault((*lead, -(-rows // size[0]), -(-columns // size[1])), []).append(size)
+    found = expected.get(scales.shape, [])
+    if scales.shape in ((), (1,)) and (0, 0) in blocks:
+        found = [(rows, columns)]
+    if len(set(found)) != 1:
+        named = [f" for blocks of {block}" for block in blocks if 0 not in block]
+        form = " or ".join(map(str, expected)) + (named[0] if len(named) == 1 == len(blocks) else "")
+        raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {form} for a weight of shape {shape}")
+    return found[0]
+
+
+def _same_shape(tensor: LazyTensor, expected: tuple[int, ...], weight: LazyTensor) -> None:
+    if tensor.shape != expected:
+        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, expected {expected} beside {weight.key} of shape {weight.shape}")
+
+
+def _at(tensor: LazyTensor, expert: int | None) -> torch.Tensor:
+    """Return an expert's part of a tensor; all of it if it is no more than one number."""
+    if len(tensor.shape) < 2:
+        return tensor[...].reshape(1, 1)
+    return tensor[...] if expert is None else tensor[expert]
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers of `bits` bits in int32, the lowest bits first: (..., words) as (..., words, 32 / bits) uint8."""
+    packed = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2) if bits == 4 else packed
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes from 0 as int8 codes around 0, (rows, columns) contiguous."""
+    return (codes.contiguous().view(torch.int8) - 8) if bits == 4 else (codes.contiguous() ^ 128).view(torch.int8)
+
+
+def _holders(bits: int, scales: LazyTensor, columns: int, group: int, *, symmetric: bool) -> tuple[str, ...]:
+    """Return the kernels' types that hold integers without rounding, the smallest first; their scales are float16."""
+    if scales.stored_dtype not in ("F16", "BF16") or group % KERNEL_GROUP or columns % KERNEL_GROUP:
+        return ()
+    if bits == 8:
+        return () if not symmetric else ("int8_g128", "int8") if group % 128 == 0 == columns % 128 else ("int8",)
+    stored = ((), ("int4_g32",))[not symmetric and columns % 64 == 0]
+    if columns % 128 == 0 and group % 64 == 0:
+        stored = ("int4_g128",) if group % 128 == 0 else ("int4_g64",)
+    return (*stored, *(("int4",) if symmetric else ()), "int8")
+
+
+# FP8: transformers' finegrained_fp8, and weights of compressed-tensors and ModelOpt
+
+
+def _pair_fp8(pairing: _Pairing) -> None:
+    block: Any = pairing.settings.get("weight_block_size", DEFAULT_BLOCK)
+    if block is not None and not _is_block(block):
+        raise pairing.wrong("weight_block_size", "two positive integers, such as [128, 128]")
+    blocks = [(0, 0), (1, 0)] if block is None else [(block[0], block[1])]
+    for weight in pairing.stored_as(*FLOAT8):
+        _add_float8(pairing, weight, pairing.take(weight, f"{weight.key}_scale_inv"), blocks)
+
+
+def _is_block(block: object) -> bool:
+    return isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks: Sequence[Block]) -> None:
+    shape = _matrices(weight)
+    block = _fitting(weight, shape, scales, blocks)
+
+    def read(expert: int | None) -> ScaledCodes:
+        return ScaledCodes(_at(weight, expert), _at(scales, expert), None, block)
+
+    held_by: tuple[str, ...] = ()
+    if weight.stored_dtype == "F8_E4M3":
+        # Gate and up may be alternating rows, so that four rows of one of them are eight here.
+        if shape[-2] % 8 == 0 and block[0] % 8 == 0 and block[1] % 128 == 0 == shape[-1] % 128:
+            held_by = ("fp8",)
+        elif block[1] % 256 == 0 == shape[-1] % 256:
+            held_by = ("fp8_rows",)
+    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by))
+
+
+# MXFP4 and NVFP4
+
+
+def _pair_mxfp4(pairing: _Pairing) -> None:
+    """Pair GPT-OSS's experts: codes (E, rows, groups, 16) uint8 and scales (E, rows, groups); the parameter is (E, groups * 32, rows)."""
+    for key in [key for key in pairing.tensors if key.endswith("_blocks")]:
+        name = key.removesuffix("_blocks")
+        codes = pairing.tensors[key]
+        scales = pairing.take(codes, f"{name}_scales", dtypes=("U8",))
+        if codes.stored_dtype != "U8":
+            raise CheckpointError(f"{codes.origin}: dtype {codes.stored_dtype}, expected U8")
+        if len(codes.shape) != 4 or codes.shape[3] != MXFP4_CODE_BYTES:
+            raise CheckpointError(f"{codes.origin}: shape {codes.shape}, expected (experts, rows, groups, {MXFP4_CODE_BYTES})")
+        _same_shape(scales, codes.shape[:3], codes)
+        experts, rows, groups, half = codes.shape
+        read = partial(_read_fp4, codes, partial(_powers, scales), MXFP4_BLOCK)
+        weight = Quantised("MXFP4", (codes, scales), (experts, groups * half * 2, rows), MXFP4_BLOCK, read, ("mxfp4",), transposed=True)
+        pairing.add(name, weight)
+
+
+def _powers(exponents: LazyTensor, expert: int | None) -> torch.Tensor:
+    found = _at(exponents, expert).int()
+    return torch.ldexp(torch.ones(found.shape), found - EXPONENT_BIAS)
+
+
+def _read_fp4(codes: LazyTensor, scales: Callable[[int | None], torch.Tensor], block: Block, expert: int | None) -> ScaledCodes:
+    pairs = _at(codes, expert).flatten(1)  # the low half of a byte first
+    return ScaledCodes(torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1), scales(expert), None, block)
+
+
+def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor, two_level: LazyTensor | None, *, divides: bool) -> None:
+    """Add a weight of two codes per byte: MXFP4, or NVFP4 if it has a scale of all its blocks.
+
+    Args:
+        divides: whether the scale of all blocks divides theirs, as in compressed-tensors; else it multiplies them, as ModelOpt's.
+    """
+    *lead, rows, half = _matrices(codes)
+    shape, block = (*lead, rows, half * 2), MXFP4_BLOCK if two_level is None else NVFP4_BLOCK
+    _fitting(codes, shape, scales, [block])
+
+    def scales_of(expert: int | None) -> torch.Tensor:
+        assert two_level is not None
+        whole = two_level[...].float().reshape(-1)
+        whole = whole[0 if expert is None or len(whole) == 1 else expert]
+        own = _at(scales, expert).float()
+        return own / whole if divides else own * whole
+
+    if two_level is None:
+        read = partial(_read_fp4, codes, partial(_powers, scales), block)
+        pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, ("mxfp4",)))
+        return
+    if math.prod(two_level.shape) not in (1, *lead):
+        raise CheckpointError(f"{two_level.origin}: shape {two_level.shape}, expected one number for each matrix")
+    tensors = (codes, scales, two_level)
+    pairing.add(
+        name,
+        Quantised(
+            f"NVFP4{' of compressed-tensors' if divides else ''}", tensors, shape, block, partial(_read_fp4, codes, scales_of, block)
+        ),
+    )
+
+
+# compressed-tensors
+
+
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the weights of one group of modules are quantised."""
+
+    kind: Literal["int", "float"]
+    bits: int
+    block: Block
+
+
+def _schemes(pairing: _Pairing) -> list[_Scheme]:
+    """Return the weight schemes of compressed-tensors' `config_groups`."""
+    groups = pairing.settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise pairing.wrong("config_groups", "a mapping of groups to their schemes")
+    found = []
+    for name, group in groups.items():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        at = f"{pairing.config}: config_groups.{name}.weights"
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(f"{at} must be a mapping, not {weights!r:.100}")
+        kind, bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
+        if kind not in ("int", "float") or type(bits) is not int:
+            raise CheckpointError(f"{at}: type must be int or float and num_bits an integer, not {kind!r:.50} and {bits!r:.50}")
+        if size is not None and (type(size) is not int or size < -1 or size == 0):
+            raise CheckpointError(f"{at}: group_size must be a positive integer, or -1 for whole rows, not {size!r:.100}")
+        strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+        structure = weights.get("block_structure")
+        if strategy in ("group", "tensor_group") and (size is None or size < 1):
+            raise CheckpointError(f"{at}: group_size must be a positive integer for the strategy {strategy}, not {size!r:.100}")
+        if strategy == "block" and not _is_block(structure):
+            raise CheckpointError(f"{at}: block_structure must be two positive integers, such as [128, 128], not {structure!r:.100}")
+        blocks: dict[str, Any] = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size), "tensor_group": (1, size), "block": structure}
+        if strategy not in blocks:
+            raise CheckpointError(f"{at}: strategy must be {', '.join(blocks)}, not {strategy!r:.100}")
+        block = blocks[strategy]
+        found.append(_Scheme(kind, bits, (block[0], block[1])))
+    return found
+
+
+def _pair_compressed(pairing: _Pairing) -> None:
+    schemes = _schemes(pairing)
+    for key in [key for key in pairing.tensors if key.endswith("_packed")]:
+        name, codes = key.removesuffix("_packed"), pairing.tensors[key]
+        pairing.tensors.pop(f"{name}_shape", None)
+        if codes.stored_dtype == "I32":
+            _add_packed_integers(pairing, name, codes, schemes)
+        elif codes.stored_dtype == "U8":
+            two_level = pairing.tensors.get(f"{name}_global_scale")
+            if two_level is not None:
+                pairing.take(codes, two_level.key)
+            scales = pairing.take(codes, f"{name}_scale", dtypes=("U8",) if two_level is None else ("F8_E4M3",))
+            _add_fp4(pairing, name, codes, scales, two_level, divides=True)
+        else:
+            raise CheckpointError(f"{codes.origin}: dtype {codes.stored_dtype}, expected I32 or U8")
+    for weight in pairing.stored_as("I8", *FLOAT8):
+        if weight.key.endswith("_zero_point"):
+            continue
+        scales, kind = pairing.take(weight, f"{weight.key}_scale"), "int" if weight.stored_dtype == "I8" else "float"
+        blocks = [scheme.block for scheme in schemes if scheme.kind == kind and scheme.bits == 8]
+        if kind == "float":
+            _add_float8(pairing, weight, scales, blocks)
+            continue
+        _add_bytes(pairing, weight, scales, blocks)
+
+
+def _add_bytes(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks: Sequence[Block]) -> None:
+    """Add a weight of int8 codes that are not packed."""
+    shape = _matrices(weight)
+    block = _fitting(weight, shape, scales, blocks)
+    zeros = None
+    if f"{weight.key}_zero_point" in pairing.tensors:
+        zeros = pairing.take(weight, f"{weight.key}_zero_point", "zero points", ("I8",))
+        _same_shape(zeros, scales.shape, weight)
+
+    def read(expert: int | None) -> ScaledCodes:
+        return ScaledCodes(_at(weight, expert), _at(scales, expert), None if zeros is None else _at(zeros, expert), block)
+
+    tensors = (weight, scales) if zeros is None else (weight, scales, zeros)
+    held_by = _holders(8, scales, shape[-1], block[1], symmetric=zeros is None)
+    pairing.add(weight.key, Quantised("compressed-tensors int8", tensors, shape, block, read, held_by))
+
+
+def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, schemes: Sequence[_Scheme]) -> None:
+    """Add a weight of compressed-tensors' `pack-quantized`: int32 with consecutive columns, zero points with consecutive rows."""
+    *lead, rows, words = _matrices(codes)
+    scales = pairing.take(codes, f"{name}_scale")
+    own = [scheme for scheme in schemes if scheme.kind == "int"]
+    if not any(scheme.bits in (4, 8) for scheme in own):
+        known = ", ".join(str(scheme.bits) for scheme in own) or "no"
+        raise CheckpointError(f"{codes.origin}: integers of {known} bits cannot be read, only of 4 and 8 bits; {INSTEAD}")
+    groups = scales.shape[-1] if scales.shape else 1
+    fitting = set()
+    for scheme in own:
+        columns = groups * scheme.block[1] if scheme.block[1] else words * 32 // scheme.bits
+        if scheme.bits in (4, 8) and -(-columns * scheme.bits // 32) == words:
+            fitting.add((scheme.bits, columns, scheme.block))
+    if len(fitting) != 1:
+        known = ", ".join(f"{scheme.bits} bits in blocks of {scheme.block}" for scheme in own)
+        raise CheckpointError(f"{scales.origin}: shape {scales.shape} beside codes of shape {codes.shape}, expected {known}")
+    bits, columns, allowed = fitting.pop()
+    shape = (*lead, rows, columns)
+    block = _fitting(codes, shape, scales, [allowed])
+    zeros = None
+    if f"{name}_zero_point" in pairing.tensors:
+        zeros = pairing.take(codes, f"{name}_zero_point", "zero points", ("I32", "I8"))
+        packed = (*scales.shape[:-2], -(-rows * bits // 32), groups)
+        _same_shape(zeros, packed if zeros.stored_dtype == "I32" else scales.shape, codes)
+    if f"{name}_g_idx" in pairing.tensors:
+        order = pairing.take(codes, f"{name}_g_idx", "groups", ("I32", "I64"))
+        _same_shape(order, (columns,), codes)
+        _refuse_act_order(order, block[1])
+
+    def read(expert: int | None) -> ScaledCodes:
+        values = _signed(_unpacked(_at(codes, expert), bits).flatten(1)[:, :columns], bits)
+        points = None if zeros is None else _at(zeros, expert)
+        if points is not None and points.dtype == torch.int32:
+            points = _signed(_unpacked(points.T, bits).flatten(1)[:, :rows].T, bits)
+        return ScaledCodes(values, _at(scales, expert), points, block)
+
+    tensors = (codes, scales) if zeros is None else (codes, scales, zeros)
+    held_by = _holders(bits, scales, columns, block[1], symmetric=zeros is None)
+    pairing.add(name, Quantised(f"compressed-tensors int{bits}", tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
+
+
+def _refuse_act_order(order: LazyTensor, group: int) -> None:
+    """
+    Raises:
+        CheckpointError: columns of a group are not consecutive.
+    """
+    found = order[...]
+    if not torch.equal(found.long(), torch.arange(len(found)) // group):
+        raise CheckpointError(
+            f"{order.origin}: the columns are grouped by activation order (act-order, desc_act), so that consecutive columns have unlike "
+            "scales; quantise the model again without it (desc_act: false), or " + INSTEAD
+        )
+
+
+# AWQ and GPTQ: the inputs are the rows of the stored tensors
+
+
+def _pair_awq(pairing: _Pairing) -> None:
+    for codes in pairing.stored_as("I32"):
+        if codes.key.endswith(".qweight"):
+            _add_columns(pairing, codes, 4, order=AWQ_ORDER)
+
+
+def _pair_gptq(pairing: _Pairing) -> None:
+    for codes in pairing.stored_as("I32"):
+        if codes.key.endswith(".qweight"):
+            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=None)
+
+
+def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tuple[int, ...] | None) -> None:
+    """Add a weight of AWQ or GPTQ: `qweight`, `qzeros` and `scales`, each the transpose of what `ScaledCodes` has.
+
+    An int32 of `qweight` has eight outputs of an input in AWQ, and 32 / bits inputs of an output in GPTQ; one of `qzeros` has outputs
+    of a group in both.
+
+    Args:
+        order: the places of the outputs in an int32; None for GPTQ.
+    """
+    module, per_word, settings = codes.key.removesuffix(".qweight"), 32 // bits, pairing.settings
+    if len(codes.shape) != 2:
+        raise CheckpointError(f"{codes.origin}: shape {codes.shape}, expected (inputs, outputs), one of them packed")
+    inputs, outputs = codes.shape if order is None else (codes.shape[0], codes.shape[1] * per_word)
+    inputs = inputs * per_word if order is None else inputs
+    group = min(pairing.group_size() or inputs, inputs)
+    scales = pairing.take(codes, f"{module}.scales")
+    groups = -(-inputs // group)
+    _same_shape(scales, (groups, outputs), codes)
+    zeros = None
+    if order is None or settings.get("zero_point", True) or f"{module}.qzeros" in pairing.tensors:
+        zeros = pairing.take(codes, f"{module}.qzeros", "zero points", ("I32",))
+        _same_shape(zeros, (groups, -(-outputs // per_word)), codes)
+    columns = pairing.tensors.get(f"{module}.g_idx")
+    if columns is not None:
+        pairing.take(codes, columns.key, "groups", ("I32", "I64"))
+        _same_shape(columns, (inputs,), codes)
+        if settings.get("desc_act"):
+            _refuse_act_order(columns, group)
+    # GPTQ's first format stores the zero points less 1.
+    less_one = order is None and str(settings.get("checkpoint_format") or settings.get("format")).lower() != "gptq_v2"
+    symmetric = zeros is None or (order is None and settings.get("sym") is True)
+
+    def read(expert: int | None) -> ScaledCodes:
+        if columns is not None:
+            _refuse_act_order(columns, group)
+        whole = _unpacked(codes[...], bits)
+        values = whole.permute(1, 0, 2).flatten(1) if order is None else whole[..., list(order)].flatten(1).T
+        points = None
+        if zeros is not None:
+            points = _unpacked(zeros[...], bits)
+            points = (points if order is None else points[..., list(order)]).flatten(1)[:, :outputs].T
+            points = _signed((points + 1) & ((1 << bits) - 1) if less_one else points, bits)
+            if symmetric:
+                if points.any():
+                    raise CheckpointError(f"{zeros.origin}: zero points, and the settings say that there are none (sym: true)")
+                points = None
+        return ScaledCodes(_signed(values, bits), scales[...].T, points, (1, group))
+
+    tensors = tuple(tensor for tensor in (codes, scales, zeros, columns) if tensor is not None)
+    shape, block = (outputs, inputs), (1, group)
+    held_by = _holders(bits, scales, inputs, group, symmetric=symmetric)
+    name = f"{'AWQ' if order is not None else 'GPTQ' if less_one else 'GPTQ v2'} int{bits}"
+    pairing.add(f"{module}.weight", Quantised(name, tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
+
+
+# ModelOpt
+
+
+MODELOPT_ALGORITHMS = ("FP8", "NVFP4")
+
+
+def _pair_modelopt(pairing: _Pairing) -> None:
+    for weight in pairing.stored_as("U8", *FLOAT8):
+        if weight.key.endswith("_scale"):
+            continue
+        if weight.stored_dtype == "U8":
+            scales = pairing.take(weight, f"{weight.key}_scale", dtypes=("F8_E4M3",))
+            two_level = pairing.take(weight, f"{weight.key}_scale_2")
+            _add_fp4(pairing, weight.key, weight, scales, two_level, divides=False)
+        else:
+            _add_float8(pairing, weight, pairing.take(weight, f"{weight.key}_scale"), [(0, 0), (1, 0)])
+
+
+_PAIR: Mapping[str, Callable[[_Pairing], None]] = {
+    "fp8": _pair_fp8,
+    "mxfp4": _pair_mxfp4,
+    "compressed-tensors": _pair_compressed,
+    "awq": _pair_awq,
+    "gptq": _pair_gptq,
+    "modelopt": _pair_modelopt,
+}

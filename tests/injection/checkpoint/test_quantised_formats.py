@@ -1,0 +1,393 @@
+"""Checkpoints of every quantisation config: what is loaded equals the stock model with the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.families import prompt
+from support.quantised_files import FORMATS, FP8_BLOCKS, Format, Tensors, awq, compressed, float8, gptq
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+WEIGHTS = "model.safetensors"
+UP = "model.layers.1.mlp.experts.1.up_proj"
+
+
+@cache
+def qwen3() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 64, "vocab_size": 101}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen3MoeConfig(
+        **sizes, **heads, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, initializer_range=0.1, dtype="float32"
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save(form: Format, folder: Path) -> None:
+    """Write the quantised checkpoint."""
+    stored: Tensors = {}
+    for key, weight in plain().items():
+        stored |= form.write(key.removesuffix(".weight"), weight)[0] if key.endswith("_proj.weight") else {key: weight}
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / "config.json").write_text(qwen3().config.to_json_string(use_diff=False))
+    reconfigure(folder, lambda config: config.update(quantization_config=dict(form.settings), architectures=["Qwen3MoeForCausalLM"]))
+
+
+@cache
+def plain() -> Tensors:
+    """The tensors of the stock model's checkpoint."""
+    with TemporaryDirectory() as folder:
+        qwen3().save_pretrained(folder)
+        return load_file(f"{folder}/{WEIGHTS}")
+
+
+def stock_of(form: Format) -> PreTrainedModel:
+    """The stock model with the weights that a quantised checkpoint stands for."""
+    meant = {key: form.write("m", weight)[1] if key.endswith("_proj.weight") else weight for key, weight in plain().items()}
+    model = deepcopy(qwen3())
+    for name, parameter in model.named_parameters():
+        if name in meant:
+            parameter.data = meant[name]
+            continue
+        parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        prefix = name.rpartition(".")[0]
+        each = [torch.cat([meant[f"{prefix}.{expert}.{part}.weight"] for part in parts]) for expert in range(len(parameter))]
+        parameter.data = torch.stack(each)
+    return model
+
+
+def reconfigure(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rules(folder: Path, text: str) -> Path:
+    (folder / "rules.yaml").write_text(f"version: 1\nrules:\n{text}")
+    return folder / "rules.yaml"
+
+
+def load(folder: Path, text: str) -> PreTrainedModel:
+    return optimize_and_load(folder, rules(folder, text), dtype="float32", progress=False)
+
+
+HEAD = "- match: {name: '^lm_head$'}\n  replace: {class: quantized_linear}\n"
+EXPERTS = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
+LINEARS = "- match: {kind: linear, name: '_proj$'}\n  replace: {class: quantized_linear, kwargs: {weights: stored}}\n"
+
+
+COMPUTED = (
+    "compressed fp8 rows",
+    "compressed fp8 tensor",
+    "compressed int4 zeros",
+    "compressed int8",
+    "compressed mxfp4",
+    "awq",
+    "gptq",
+    "modelopt nvfp4",
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path, *, long: bool) -> None:
+    save(FORMATS[name], tmp_path)
+    stock, found = stock_of(FORMATS[name]), load(tmp_path, HEAD)
+    for parameter, expected in stock.named_parameters():
+        if parameter != "lm_head.weight":
+            assert torch.equal(found.get_parameter(parameter), expected), parameter
+    if name not in COMPUTED and not long:
+        return
+    replaced, ids = load(tmp_path, EXPERTS + LINEARS), prompt(24)
+    with torch.no_grad():
+        logits = stock(ids).logits[0]
+        error = (replaced(ids).logits[0] - logits).norm(dim=-1) / logits.norm(dim=-1)
+    # Products with FP8 are in float32. With integers, each of 14 products in a row rounds activations to 8 bits.
+    assert error.median() < (1e-5 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.04), error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("compressed int4", "int4"),
+        ("gptq", "int4"),
+        ("awq", "int4_g32"),
+        ("compressed int4 zeros", "int4_g64"),
+        ("compressed int4 rows", "int4_g128"),
+        ("compressed int8", "int8_g128"),
+        ("compressed fp8 rows", "fp8_rows"),
+        ("compressed fp8 tensor", "fp8"),
+        ("compressed mxfp4", "mxfp4"),
+        ("fp8", "bfloat16"),  # blocks of 32 by 32
+        ("compressed nvfp4", "bfloat16"),
+    ],
+)
+def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(FORMATS[name], tmp_path)
+    stock = stock_of(FORMATS[name])
+    packed = load(tmp_path, EXPERTS + LINEARS).get_submodule("model.layers.1.mlp.experts")._packed  # type: ignore[union-attr]
+    assert packed is not None and packed.weight_type == expected
+    exact = stock.get_submodule("model.layers.1.mlp.experts")
+    for part, values in zip(("gate", "up"), exact.get_parameter("gate_up_proj")[1].chunk(2), strict=True):
+        found = torch.from_numpy(packed.unpack(1, part))
+        assert torch.equal(found, values if expected != "bfloat16" else values.bfloat16().float()), part
+    down = torch.from_numpy(packed.unpack(1, "down"))
+    assert torch.equal(down, exact.get_parameter("down_proj")[1]) or expected == "bfloat16"
+    notices = [record.getMessage() for record in caplog.records if "converted through float32" in record.getMessage()]
+    assert bool(notices) == (expected == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (compressed(4, 128), "int4_g128"),
+        (compressed(4, 128, symmetric=False), "int4_g128"),
+        (awq(64), "int4_g64"),
+        (awq(32), "int4_g32"),
+        (compressed(4, 32), "int4"),
+        (compressed(8, 0, form="int-quantized"), "int8_g128"),
+        (float8("_scale_inv", (128, 128), {**FP8_BLOCKS, "weight_block_size": [128, 128]}), "fp8"),
+        (FORMATS["compressed fp8 rows"], "fp8_rows"),
+        (FORMATS["compressed mxfp4"], "mxfp4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) -> None:
+    save(form, tmp_path)
+    experts = "model.layers.1.mlp.experts"
+    tensors = load_file(tmp_path / WEIGHTS).items()
+    stored = sum(tensor.nbytes for key, tensor in tensors if key.startswith(experts) and not key.endswith(("_shape", "input_scale")))
+    planned = optimize_and_load(tmp_path, rules(tmp_path, EXPERTS + LINEARS), dry_run=True)
+    types = {swap.weight_type for swap in planned.swaps if swap.module != experts}  # type: ignore[attr-defined]
+    assert types == {expected}
+    [swap] = [swap for swap in planned.swaps if swap.module == experts]  # type: ignore[attr-defined]
+    assert swap.weight_type == expected
+    assert abs(swap.footprint.total_bytes / stored - 1) <= 0.02
+    packed = load(tmp_path, EXPERTS).get_submodule(experts)._packed
+    assert packed is not None and packed.buffer.nbytes == swap.footprint.total_bytes  # type: ignore[union-attr]
+
+
+def test_linear_layers_keep_the_codes_that_are_no_larger(tmp_path: Path) -> None:
+    save(awq(64), tmp_path)
+    query = "model.layers.1.self_attn.q_proj"
+    found = load(tmp_path, LINEARS.replace("stored", "int8")).get_submodule(query)
+    assert found.weight_type == "int4_g64"
+    expected = stock_of(awq(64)).get_submodule(query)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (found(x) - expected(x)).norm() < 0.01 * expected(x).norm()
+
+
+def test_slots_on_a_gpu_have_a_type_that_its_kernels_read(tmp_path: Path) -> None:
+    for form, expected in ((compressed(4, 128), "int4"), (awq(64), "int8"), (FORMATS["compressed mxfp4"], "bfloat16")):
+        save(form, tmp_path)
+        slots = EXPERTS.replace("weights: stored", "weights: stored, gpu: emulated, cache: {ratio: 0.5}")
+        planned = optimize_and_load(tmp_path, rules(tmp_path, slots), dry_run=True)
+        assert {swap.weight_type for swap in planned.swaps} == {expected}  # type: ignore[attr-defined]
+
+
+def test_codes_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    """(E, 2I, H), as transformers saves its FP8 experts."""
+    save(FORMATS["fp8"], tmp_path)
+    stock = stock_of(FORMATS["fp8"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for suffix in ("", "_scale_inv"):
+            own = {
+                name: [tensors.pop(f"{prefix}.{expert}.{name}_proj.weight{suffix}") for expert in range(3)]
+                for name in ("gate", "up", "down")
+            }
+            both = [torch.cat(pair) for pair in zip(own["gate"], own["up"], strict=True)]
+            tensors[f"{prefix}.gate_up_proj{suffix}"], tensors[f"{prefix}.down_proj{suffix}"] = torch.stack(both), torch.stack(own["down"])
+        for expert, name in ((expert, name) for expert in range(3) for name in ("gate", "up", "down")):
+            tensors.pop(f"{prefix}.{expert}.{name}_proj.input_scale")
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    found = load(tmp_path, HEAD)
+    for name in ("gate_up_proj", "down_proj"):
+        parameter = f"model.layers.1.mlp.experts.{name}"
+        assert torch.equal(found.get_parameter(parameter), stock.get_parameter(parameter))
+
+
+def refusal(folder: Path, change: Callable[[Tensors], object] | None = None) -> str:
+    if change is not None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load(folder, EXPERTS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("fp8", f"{UP}.weight_scale_inv"),
+        ("compressed int4", f"{UP}.weight_scale"),
+        ("compressed int8", f"{UP}.weight_scale"),
+        ("awq", f"{UP}.qzeros"),
+        ("gptq", f"{UP}.scales"),
+        ("modelopt nvfp4", f"{UP}.weight_scale_2"),
+        ("compressed mxfp4", f"{UP}.weight_scale"),
+    ],
+)
+def test_a_lost_tensor_is_named(name: str, lost: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(tmp_path, lambda tensors: tensors.pop(lost))
+    assert f"{WEIGHTS}: {UP}." in message and f"of this weight, {lost}, are missing" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        ("compressed int4", f"{UP}.weight_scale", "expected (256, 8) for blocks of (1, 32)"),
+        ("compressed int4 zeros", f"{UP}.weight_zero_point", "expected (32, 4)"),
+        ("compressed int8", f"{UP}.weight_scale", "expected (256, 1) for a weight of shape (256, 256)"),
+        ("awq", f"{UP}.scales", "expected (8, 256)"),
+        ("gptq", f"{UP}.qzeros", "expected (8, 32)"),
+        ("gptq", f"{UP}.g_idx", "expected (256,)"),
+        ("modelopt nvfp4", f"{UP}.weight_scale", "expected (256, 16) for blocks of (1, 16)"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(name: str, key: str, expected: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(
+        tmp_path, lambda tensors: tensors.update({key: torch.cat([tensors[key].view(torch.uint8)] * 3).view(tensors[key].dtype)})
+    )
+    assert f"{WEIGHTS}: {key}: shape (" in message and expected in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "dtype", "expected"),
+    [
+        ("gptq", f"{UP}.qzeros", torch.int16, "zero points of dtype I16, expected I32"),
+        ("gptq", f"{UP}.scales", torch.int32, "scales of dtype I32, which is no floating-point one"),
+        ("compressed nvfp4", f"{UP}.weight_scale", torch.float16, "scales of dtype F16, expected F8_E4M3"),
+        ("compressed int4", f"{UP}.weight_packed", torch.int64, "dtype I64, expected I32 or U8"),
+    ],
+)
+def test_a_tensor_of_another_dtype_is_named(name: str, key: str, dtype: torch.dtype, expected: str, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    message = refusal(tmp_path, lambda tensors: tensors.update({key: tensors[key].float().to(dtype)}))
+    assert f"{WEIGHTS}: {key}: {expected}" in message
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["desc_act", "undeclared"])
+def test_activation_order_is_refused(declared: bool, tmp_path: Path) -> None:
+    save(FORMATS["gptq"], tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(desc_act=declared))
+    load(tmp_path, EXPERTS)  # the groups are in order, whatever the settings declare
+    order = torch.arange(256).roll(7) // 32
+    message = refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.g_idx": order.int()}))
+    assert f"{UP}.g_idx: the columns are grouped by activation order" in message and "desc_act: false" in message
+
+
+def test_biases_of_zeros_for_layers_without_a_bias(tmp_path: Path) -> None:
+    """As AutoGPTQ writes them."""
+    save(FORMATS["gptq"], tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({**tensors, f"{UP}.bias": torch.zeros(256)}, tmp_path / WEIGHTS, {"format": "pt"})
+    load(tmp_path, EXPERTS)
+    assert f"nothing in the model reads {UP}.bias" in refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.bias": torch.ones(256)}))
+
+
+def test_zero_points_that_the_settings_deny(tmp_path: Path) -> None:
+    save(gptq(symmetric=False), tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(sym=True))
+    assert "sym: true" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes; supported are float32"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ of version gemv with 4 bits; supported is version gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ in the format gptq with 3 bits; supported are gptq and gptq_v2 with 4 or 8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the format marlin with 4 bits"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors in the format marlin-24; supported are pack-q"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ; supported are FP8, NVFP4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "config.json: group_size must be a positive integer, or -1"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "128"}, "config.json: group_size must be a positive integer, or -1"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config.json: config_groups must be a mapping"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_settings_that_cannot_be_read(settings: dict[str, object], expected: str, tmp_path: Path) -> None:
+    save(FORMATS["gptq"], tmp_path)
+    reconfigure(tmp_path, lambda config: config.update(quantization_config=settings))
+    assert expected in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"group_size": 0}, "group_size must be a positive integer, or -1 for whole rows, not 0"),
+        ({"strategy": "block"}, "block_structure must be two positive integers, such as [128, 128], not None"),
+        ({"strategy": "token"}, "strategy must be tensor, channel, group, tensor_group, block, not 'token'"),
+        ({"type": "complex"}, "type must be int or float and num_bits an integer"),
+        ({"num_bits": 3}, "_proj.weight_packed: integers of 3 bits cannot be read"),
+    ],
+    ids=str,
+)
+def test_schemes_that_cannot_be_read(change: dict[str, object], expected: str, tmp_path: Path) -> None:
+    save(FORMATS["compressed int4"], tmp_path)
+    reconfigure(tmp_path, lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(change))
+    assert expected in refusal(tmp_path)
+
+
+def test_two_schemes_in_one_checkpoint(tmp_path: Path) -> None:
+    """As Kimi's: each weight is of the scheme that fits its tensors."""
+    save(FORMATS["compressed int4"], tmp_path)
+    stock = stock_of(FORMATS["compressed int4"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    rows = FORMATS["compressed fp8 rows"]
+    for key in [key for key in tensors if ".self_attn." in key and ".weight_" in key]:
+        del tensors[key]
+    for name, weight in stock.named_parameters():
+        if ".self_attn." in name and name.endswith("_proj.weight"):
+            stored, values = rows.write(name.removesuffix(".weight"), weight.data)
+            weight.data = values
+            tensors |= stored
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    groups = rows.settings["config_groups"]
+    reconfigure(tmp_path, lambda config: config["quantization_config"].update(format="mixed-precision"))
+    reconfigure(tmp_path, lambda config: config["quantization_config"]["config_groups"].update(group_1=groups["group_0"]))
+    found = load(tmp_path, HEAD)
+    for parameter, expected in stock.named_parameters():
+        if parameter != "lm_head.weight":
+            assert torch.equal(found.get_parameter(parameter), expected), parameter
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
+def test_values_are_those_of_compressed_tensors(name: str) -> None:
+    """The writers of these tests mean what the library does."""
+    compressors = pytest.importorskip("compressed_tensors.compressors", exc_type=ImportError)
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    form = FORMATS[name]
+    stored, values = form.write("m", torch.randn(96, 128, generator=torch.Generator().manual_seed(0)))
+    state = {key.removeprefix("m."): tensor for key, tensor in stored.items()}
+    if name.split()[1] in ("int4", "int8", "fp8"):  # in float32, as here: it multiplies in the dtype of the scales
+        state["weight_scale"] = state["weight_scale"].float()
+    scheme = quantization.QuantizationScheme.model_validate(form.settings["config_groups"]["group_0"])
+    found = compressors.BaseCompressor.get_value_from_registry(form.settings["format"]).decompress(state, scheme)["weight"]
+    assert torch.equal(found.float(), values.to(found.dtype).float())
+
+
+def test_values_are_those_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    form = float8("_scale_inv", (32, 64), {})
+    stored, values = form.write("m", torch.randn(96, 128, generator=torch.Generator().manual_seed(0)))
+    found = Fp8Dequantize(None)._dequantize_one(stored["m.weight"], stored["m.weight_scale_inv"], torch.float32)
+    assert torch.equal(found, values)
