@@ -65,6 +65,7 @@ INTERFACE = {
     "structure",
     "thresholds",
     "timeline",
+    "weight_formats",
     "weights",
 }
 SOURCES = sorted(path for folder in ("injection", "operators", "cpu_backend", "rules") for path in (ROOT / folder).rglob("*.py"))
