@@ -23,8 +23,9 @@ from record import write_rows
 
 from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
+from moegraft.operators.weights import STORED_FORMATS
 
-WEIGHT_TYPES = ("int4", "q4_k", "q4_k+q6_k", "q6_k", "int8")
+WEIGHT_TYPES = ("int4", "int8", "q4_k+q6_k", *sorted(STORED_FORMATS))
 
 
 def layer_rows(threads: int, rounds: float) -> list[dict[str, object]]:

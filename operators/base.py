@@ -81,7 +81,7 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def supports_weight_type(cls, options: Any, weight_type: str) -> bool:
-        """Return whether the operator can compute with the super-blocks of a GGUF file in place.
+        """Return whether the operator can compute with the stored formats of a GGUF file.
 
         Args:
             weight_type: the type to compute with instead of the one in `options`: a stored format such as `q4_k`, or one type for gate and

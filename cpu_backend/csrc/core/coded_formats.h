@@ -5,16 +5,17 @@
 // struct has
 //   kName                  as rule files and Python's FORMATS have it
 //   kColumns, kFileBytes   of a block in the file, which packing keeps
-//   kHeader                the fields of a block that are not codes, in the order in which they are packed; those of 2 bytes are float16
+//   kHeader                the fields of a block that are not codes, in the order in which they are packed; those of 2 bytes are float16,
+//                          and one of 1 byte is the exponent of a power of two
 //   kLowBits, kHighBits    of a stored code: 8, 4 or 2, and 0, 1 or 2 more, which are packed apart
 //   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
 //   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
 //   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
 //   kOffset                of unsigned codes where kMinimum is false
 //   kParts                 of a group, 1 or 2, each with a scale and minimum of its own
-//   stored_code            of a column, from the bytes of a block in the file
+//   stored_codes           of a group, from the bytes of a block in the file
 //   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
-//   Reader<T>              the same for a vector of rows, from a packed block
+//   Reader<T>              the same for a vector of rows: `block` begins a packed block, and `group` sets `scale` and `minimum`
 //
 // The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
 #pragma once
@@ -60,9 +61,19 @@ inline float float_at(const std::uint8_t* bytes) {
   return value;
 }
 
-// The nibble of a column in 16 bytes, whose low halves come first.
-inline int nibble_of(const std::uint8_t* bytes, int column) { return bytes[column % 16] >> (column < 16 ? 0 : 4) & 15; }
-inline int bit_of(const std::uint8_t* bytes, int bit) { return bytes[bit / 8] >> bit % 8 & 1; }
+using GroupCodes = std::uint8_t[kGroup];
+
+// Of 16 bytes whose low halves come first.
+inline void nibbles_of(const std::uint8_t* bytes, GroupCodes& codes) {
+  for (int k = 0; k < 16; ++k) {
+    codes[k] = bytes[k] & 15;
+    codes[k + 16] = bytes[k] >> 4;
+  }
+}
+// Adds a fifth bit, of 4 bytes.
+inline void add_fifth_bits(const std::uint8_t* bytes, GroupCodes& codes) {
+  for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(codes[k] | (bytes[k / 8] >> k % 8 & 1) << 4);
+}
 
 // A field of a packed block, for rows from `row` on; `before` is the number of bytes in front of it in a row's header.
 template <int Bytes>
@@ -154,31 +165,34 @@ struct SixBitScales {
 struct Int8 : OneScale {
   static constexpr const char* kName = "int8";
   static constexpr int kColumns = 32, kFileBytes = 34, kLowBits = 8, kHighBits = 0, kOffset = 128;
-  static int stored_code(const std::uint8_t* block, int column) { return block[2 + column] ^ 128; }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) {
+    for (int k = 0; k < kGroup; ++k) codes[k] = block[2 + k] ^ 128;
+  }
 };
 
 // GGUF's Q4_0.
 struct Int4 : OneScale {
   static constexpr const char* kName = "int4";
   static constexpr int kColumns = 32, kFileBytes = 18, kLowBits = 4, kHighBits = 0, kOffset = 8;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 2, column); }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 2, codes); }
 };
 
 struct Q4K : SixBitScales {
   static constexpr const char* kName = "q4_k";
   static constexpr int kFileBytes = 144, kLowBits = 4, kHighBits = 0;
-  static int stored_code(const std::uint8_t* block, int column) {
-    const int group = column / kGroup;
-    return block[16 + group / 2 * kGroup + column % kGroup] >> 4 * (group % 2) & 15;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const std::uint8_t* pairs = block + 16 + group / 2 * kGroup;  // two groups share 32 bytes
+    for (int k = 0; k < kGroup; ++k) codes[k] = pairs[k] >> 4 * (group % 2) & 15;
   }
 };
 
 struct Q5K : SixBitScales {
   static constexpr const char* kName = "q5_k";
   static constexpr int kFileBytes = 176, kLowBits = 4, kHighBits = 1;
-  static int stored_code(const std::uint8_t* block, int column) {
-    const int group = column / kGroup, place = column % kGroup;
-    return (block[48 + group / 2 * kGroup + place] >> 4 * (group % 2) & 15) | (block[16 + place] >> group & 1) << 4;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const std::uint8_t *pairs = block + 48 + group / 2 * kGroup, *upper = block + 16;
+    for (int k = 0; k < kGroup; ++k)
+      codes[k] = static_cast<std::uint8_t>((pairs[k] >> 4 * (group % 2) & 15) | (upper[k] >> group & 1) << 4);
   }
 };
 
@@ -187,10 +201,11 @@ struct Q6K {
   static constexpr Field kHeader[] = {{208, 2}, {192, 4}, {196, 4}, {200, 4}, {204, 4}};
   static constexpr int kColumns = 256, kFileBytes = 210, kLowBits = 4, kHighBits = 2, kParts = 2, kOffset = 32;
   static constexpr bool kMinimum = false;
-  static int stored_code(const std::uint8_t* block, int column) {
-    const int half = column / 128, quarter = column / kGroup % 4, place = column % kGroup;  // a half has 64 bytes of nibbles
-    return (block[64 * half + 32 * (quarter % 2) + place] >> (quarter < 2 ? 0 : 4) & 15) |
-           (block[128 + 32 * half + place] >> 2 * quarter & 3) << 4;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const int half = group / 4, quarter = group % 4;  // of 128 columns, which share 64 bytes of nibbles and 32 of upper bits
+    const std::uint8_t *low = block + 64 * half + 32 * (quarter % 2), *upper = block + 128 + 32 * half;
+    for (int k = 0; k < kGroup; ++k)
+      codes[k] = static_cast<std::uint8_t>((low[k] >> 4 * (quarter / 2) & 15) | (upper[k] >> 2 * quarter & 3) << 4);
   }
   static GroupScales scales(const std::uint8_t* header, int group) {
     const auto scale = [&](int part) {
@@ -221,7 +236,7 @@ struct Mxfp4 {
   static constexpr int kColumns = 32, kFileBytes = 17, kLowBits = 4, kHighBits = 0, kParts = 1, kOffset = 12;
   static constexpr bool kMinimum = false;
   static constexpr std::uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 1, column); }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 1, codes); }
   static GroupScales scales(const std::uint8_t* header, int) {  // 2^(exponent - 127), halved; the two smallest are subnormal
     const std::uint32_t bits = header[0] < 2 ? 0x00200000u << header[0] : static_cast<std::uint32_t>(header[0] - 1) << 23;
     return {{float_from_bits(bits)}, {}};
@@ -245,7 +260,7 @@ struct NonLinearNibbles {
 struct Iq4Nl : OneScale, NonLinearNibbles {
   static constexpr const char* kName = "iq4_nl";
   static constexpr int kColumns = 32, kFileBytes = 18;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 2, column); }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 2, codes); }
 };
 
 struct Iq4Xs : NonLinearNibbles {
@@ -254,7 +269,7 @@ struct Iq4Xs : NonLinearNibbles {
   static constexpr Field kHeader[] = {{0, 2}, {2, 2}, {4, 4}};
   static constexpr int kColumns = 256, kFileBytes = 136, kParts = 1;
   static constexpr bool kMinimum = false;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 8 + column / kGroup * 16, column % kGroup); }
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) { nibbles_of(block + 8 + 16 * group, codes); }
   static GroupScales scales(const std::uint8_t* header, int group) {
     const int upper = header[2 + group / 4] >> 2 * (group % 4) & 3, lower = header[4 + group / 2] >> 4 * (group % 2) & 15;
     return {{half_at(header) * static_cast<float>((lower | upper << 4) - 32)}, {}};
@@ -279,25 +294,26 @@ struct Iq4Xs : NonLinearNibbles {
 struct Q41 : ScaleAndMinimum {
   static constexpr const char* kName = "q4_1";
   static constexpr int kColumns = 32, kFileBytes = 20, kLowBits = 4, kHighBits = 0;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 4, column); }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 4, codes); }
 };
 
 struct Q50 : OneScale {
   static constexpr const char* kName = "q5_0";
   static constexpr int kColumns = 32, kFileBytes = 22, kLowBits = 4, kHighBits = 1, kOffset = 16;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 6, column) | bit_of(block + 2, column) << 4; }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) {
+    nibbles_of(block + 6, codes);
+    add_fifth_bits(block + 2, codes);
+  }
 };
 
 struct Q51 : ScaleAndMinimum {
   static constexpr const char* kName = "q5_1";
   static constexpr int kColumns = 32, kFileBytes = 24, kLowBits = 4, kHighBits = 1;
-  static int stored_code(const std::uint8_t* block, int column) { return nibble_of(block + 8, column) | bit_of(block + 4, column) << 4; }
+  static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) {
+    nibbles_of(block + 8, codes);
+    add_fifth_bits(block + 4, codes);
+  }
 };
-
-// The two bits of a column in the 64 bytes of Q2_K and Q3_K: a half of a block has 32 of them.
-inline int two_bits_of(const std::uint8_t* bytes, int column) {
-  return bytes[column / 128 * 32 + column % kGroup] >> 2 * (column / kGroup % 4) & 3;
-}
 
 struct Q3K {
   static constexpr const char* kName = "q3_k";
@@ -305,8 +321,9 @@ struct Q3K {
   static constexpr Field kHeader[] = {{108, 2}, {96, 4}, {100, 4}, {104, 4}};
   static constexpr int kColumns = 256, kFileBytes = 110, kLowBits = 2, kHighBits = 1, kParts = 2, kOffset = 4;
   static constexpr bool kMinimum = false;
-  static int stored_code(const std::uint8_t* block, int column) {
-    return two_bits_of(block + 32, column) | (block[column % kGroup] >> column / kGroup & 1) << 2;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const std::uint8_t* four = block + 32 + group / 4 * kGroup;  // four groups share 32 bytes
+    for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>((four[k] >> 2 * (group % 4) & 3) | (block[k] >> group & 1) << 2);
   }
   static GroupScales scales(const std::uint8_t* header, int group) {
     const auto scale = [&](int part) {
@@ -342,7 +359,10 @@ struct Q2K {
   static constexpr Field kHeader[] = {{80, 2}, {82, 2}, {0, 4}, {4, 4}, {8, 4}, {12, 4}};
   static constexpr int kColumns = 256, kFileBytes = 84, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 0;
   static constexpr bool kMinimum = true;
-  static int stored_code(const std::uint8_t* block, int column) { return two_bits_of(block + 16, column); }
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const std::uint8_t* four = block + 16 + group / 4 * kGroup;
+    for (int k = 0; k < kGroup; ++k) codes[k] = four[k] >> 2 * (group % 4) & 3;
+  }
   static GroupScales scales(const std::uint8_t* header, int group) {
     GroupScales found;
     for (int part = 0; part < 2; ++part) {
@@ -381,8 +401,8 @@ struct GroupedNibbles {
   static constexpr int kOffset = 0;
   static constexpr bool kMinimum = true;
   static constexpr int kScaleGroups = Columns / kGroup;
-  static int stored_code(const std::uint8_t* block, int column) {
-    return nibble_of(block + 2 * Scales + 1 + column / kGroup * (kGroup / 2), column % kGroup);
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    nibbles_of(block + 2 * Scales + 1 + kGroup / 2 * group, codes);
   }
   static GroupScales scales(const std::uint8_t* header, int group) {
     const int index = group / kScaleGroups;
@@ -423,7 +443,9 @@ struct Int4Of128 : GroupedNibbles<128, 1> {
 struct Int8Of128 : OneScale {
   static constexpr const char* kName = "int8_g128";
   static constexpr int kColumns = 128, kFileBytes = 130, kLowBits = 8, kHighBits = 0, kOffset = 128;
-  static int stored_code(const std::uint8_t* block, int column) { return block[2 + column] ^ 128; }
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    for (int k = 0; k < kGroup; ++k) codes[k] = block[2 + kGroup * group + k] ^ 128;
+  }
 };
 
 // FP8 of safetensors checkpoints: E4M3 without infinities. The vector of a code has its bits in the place of a float's, and so is 2^120 times
@@ -441,7 +463,9 @@ struct Fp8 : Float8Codes {
   static constexpr const char* kName = "fp8";
   static constexpr Field kHeader[] = {{0, 1}};
   static constexpr int kColumns = 128, kFileBytes = 129, kScaleRows = 4;
-  static int stored_code(const std::uint8_t* block, int column) { return block[1 + column]; }
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    std::memcpy(codes, block + 1 + kGroup * group, kGroup);
+  }
   static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
   template <class T>
   struct Reader {
@@ -456,7 +480,9 @@ struct Fp8Rows : Float8Codes {
   static constexpr const char* kName = "fp8_rows";
   static constexpr Field kHeader[] = {{0, 4}};
   static constexpr int kColumns = 256, kFileBytes = 260;
-  static int stored_code(const std::uint8_t* block, int column) { return block[4 + column]; }
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    std::memcpy(codes, block + 4 + kGroup * group, kGroup);
+  }
   static GroupScales scales(const std::uint8_t* header, int) { return {{float_at(header)}, {}}; }
   template <class T>
   struct Reader {
@@ -561,41 +587,41 @@ struct FormatAt<0, FormatList<First, Rest...>> {
   using Type = First;
 };
 
-// The codes of a group. Low bits: 8 bits, [kk / 4][row][kk % 4] bytes; 4 bits, nibbles [kk / 8][row][kk % 4], low for kk % 8 < 4 and high
-// otherwise; 2 bits, words [row], of columns kk = 16 * word + 4 * j + byte at bits 2j and 2j + 1 of the byte. High bits follow: 2 bits in the
-// same order; 1 bit, a word [row], of column kk = 4 * j + byte at bit j of the byte.
+// The codes of a group are words [row]: as many for the low bits as a code has of them, then as many for the high bits. Byte i of a word has
+// the bits of columns i, i + 4, ... of the word's, the first in the lowest bits; so 8 bits are [kk / 4][row][kk % 4] bytes.
 
-// Calls function(word, byte, first bit, bits, bits below) for the low bits of column kk, and for its high bits.
-template <class Coded, class Function>
-inline void at_bits(int kk, Function function) {
-  constexpr int kLow = Coded::kLowBits, kHigh = Coded::kHighBits;
-  const auto two_bits = [&](int word, int below) { function(word + kk / 16, kk % 4, kk % 16 / 4 * 2, 2, below); };
-  if (kLow == 8) function(kk / 4, kk % 4, 0, 8, 0);
-  if (kLow == 4) function(kk / 8, kk % 4, kk % 8 / 4 * 4, 4, 0);
-  if (kLow == 2) two_bits(0, 0);
-  if (kHigh == 2) two_bits(kLow, kLow);
-  if (kHigh == 1) function(kLow, kk % 4, kk / 4, 1, kLow);
+// Bits `Below` to `Below + Bits` of all codes, four at a time.
+template <int Bits, int Below>
+MOEGRAFT_INLINE void store_bits(const GroupCodes& codes, std::byte* lines, int row) {
+  constexpr std::uint32_t kMask = ((1u << Bits) - 1) * 0x01010101u;
+  for (int word = 0; word < Bits; ++word) {
+    std::uint32_t joined = 0;
+    for (int j = 0; j < 8 / Bits; ++j) {
+      std::uint32_t four;
+      std::memcpy(&four, codes + 4 * (8 / Bits * word + j), 4);
+      joined |= (four >> Below & kMask) << Bits * j;
+    }
+    std::memcpy(lines + word * kWordsBytes + row * 4, &joined, 4);
+  }
 }
 
 template <class Coded>
-inline void store_codes(const std::uint8_t (&codes)[kGroup], std::byte* lines, int row) {
-  constexpr int kWords = Coded::kLowBits + Coded::kHighBits;
-  std::uint8_t words[kWords][4] = {};
-  for (int kk = 0; kk < kGroup; ++kk) {
-    at_bits<Coded>(kk, [&](int word, int byte, int shift, int bits, int below) {
-      words[word][byte] = static_cast<std::uint8_t>(words[word][byte] | (codes[kk] >> below & ((1 << bits) - 1)) << shift);
-    });
-  }
-  for (int word = 0; word < kWords; ++word) std::memcpy(lines + word * kWordsBytes + row * 4, words[word], 4);
+inline void store_codes(const GroupCodes& codes, std::byte* lines, int row) {
+  constexpr int kLow = Coded::kLowBits;
+  store_bits<kLow, 0>(codes, lines, row);
+  if constexpr (Coded::kHighBits > 0) store_bits<Coded::kHighBits, kLow>(codes, lines + kLow * kWordsBytes, row);
 }
 
 // The unsigned code of a column of a group.
 template <class Coded>
 inline int code_at(const std::byte* lines, int row, int kk) {
-  int code = 0;
-  at_bits<Coded>(kk, [&](int word, int byte, int shift, int bits, int below) {
-    code |= (static_cast<int>(lines[word * kWordsBytes + row * 4 + byte]) >> shift & ((1 << bits) - 1)) << below;
-  });
+  const auto bits_of = [&](int first_word, int bits) {
+    const int columns = kGroup / bits;  // in a word
+    const std::byte* word = lines + (first_word + kk / columns) * kWordsBytes + row * 4;
+    return static_cast<int>(word[kk % 4]) >> kk % columns / 4 * bits & ((1 << bits) - 1);
+  };
+  int code = bits_of(0, Coded::kLowBits);
+  if constexpr (Coded::kHighBits > 0) code |= bits_of(Coded::kLowBits, Coded::kHighBits) << Coded::kLowBits;
   if constexpr (kHasTable<Coded>) code = Coded::kTable[code];
   return code;
 }

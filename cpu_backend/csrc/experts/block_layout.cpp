@@ -147,7 +147,7 @@ void store_line(const GroupTile& tile, WeightType type, int k, std::byte* line) 
       for (int lane = 0; lane < kLanes; ++lane)
         words[lane] = ((four(lane, k) ^ 0x08080808u) & 0x0f0f0f0fu) | (((four(lane, k + 4) ^ 0x08080808u) & 0x0f0f0f0fu) << 4);
       break;
-    default: break;  // super-blocks are packed separately
+    default: break;  // formats of files are packed separately
   }
 }
 
@@ -214,8 +214,8 @@ void pack_stored(HalfBlock target, const StoredRowsView& source, int first_row) 
         lines += field.bytes * kBlockRows;
       }
       for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
-        std::uint8_t codes[kGroup];
-        for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(Coded::stored_code(file, group * kGroup + k));
+        GroupCodes codes;
+        Coded::stored_codes(file, group, codes);
         store_codes<Coded>(codes, lines, row);
       }
     }

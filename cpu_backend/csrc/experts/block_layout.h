@@ -10,8 +10,8 @@
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high otherwise}
 // Scales are stored with their weights so that one stream is read in order. Every line is 64 bytes.
 //
-// Those two and all formats of blocks that files store (coded_formats.h) are [block]{fields of the header, each [32 rows]; [group] codes}; the
-// number of columns must be a multiple of a block's. A row's bytes are those of the file.
+// Those two and all formats of files (coded_formats.h) are [block]{fields of the header, each [32 rows]; [group] codes}. Of a file's format,
+// columns must be whole blocks, and a row has the bytes of the file.
 //
 // In the sparse layout each row is read separately, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the place of 16
 // rows of one group above. Quantised rows begin with the float16 scales of all their chunks, padded to a line.
@@ -34,7 +34,8 @@ constexpr int kLayoutVersion = 1;  // increased whenever the meaning of packed b
 constexpr std::size_t block_bytes(WeightType type, int cols) {
   if (!is_coded(type)) return static_cast<std::size_t>(round_up(cols, kGroup)) * kBlockRows * (type == WeightType::kFloat32 ? 4 : 2);
   const CodedFormat& format = coded_format(type);
-  return static_cast<std::size_t>(round_up(round_up(cols, format.columns) / format.columns * format.file_bytes * kBlockRows, 64));
+  const auto blocks = static_cast<std::size_t>(round_up(cols, format.columns) / format.columns);
+  return (blocks * static_cast<std::size_t>(format.file_bytes * kBlockRows) + 63) / 64 * 64;
 }
 
 constexpr int kChunk = kLanes * kGroup;  // columns of a sparse row that share their lines
