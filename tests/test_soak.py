@@ -37,6 +37,7 @@ LOADS, TEXTS, INTERRUPTS = (3, 2000), (24, 10_000), (6, 1000)  # in the short fo
 LOAD_BYTES, TEXT_BYTES = 4096, 512  # growth a round; a layer of these models has 50,000 bytes, its keys of one token 128
 # A short form measures few rounds: only what grows by pages each time can be told from noise.
 SHORT_LOAD_BYTES, SHORT_TEXT_BYTES = 1 << 20, 1 << 20
+# PyTorch keeps what it has prepared for convolutions by their shape (oneDNN, up to 1,024): qwen3_next's texts fill that in the first third.
 MODELS = (("qwen3_moe", "cpu-exact"), ("gpt_oss", "cpu"), ("qwen3_next", "cpu-exact"))
 
 
