@@ -63,7 +63,7 @@ def kernels(session: Session) -> None:
     session.case("ceilings", partial(_ceilings_rows, session), limit_s=60)
     tokens = (1, 4) if session.emulated else TOKENS
     types = WEIGHTS[:2] if session.emulated else WEIGHTS
-    for weights in types[:3]:
+    for weights in types[: 1 if session.emulated else 3]:
         session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
     for weights in types[:1] if session.emulated else types[:3]:
         session.case(f"tune {weights}", partial(tune, session, weights), limit_s=150)

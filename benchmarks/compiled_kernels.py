@@ -44,7 +44,7 @@ SHAPES = {
     "qwen3.5-35b": (2048, 512, 256, 8),
     "qwen3.5-122b": (3072, 1024, 256, 8),
 }
-# Compiled in every run of the tests.
+# Compiled by the tests: half of them in every run.
 SAMPLE = (
     "slots qwen3-30b int4 bfloat16 T=1",
     "slots qwen3-30b bfloat16 bfloat16 T=512",

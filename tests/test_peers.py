@@ -150,7 +150,10 @@ def test_common_model_tests(family: str, common: Any, capsys: pytest.CaptureFixt
 
 
 def test_evaluation_harness(long: bool, tmp_path: Path) -> None:
-    """The scores of a task that needs no download are those of the stock model."""
+    """The scores of a task that needs no download are those of the stock model.
+
+    It is the project's: those of the harness have data of the Hub, and the ones that generate it (RULER's) fetch NLTK's.
+    """
     if not long:
         pytest.skip("takes minutes: pytest --long")
     pytest.importorskip("lm_eval", reason="the evaluation harness is not installed (pip install lm-eval)")

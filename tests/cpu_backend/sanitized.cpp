@@ -287,6 +287,18 @@ void small_parts(const std::string& isa) {
       runtime.norm({x.data(), weight.data(), out.data(), type, rows, cols, {1e-5f, 1.0f, true}});
       runtime.norm({x.data(), nullptr, out.data(), type, rows, cols, {1e-5f, 0.0f, false}});
     }
+    for (const std::int64_t inner : {0, 5}) {  // without inner values, neither matrix has an address
+      const std::int64_t rows = 3, cols = 70;
+      auto values_of = [&](std::int64_t count) {
+        return inner == 0 ? std::vector<std::byte>() : elements(type, values(static_cast<std::size_t>(count), 6));
+      };
+      auto a = values_of(rows * inner), b = values_of(inner * cols);
+      std::vector<std::byte> out(element_bytes(type) * rows * cols, std::byte{1});
+      const MatrixView left = {a.data(), 0, inner, 1}, right = {b.data(), 0, cols, 1}, product = {out.data(), 0, cols, 1};
+      runtime.matmul({type, left, right, product, 1, rows, inner, cols});
+      const bool zeros = std::all_of(out.begin(), out.end(), [](std::byte value) { return value == std::byte{0}; });
+      expect(zeros == (inner == 0), "a product");
+    }
     for (const std::int64_t tokens : {1, 11}) {
       const int hidden = 45, experts = 12, top_k = 3;
       const auto x = elements(type, values(static_cast<std::size_t>(tokens) * hidden, 3)),

@@ -259,13 +259,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_random_calls(isa: str, first: int, count: int) -> None:
-    runtimes = [Runtime(threads=1, isa=isa), Runtime(threads=2, isa=isa, share_threads=False)]
+    """On one thread, on the runtime's own threads, and one call in eight on PyTorch's, which wait for work at the cost of all others."""
+    one, own, shared = Runtime(1, isa), Runtime(2, isa, share_threads=False), Runtime(2, isa)
     for number in range(first, first + count):
         chance = random.Random(number)
         torch.manual_seed(number)
         act = chance.choice(CALLS)
+        runtime = shared if number % 8 == 0 else chance.choice((one, own))
+        torch.set_num_threads(2 if runtime is shared else 1)
+        assert runtime.shares_threads == (runtime is not own)  # with one thread, both are the caller
         try:
-            act(chance.choice(runtimes), chance)
+            act(runtime, chance)
         except BaseException as error:
             error.add_note(f"call {number}: {act.__name__} with {isa}")
             raise
+        finally:
+            torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 from typer.testing import CliRunner
 
 from moegraft.cpu_backend import PackedExperts
-from moegraft.injection import optimize_and_load
+from moegraft.injection import build_meta_model, graft, optimize_and_load, plan
 from moegraft.injection.cli.chat.conversation import Message, SavedChat, read_chat, write_chat
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
@@ -293,6 +293,8 @@ def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
     STOCK.append(_model())
+    model = build_meta_model(demo_path(), weights=True)
+    graft(model, plan(model, "cpu"))  # what each load imports and caches on first use; no thread is started
     gc.freeze()  # so that collections in the children copy no pages
     print("ready", flush=True)
     for line in sys.stdin:

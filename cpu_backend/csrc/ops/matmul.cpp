@@ -32,7 +32,8 @@ void MatmulJob::prepare(AlignedMemory& memory, AlignedMemory* workers) {
   auto* halves = reinterpret_cast<std::uint16_t*>(widened + elements);
   widened_ = widened;
   halves_ = halves;
-  for (std::int64_t i = 0; i < args_.batch; ++i)
+  const std::int64_t batch = args_.inner == 0 ? 0 : args_.batch;  // without values the arrays may have no address
+  for (std::int64_t i = 0; i < batch; ++i)
     for (std::int64_t row = 0; row < args_.rows; ++row, widened += padded_, halves += padded_) {
       const std::byte* source = args_.a.data + static_cast<std::ptrdiff_t>(bytes) * (i * args_.a.batch_stride + row * args_.a.row_stride);
       kernels_.widen(args_.type, source, widened, static_cast<int>(args_.inner));
@@ -61,17 +62,18 @@ void MatmulJob::compute(int unit, float* sums) const {
   const int cols = static_cast<int>(std::min(unit_cols_, args_.cols - first)), stride = round_up(cols, 32);
   const int inner = static_cast<int>(args_.inner), type = static_cast<int>(args_.type);
   const bool dots = inner <= 1 || b.row_stride == 1;
-  const std::byte* columns = b.data + bytes * (matrix * b.batch_stride + first * b.col_stride);
+  const std::byte* columns = inner == 0 ? nullptr : b.data + bytes * (matrix * b.batch_stride + first * b.col_stride);
   for (std::int64_t row = 0; row < args_.rows; row += kAttentionRows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(kAttentionRows, args_.rows - row));
     const std::ptrdiff_t place = padded_ * static_cast<std::ptrdiff_t>(matrix * args_.rows + row);
-    if (dots) {
+    if (dots && inner > 0) {
       const std::ptrdiff_t column = bytes * b.col_stride;
       kernels_.attention.score[type](
           {widened_ + place, halves_ + place, padded_, rows, columns, columns + 16 * column, column, cols, inner, sums, stride});
     } else {
       std::fill_n(sums, static_cast<std::ptrdiff_t>(rows) * stride, 0.0f);
-      kernels_.attention.mix[type]({widened_ + place, padded_, rows, columns, bytes * b.row_stride, inner, cols, sums, stride});
+      if (inner > 0)
+        kernels_.attention.mix[type]({widened_ + place, padded_, rows, columns, bytes * b.row_stride, inner, cols, sums, stride});
     }
     for (int r = 0; r < rows; ++r) {
       float* sum = sums + static_cast<std::ptrdiff_t>(r) * stride;

@@ -15,9 +15,10 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="this process compiles kernels itself")
-def test_kernels_compile_for_real_gpus() -> None:
+def test_kernels_compile_for_real_gpus(long: bool) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).parent / "compiled")]
+    command += ["--long"] if long else []
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
