@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -85,30 +85,31 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
             half-built model is left.
     """
     registry = registry or load_registry()
-    target: MetaModel | PreTrainedModel
-    if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
-        _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
-        target = model
-    elif isinstance(model, str | os.PathLike | PreTrainedModel):
-        target = build_meta_model(
-            model, weights=not dry_run, checkpoint=checkpoint, gguf=gguf, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    else:
+    rule_file = _read_rules(rules, vars, registry)
+    if distributed_config is not None:
+        check_distributed_config(distributed_config, process_count())
+
+    def opened() -> MetaModel | PreTrainedModel:
+        if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
+            _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
+            return model
+        if isinstance(model, str | os.PathLike | PreTrainedModel):
+            return build_meta_model(
+                model, weights=not dry_run, checkpoint=checkpoint, gguf=gguf, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
         )
 
-    rule_file = _read_rules(rules, vars, registry)
     options: dict[str, Any] = {
         "threads": threads,
         "device_map": device_map,
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
-    if distributed_config is not None:
-        check_distributed_config(distributed_config, process_count())
     if process_count() > 1 and rule_file.shares != "none" and not dry_run:
-        return _load_divided(target, rule_file, registry, options, progress=progress)
+        return _load_divided(opened, rule_file, registry, options, progress=progress)
+    target = opened()
     the_plan = plan(target, rule_file, registry=registry)
     _log_notices(the_plan)
     if dry_run:
@@ -117,11 +118,17 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
 
 def _load_divided(
-    target: MetaModel | PreTrainedModel, rules: RuleFile, registry: OperatorRegistry, options: dict[str, Any], *, progress: bool
+    opened: Callable[[], MetaModel | PreTrainedModel],
+    rules: RuleFile,
+    registry: OperatorRegistry,
+    options: dict[str, Any],
+    *,
+    progress: bool,
 ) -> PreTrainedModel:
     """Load this process's share of a model; where one process fails, all do."""
     processes = Processes()
     with processes.agreed():
+        target = opened()
         if not isinstance(target, MetaModel):
             raise UnsupportedModelError(
                 "this model is in memory, and several processes share a checkpoint: pass its folder or hub id, or set "
@@ -135,10 +142,9 @@ def _load_divided(
         if shares.rank == 0:
             _log_notices(the_plan)
         threads = options["threads"] or own_threads(default_threads())
-        group = processes.group(shares)
-        grafted = graft(target, the_plan, **{**options, "threads": threads}, expert_group=group)
-        model = load(grafted, progress=progress)
-    return model
+        torch.set_num_threads(threads)  # torchrun sets 1
+        grafted = graft(target, the_plan, **{**options, "threads": threads}, expert_group=processes.group(shares))
+        return load(grafted, progress=progress)
 
 
 def _log_notices(the_plan: Plan) -> None:

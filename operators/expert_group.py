@@ -148,6 +148,9 @@ class ExpertGroup:
         peers: all ranks, this one included.
         group: a gloo group of all ranks, for this object alone; its time-out is that of this object.
         timeout_s: after which a rank that does not answer is lost. Rank 0 sends a sign of life in a quarter of this time.
+
+    Attributes:
+        on_lost: called once on rank 0 when another rank is lost, from any thread.
     """
 
     def __init__(self, shares: Shares, peers: Sequence[Peer], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S) -> None:
@@ -163,6 +166,7 @@ class ExpertGroup:
         self._own_s = 0.0
         self._calls = 0
         self._warned = False
+        self.on_lost: Callable[[], None] = lambda: None
         if shares.rank == 0:
             atexit.register(self.close)
             threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True).start()
@@ -194,7 +198,7 @@ class ExpertGroup:
         """
         num_experts, compute = self._layers[layer]
         with self._lock:
-            self._check()
+            self.require_alive()
             asked = [
                 link
                 for link in self._others
@@ -236,7 +240,7 @@ class ExpertGroup:
         array = np.frombuffer(content or text, np.uint8)
         numbers = 0, DONE if content else FAILED, 0, 0, len(array)
         with self._lock:
-            self._check()
+            self.require_alive()
             for link in self._others:
                 self._guarded(link.peer, partial(link.tell, RESULT, numbers, [array]))
 
@@ -248,8 +252,8 @@ class ExpertGroup:
                 try:
                     for link in self._others:
                         self._guarded(link.peer, partial(link.tell, ALIVE))
-                except GroupLostError as error:
-                    logger.error("%s", error)
+                except GroupLostError:
+                    return
 
     def close(self) -> None:
         """Let the other ranks end. On them, and when called again, nothing happens."""
@@ -290,7 +294,11 @@ class ExpertGroup:
                     own_us,
                 )
 
-    def _check(self) -> None:
+    def require_alive(self) -> None:
+        """
+        Raises:
+            GroupLostError: another rank is lost, or the model is closed.
+        """
         if self._failure is not None:
             raise GroupLostError(self._failure)
         if self._closed.is_set():
@@ -305,6 +313,9 @@ class ExpertGroup:
     def _lose(self, peer: Peer, error: Exception) -> NoReturn:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         self._failure = f"{peer} has ended or does not answer ({reason}); its experts are lost: start all ranks again"
+        if self.rank == 0:
+            logger.error("%s", self._failure)
+            self.on_lost()
         raise GroupLostError(self._failure) from error
 
     # On the other ranks

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options, talks_to_user
 from moegraft.injection.cli.output import Terminal, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
@@ -61,17 +64,25 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     _require_server()
     terminal = open_terminal()
     # Before weights are read, so that an address in use is reported at once.
-    listening = _listen(options.host, options.port)
+    listening = _listen(options.host, options.port) if talks_to_user() else socket.socket()
     with listening, library_log(terminal):
         from moegraft.injection.cli.models import load_model
         from moegraft.injection.cli.serve.service import Limits, Service
+        from moegraft.injection.injected import injection_of
 
         limits = Limits(options.max_queue, options.max_tokens, options.max_body, options.max_batch, options.prefill_chunk)
-        service = Service(load_model(model, terminal), limits)
+        loaded = load_model(model, terminal)
+        injection = injection_of(loaded.model)
+        group = None if injection is None else injection.context.expert_group
+        if group is not None:
+            group.on_lost = partial(os.kill, os.getpid(), signal.SIGTERM)  # without its experts, nothing can be answered
+        service = Service(loaded, limits)
         try:
             _run(service, listening, options, terminal)
         finally:
             service.close()
+        if group is not None:
+            group.require_alive()
 
 
 def _require_server() -> None:

@@ -1,0 +1,192 @@
+"""Experts over several processes: equal to one process in every family, and no process waits for one that is gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from support.families import save_checkpoint, served_cases
+from support.ranks import end, start_ranks
+
+from moegraft.injection import plan, read_rules
+from moegraft.injection.api import build_meta_model
+from moegraft.injection.parallel import check_distributed_config, divide_by_speed
+from moegraft.operators.errors import NotEnoughMemoryError, RuleFileError, UnsupportedModelError
+from moegraft.operators.expert_group import Shares
+from moegraft.operators.registry import load_registry
+
+FEW = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
+GENERATING = tuple(case.model_type for case in served_cases() if case.generates)
+# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, and what other ranks returned.
+COMPARE = textwrap.dedent(
+    """
+    import json, sys, torch
+    from pathlib import Path
+    from support.families import prompt, served_cases, stock_model
+    from moegraft.injection import optimize_and_load
+
+    rules = sys.argv[1]
+    for path in map(Path, sys.argv[2:]):
+        case = next(case for case in served_cases() if case.model_type == path.name)
+        model = optimize_and_load(path, rules, progress=False)
+        ids = prompt(9, batch=2)
+        found = model.generate(ids, max_new_tokens=8, do_sample=False)
+        if model.moegraft.follows:
+            print(json.dumps({"model": path.name, "tokens": found.tolist()}))
+            model.moegraft.follow()
+            continue
+        stock = stock_model(case, path)
+        with torch.no_grad():
+            logits, expected = (each(input_ids=ids).logits.double() for each in (model, stock))
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        expected = stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+        calls = [row["calls"] for row in model.moegraft.statistics()["ranks"]]
+        print(json.dumps({"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}))
+        model.moegraft.close()
+    """
+)
+# Generates until it is ended.
+FOREVER = textwrap.dedent(
+    """
+    import sys, torch
+    from support.families import prompt
+    from moegraft.injection import optimize_and_load
+
+    model = optimize_and_load(sys.argv[1], "cpu-exact", progress=False)
+    print("ready", flush=True)
+    if model.moegraft.follows:
+        model.moegraft.follow()
+    while True:
+        model(input_ids=prompt(3))
+    """
+)
+
+
+def saved(folder: Path, model_type: str) -> Path:
+    case = next(case for case in served_cases() if case.model_type == model_type)
+    save_checkpoint(case, folder / model_type)
+    return folder / model_type
+
+
+def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
+    file = folder / "divided.yaml"
+    file.write_text(f"extends: {base}\nparallel: {{shares: {shares}}}\n")
+    return file
+
+
+def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
+    models = [str(saved(folder, family)) for family in families]
+    results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
+    assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)
+    lead, *others = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
+    assert [row["model"] for row in lead] == list(families)
+    for place, row in enumerate(lead):
+        assert row["error"] < 1e-5, row["model"]
+        assert row["tokens"] == row["expected"], row["model"]
+        assert min(row["calls"]) > 0, f"{row['model']}: every rank has computed"
+        assert all(other[place]["tokens"] == row["tokens"] for other in others)
+
+
+def test_three_ranks_equal_the_stock_model(tmp_path: Path, long: bool) -> None:
+    compare(tmp_path, GENERATING if long else FEW, "[3, 2, 1]", 3, timeout_s=3000 if long else 180)
+
+
+def test_two_ranks_equal_the_stock_model_in_every_family(tmp_path: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("three ranks show the same in less time; --long runs both")
+    compare(tmp_path, GENERATING, "[5, 1]", 2, timeout_s=3000)
+
+
+def test_a_killed_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    ranks = start_ranks(["-c", FOREVER, str(saved(tmp_path, "mixtral"))], 3)
+    for each in ranks:
+        assert each.stdout is not None and each.stdout.readline() == "ready\n"
+    ranks[1].kill()
+    began = time.monotonic()
+    (lead, _, said), (killed, _, _), (third, _, _) = end(ranks)
+    assert time.monotonic() - began < 60
+    assert killed == -signal.SIGKILL and lead == 1 and third in (0, 1)
+    assert "GroupLostError: rank 1 on " in said and "start all ranks again" in said
+
+
+def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
+    model = saved(tmp_path, "mixtral")
+    code = textwrap.dedent(
+        """
+        import os, sys
+        from moegraft.injection import optimize_and_load
+        folder = sys.argv[1] if os.environ["RANK"] == "0" else sys.argv[2]
+        optimize_and_load(folder, "cpu-exact", progress=False)
+        """
+    )
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((model / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    results = end(start_ranks(["-c", code, str(model), str(broken)], 2))
+    assert [code for code, _, _ in results] == [1, 1]
+    assert "MoegraftError: rank 1 on " in results[0][2] and "broken/model.safetensors" in results[0][2]
+    assert "CheckpointError: " in results[1][2]
+
+
+def test_a_rank_holds_the_bytes_of_its_share_alone(tmp_path: Path) -> None:
+    meta = build_meta_model(saved(tmp_path, "qwen3_moe"), weights=True)
+    whole = plan(meta, "cpu")
+    parts = [plan(meta, "cpu", shares=Shares((3, 2, 1), rank)) for rank in range(3)]
+    experts = [sum(swap.footprint.total_bytes for swap in each.swaps if swap.operator == "hybrid_experts") for each in [whole, *parts]]
+    assert sum(experts[1:]) == experts[0] and experts[1] > experts[2] > experts[3] > 0
+    assert [each.rest_bytes for each in parts] == [whole.rest_bytes, 0, 0]
+    assert {swap.operator for swap in parts[1].swaps} == {"hybrid_experts"}
+
+
+def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
+    for sizes in [(1.0,), (3, 2, 1), (100, 1, 1, 1), (1, 1, 1, 100), (0.1, 0.1)]:
+        for count in (len(sizes), 7, 8, 129):
+            if count < len(sizes):
+                continue
+            ranges = [Shares(sizes, rank).experts(count) for rank in range(len(sizes))]
+            assert [expert for each in ranges for expert in each] == list(range(count))
+            assert all(len(each) > 0 for each in ranges)
+    assert [len(Shares((3, 2, 1), rank).experts(12)) for rank in range(3)] == [6, 4, 2]
+    with pytest.raises(UnsupportedModelError, match="2 experts cannot be spread over 3 processes"):
+        Shares((1, 1, 1), 0).experts(2)
+
+
+def test_automatic_shares_follow_speed_within_memory() -> None:
+    assert divide_by_speed([30, 10], [1000, 1000], 1000) == pytest.approx([0.75, 0.25])
+    assert divide_by_speed([30, 10, 10], [500, 1000, 1000], 1000) == pytest.approx([0.5, 0.25, 0.25])
+    with pytest.raises(NotEnoughMemoryError, match="400 B, 500 B"):
+        divide_by_speed([1, 1], [400, 500], 1000)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [("[1, 0]", "shares must be"), ("[]", "shares must be"), ("fast", "shares must be"), ("[1, .inf]", "shares must be")],
+)
+def test_wrong_shares_are_refused_with_their_place(tmp_path: Path, shares: str, message: str) -> None:
+    with pytest.raises(RuleFileError, match=rf"divided.yaml:2:\d+: error: {message}"):
+        read_rules(rules_with(tmp_path, shares), registry=load_registry())
+
+
+def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
+    meta = build_meta_model(saved(tmp_path, "qwen3_moe"))
+    for base, reason in (("hybrid", "with several processes, experts run on the CPU"), ("sparse", "sparsity is not supported")):
+        with pytest.raises(RuleFileError, match=reason):
+            plan(meta, base, shares=Shares((1, 1), 0))
+
+
+def test_the_description_of_other_parallelism_is_refused_by_name() -> None:
+    class Config:
+        tp_size = ep_size = 2
+        tp_plan: dict[str, str] = {}
+
+    check_distributed_config(Config(), 2)
+    with pytest.raises(UnsupportedModelError, match=r"ep_size is 2, and 3|tp_size is 2, and 3"):
+        check_distributed_config(Config(), 3)
+    Config.tp_plan = {"layers.*": "colwise"}
+    with pytest.raises(UnsupportedModelError, match="tp_plan"):
+        check_distributed_config(Config(), 2)
