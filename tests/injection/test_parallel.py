@@ -6,6 +6,7 @@ import json
 import signal
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,27 @@ COMPARE = textwrap.dedent(
         calls = [row["calls"] for row in model.moegraft.statistics()["ranks"]]
         print(json.dumps({"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}))
         model.moegraft.close()
+    """
+)
+# For each rule file, prints what a process alone (`alone.yaml` beside it) and all ranks generate with the bundled model.
+RULES = textwrap.dedent(
+    """
+    import json, sys
+    from pathlib import Path
+    from transformers import AutoTokenizer
+    from moegraft.injection import optimize_and_load
+    from moegraft.injection.demo import demo_path
+
+    ids = AutoTokenizer.from_pretrained(demo_path())("First Citizen: Before we", return_tensors="pt").input_ids
+    for rules in map(Path, sys.argv[1:]):
+        model = optimize_and_load(demo_path(), rules, dtype="float32", progress=False)
+        if model.moegraft.follows:
+            model.moegraft.follow()
+            continue
+        found = model.generate(ids, max_new_tokens=24, do_sample=False).tolist()
+        model.moegraft.close()
+        alone = optimize_and_load(demo_path(), rules.with_name("alone-" + rules.name), dtype="float32", progress=False)
+        print(json.dumps([rules.stem, found, alone.generate(ids, max_new_tokens=24, do_sample=False).tolist()]))
     """
 )
 # Generates until it is ended.
@@ -99,6 +121,51 @@ def test_two_ranks_equal_the_stock_model_in_every_family(tmp_path: Path, long: b
     if not long:
         pytest.skip("three ranks show the same in less time; --long runs both")
     compare(tmp_path, GENERATING, "[5, 1]", 2, timeout_s=3000)
+
+
+def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> None:
+    experts = "rules: [{id: experts, match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: %s, cache_dir: %s}}}]"
+    texts = {
+        "drafts": "extends: speculative",
+        "quantised": "extends: cpu\nrules: [{match: {kind: model}, replace: {class: quantized_kv_cache}}]",
+        "packed": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
+        "mapped": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(f"{text}\nparallel: {{shares: [1, 2]}}\n")
+        (tmp_path / f"alone-{name}.yaml").write_text(f"{text}\nparallel: {{shares: none}}\n")
+    results = end(start_ranks(["-c", RULES, *(str(tmp_path / f"{name}.yaml") for name in texts)], 2), 180)
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    rows = [json.loads(line) for line in results[0][1].splitlines()]
+    assert [name for name, _, _ in rows] == list(texts)
+    for name, found, alone in rows:
+        assert found == alone, name
+    layers = 5
+    assert len(list((tmp_path / "packed").glob("*.experts"))) == 3 * layers, "a file for each share, and for all experts"
+
+
+def test_the_server_answers_eight_clients_and_ends_when_a_rank_is_killed() -> None:
+    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0"], 2)
+    lead = ranks[0].stderr
+    assert lead is not None
+    address = ""
+    while not address:
+        line = lead.readline()
+        assert line, "the server has ended"
+        address = next((word for word in line.split() if word.startswith("http") and word.endswith("/v1")), "")
+    openai = pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+    model = client.models.list().data[0].id
+
+    def answer(_: int) -> str:
+        return str(client.completions.create(model=model, prompt="First Citizen:", max_tokens=8, temperature=0).choices[0].text)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(answer, range(8)))
+    assert len(set(answers)) == 1 and answers[0]
+    ranks[1].kill()
+    (code, _, said), _ = end(ranks)
+    assert code == 2 and "rank 1 on " in said and "start all ranks again" in said
 
 
 def test_a_killed_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:

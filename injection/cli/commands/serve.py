@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from moegraft.injection.cli.output import Terminal, library_log, open_terminal, 
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service
+    from moegraft.operators.expert_group import ExpertGroup
 
 PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -74,11 +73,9 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
         loaded = load_model(model, terminal)
         injection = injection_of(loaded.model)
         group = None if injection is None else injection.context.expert_group
-        if group is not None:
-            group.on_lost = partial(os.kill, os.getpid(), signal.SIGTERM)  # without its experts, nothing can be answered
         service = Service(loaded, limits)
         try:
-            _run(service, listening, options, terminal)
+            _run(service, listening, options, terminal, group)
         finally:
             service.close()
         if group is not None:
@@ -108,7 +105,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror or error}; give another --host or --port") from error
 
 
-def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal) -> None:
+def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal, group: ExpertGroup | None) -> None:
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app
@@ -122,4 +119,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=most)
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+    if group is not None:
+        group.on_lost = partial(setattr, server, "should_exit", True)  # without its experts, nothing can be answered
+    server.run(sockets=[listening])
