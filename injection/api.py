@@ -16,11 +16,10 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.cpu_backend import default_threads
 from moegraft.injection.grafting import graft
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.parallel import Processes, check_distributed_config, own_threads, process_count
+from moegraft.injection.parallel import Processes, check_distributed_config, process_count
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -141,10 +140,9 @@ def _load_divided(
         the_plan = plan(target, rules, registry=registry, shares=shares)
         if shares.rank == 0:
             _log_notices(the_plan)
-        threads = options["threads"] or own_threads(default_threads())
-        torch.set_num_threads(threads)  # torchrun sets 1
-        grafted = graft(target, the_plan, **{**options, "threads": threads}, expert_group=processes.group(shares))
-        return load(grafted, progress=progress)
+        group = processes.group(shares)
+        torch.set_num_threads(options["threads"] or group.threads)  # torchrun sets 1
+        return load(graft(target, the_plan, **options, expert_group=group), progress=progress)
 
 
 def _log_notices(the_plan: Plan) -> None:

@@ -51,11 +51,6 @@ def _number(variable: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def own_threads(cores: int) -> int:
-    """Return the threads of one of the processes on this machine, which share its cores."""
-    return max(1, cores // max(1, _number("LOCAL_WORLD_SIZE", 1)))
-
-
 def check_distributed_config(config: Any, processes: int) -> None:
     """Check transformers' `DistributedConfig`, which may describe these processes; experts are divided by the rule file alone.
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from moegraft.cpu_backend import default_threads
 from moegraft.operators.cpu import ELEMENT_CODES, as_array
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
 
@@ -160,6 +161,7 @@ class ExpertGroup:
         self._layers: list[tuple[int, Compute]] = []
         self._lock = threading.Lock()  # of rank 0's messages
         self._others = [_Link(peer, group) for peer in peers if peer.rank] if shares.rank == 0 else []
+        self._local = sum(peer.host == peers[shares.rank].host for peer in peers)
         self._leader = _Wire(peers[0], group)
         self._failure: str | None = None
         self._closed = threading.Event()
@@ -174,6 +176,11 @@ class ExpertGroup:
     @property
     def rank(self) -> int:
         return self.shares.rank
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of one of the ranks on this machine, which share its cores."""
+        return max(1, default_threads() // self._local)
 
     def join(self, num_experts: int, compute: Compute) -> int:
         """Add a layer and return its number.

@@ -204,8 +204,6 @@ class HybridExperts(Operator):
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
         context.replays_steps = context.replays_steps and cls.replays_steps(options)
-        if context.expert_group is not None:
-            context.replays_steps = False  # a program has no messages
         warn = partial(context.warn_once, logger)
         return cls(read_layout(module), options, runtime, draft, warn, sparsity, engines, context.expert_group)
 
@@ -355,7 +353,9 @@ class HybridExperts(Operator):
         return piece
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
+        # A recorded step sends messages again only if they are part of an operation.
+        messages = self._group is not None and torch._C._len_torch_dispatch_stack() > 0
+        if messages or torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
             routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
             return routed
         return self.compute(hidden_states, top_k_index, top_k_weights)

@@ -66,9 +66,10 @@ RULES = textwrap.dedent(
             model.moegraft.follow()
             continue
         found = model.generate(ids, max_new_tokens=24, do_sample=False).tolist()
+        replayed = model.moegraft.statistics()["decode_steps"].get("replayed_steps", 0)
         model.moegraft.close()
         alone = optimize_and_load(demo_path(), rules.with_name("alone-" + rules.name), dtype="float32", progress=False)
-        print(json.dumps([rules.stem, found, alone.generate(ids, max_new_tokens=24, do_sample=False).tolist()]))
+        print(json.dumps([rules.stem, replayed, found, alone.generate(ids, max_new_tokens=24, do_sample=False).tolist()]))
     """
 )
 # Generates until it is ended.
@@ -137,9 +138,10 @@ def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> Non
     results = end(start_ranks(["-c", RULES, *(str(tmp_path / f"{name}.yaml") for name in texts)], 2), 180)
     assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
     rows = [json.loads(line) for line in results[0][1].splitlines()]
-    assert [name for name, _, _ in rows] == list(texts)
-    for name, found, alone in rows:
+    assert [name for name, *_ in rows] == list(texts)
+    for name, replayed, found, alone in rows:
         assert found == alone, name
+        assert (replayed > 0) == (name != "quantised"), f"{name}: programs append to a plain cache"
     layers = 5
     assert len(list((tmp_path / "packed").glob("*.experts"))) == 3 * layers, "a file for each share, and for all experts"
 
