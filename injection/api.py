@@ -126,6 +126,8 @@ def _load_divided(
 ) -> PreTrainedModel:
     """Load this process's share of a model; where one process fails, all do."""
     processes = Processes()
+    threads = options["threads"] or processes.threads
+    torch.set_num_threads(threads)  # torchrun sets 1
     with processes.agreed():
         target = opened()
         if not isinstance(target, MetaModel):
@@ -141,8 +143,10 @@ def _load_divided(
         if shares.rank == 0:
             _log_notices(the_plan)
         group = processes.group(shares)
-        torch.set_num_threads(options["threads"] or group.threads)  # torchrun sets 1
-        return load(graft(target, the_plan, **options, expert_group=group), progress=progress)
+        model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
+    processes.close()
+    group.start()
+    return model
 
 
 def _log_notices(the_plan: Plan) -> None:

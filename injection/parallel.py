@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moegraft.injection.planning import Plan, human_bytes
 from moegraft.injection.rules.rule import ShareRule
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError
-from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares
+from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
@@ -71,13 +71,12 @@ def check_distributed_config(config: Any, processes: int) -> None:
 class _Offer:
     """What a process has for experts."""
 
-    host: str
     free_bytes: int
     read_gbps: float
 
 
 class Processes:
-    """All processes of this program, which exist until it ends.
+    """All processes of this program, which exist until it ends, and a connection for them to agree, until `close`.
 
     Raises:
         MoegraftError: they cannot reach each other.
@@ -98,6 +97,12 @@ class Processes:
         except (RuntimeError, ValueError) as error:
             raise MoegraftError(f"the {self.count} processes cannot reach each other: {error}") from error
         self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
+        self._local = _number("LOCAL_WORLD_SIZE", 0) or sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of each of the processes on this machine, which share its cores."""
+        return threads_of_each(self._local)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -139,9 +144,20 @@ class Processes:
             whole: the plan of one process that holds everything.
 
         Raises:
-            UnsupportedModelError: the rule file has shares for another number of processes.
+            UnsupportedModelError: the rule file has shares for another number of processes, or another process has other rules or another
+                model.
             NotEnoughMemoryError: the experts do not fit in the memory of all processes.
         """
+        layers = [
+            (swap.module, swap.operator, swap.operator_type.identity(swap.options), swap.footprint.total_bytes)
+            for swap in whole.swaps
+            if swap.operator_type.kind == "experts"
+        ]
+        others = self._gathered((rule, layers))
+        for peer, found in zip(self.peers, others, strict=True):
+            if found != others[0]:
+                what = "a model or rules with other experts" if found[0] == others[0][0] else f"shares {found[0]}, not {others[0][0]}"
+                raise UnsupportedModelError(f"{peer} has {what}; give all processes the same files")
         if rule != "auto":
             assert rule != "none", "such rules start no group"
             if len(rule) != self.count:
@@ -149,8 +165,7 @@ class Processes:
                     f"parallel.shares has {len(rule)} numbers, and {self.count} processes were started; give one for each, or 'auto'"
                 )
             return Shares(rule, self.rank)
-        local = max(1, _number("LOCAL_WORLD_SIZE", 1))
-        offers = self._gathered(_Offer(socket.gethostname(), probe_machine().available_bytes // local, _read_gbps()))
+        offers = self._gathered(_Offer(probe_machine().available_bytes // self._local, _read_gbps()))
         experts = sum(swap.footprint.by_device.get("cpu", 0) for swap in whole.swaps if swap.operator_type.kind == "experts")
         rest = whole.bytes_by_device.get("cpu", 0) - experts
         sizes = divide_by_speed(
@@ -166,6 +181,10 @@ class Processes:
 
     def group(self, shares: Shares) -> ExpertGroup:
         return ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+
+    def close(self) -> None:
+        """Free what was needed to agree."""
+        dist.destroy_process_group(self._waiting)
 
 
 def divide_by_speed(speeds: Sequence[float], memory: Sequence[int], needed: int) -> list[float]:

@@ -37,7 +37,7 @@ class InjectionContext:
 
     Attributes:
         dtype: the dtype of activations and of modules that are not replaced.
-        threads: CPU threads of the operators; 0 for one per physical core, of which the ranks of a machine have their parts.
+        threads: CPU threads of the operators; 0 for one per physical core.
         expert_group: the processes that hold the experts; None where this one holds all.
         draft_switch: how many experts run while a draft is computed.
         cache_form: the form that the rules give the key-value cache.
@@ -58,7 +58,7 @@ class InjectionContext:
     @cached_property
     def runtime(self) -> Runtime:
         """The thread pool and kernels of the CPU."""
-        return open_runtime(self.threads or (0 if self.expert_group is None else self.expert_group.threads))
+        return open_runtime(self.threads)
 
     @cached_property
     def sparse_layers(self) -> SparseLayers:

@@ -5,8 +5,8 @@ adds the partial sums that come back. The others hold their experts and nothing 
 they cannot diverge from rank 0, whatever their CPU. A message and its reply take half as long as an all-reduce (one row of 2048 float32
 over loopback with gloo: 0.11 to 0.13 ms against 0.25 ms), and a rank that no row needs is not asked.
 
-Every message is one buffer of a size that both sides know, as gloo requires: a header of int64 numbers, then the rows. A message that does
-not fit is preceded by one that announces a larger buffer.
+Every message is a header of int64 numbers, then the rows. It may be shorter than the buffer that receives it, but not longer: one that
+does not fit is preceded by a message that announces a larger buffer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -30,12 +31,12 @@ from numpy.typing import NDArray
 from moegraft.cpu_backend import default_threads
 from moegraft.operators.cpu import ELEMENT_CODES, as_array
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
+from moegraft.operators.interrupts import Uninterrupted
 
 logger = logging.getLogger(__name__)
 HEADER_NUMBERS = 6  # kind, layer, rows, experts per row, code of the dtype, bytes that follow or of the next buffer
 HEADER_BYTES = 8 * HEADER_NUMBERS
 FIRST_BYTES = 4096
-SHRINKS = 16  # times smaller than its buffer a message must be for a smaller buffer
 REPORT_BYTES = 4096  # of an error
 STATUS_BYTES = 8
 TIMEOUT_S = 60.0
@@ -107,9 +108,8 @@ class _Wire:
         """Start to send a message, once the last one has left the buffer."""
         self.flush()
         needed = HEADER_BYTES + sum(array.nbytes for array in arrays)
-        size = len(self._buffer)
-        if needed > size or (size > FIRST_BYTES and needed * SHRINKS <= size):
-            size = max(1 << (needed - 1).bit_length(), FIRST_BYTES)
+        if needed > len(self._buffer):
+            size = 1 << (needed - 1).bit_length()
             self._start(RESIZE, (0, 0, 0, 0, size), ())
             self.flush()
             self.resize(size)
@@ -128,7 +128,7 @@ class _Wire:
         for array in arrays:
             content[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
             place += array.nbytes
-        self._sending = dist.isend(self._buffer, self.peer.rank, self._group)
+        self._sending = dist.isend(self._buffer[:place], self.peer.rank, self._group)
 
     def receive(self) -> tuple[list[int], NDArray[np.uint8]]:
         """Wait for a message; return its header and the bytes behind it, which are valid until the next call."""
@@ -142,13 +142,14 @@ class _Wire:
 
 
 class ExpertGroup:
-    """The ranks that hold a model's experts. Layers join in the same order on all of them.
+    """The ranks that hold a model's experts. Layers join in the same order on all of them, and rank 0 calls `start` once all are loaded.
 
     Args:
         shares: the division of the experts, and this process's rank.
         peers: all ranks, this one included.
         group: a gloo group of all ranks, for this object alone; its time-out is that of this object.
-        timeout_s: after which a rank that does not answer is lost. Rank 0 sends a sign of life in a quarter of this time.
+        timeout_s: after which a rank that does not answer is lost. Rank 0 sends a sign of life in a quarter of this time, and closes
+            the group if its model has been deleted.
 
     Attributes:
         on_lost: called once on rank 0 when another rank is lost, from any thread.
@@ -158,10 +159,9 @@ class ExpertGroup:
         self.shares = shares
         self._group = group
         self._timeout_s = timeout_s
-        self._layers: list[tuple[int, Compute]] = []
+        self._layers: list[tuple[int, WeakMethod[Compute]]] = []
         self._lock = threading.Lock()  # of rank 0's messages
         self._others = [_Link(peer, group) for peer in peers if peer.rank] if shares.rank == 0 else []
-        self._local = sum(peer.host == peers[shares.rank].host for peer in peers)
         self._leader = _Wire(peers[0], group)
         self._failure: str | None = None
         self._closed = threading.Event()
@@ -169,28 +169,31 @@ class ExpertGroup:
         self._calls = 0
         self._warned = False
         self.on_lost: Callable[[], None] = lambda: None
-        if shares.rank == 0:
-            atexit.register(self.close)
-            threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True).start()
 
     @property
     def rank(self) -> int:
         return self.shares.rank
 
-    @property
-    def threads(self) -> int:
-        """The CPU threads of one of the ranks on this machine, which share its cores."""
-        return max(1, default_threads() // self._local)
+    def start(self) -> None:
+        """Begin the signs of life, on rank 0. A rank that is still loading would not receive them in time."""
+        if self.rank == 0:
+            atexit.register(self.close)
+            threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True).start()
 
     def join(self, num_experts: int, compute: Compute) -> int:
         """Add a layer and return its number.
 
         Args:
-            compute: computes rows (T, H) with ids (T, K) int64 and weights (T, K) float32 on this rank's experts, numbered from 0, and
-                returns their sums (T, H); -1 is a padded slot.
+            compute: a method that computes rows (T, H) with ids (T, K) int64 and weights (T, K) float32 on this rank's experts, numbered
+                from 0, and returns their sums (T, H); -1 is a padded slot. Its object is not kept alive.
         """
-        self._layers.append((num_experts, compute))
+        self._layers.append((num_experts, WeakMethod(compute)))
         return len(self._layers) - 1
+
+    def _compute(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        compute = self._layers[layer][1]()
+        assert compute is not None, "ranks compute for operators that are alive"
+        return compute(rows, ids, weights)
 
     # On rank 0
 
@@ -203,9 +206,8 @@ class ExpertGroup:
         Raises:
             GroupLostError: a rank is lost, now or before.
         """
-        num_experts, compute = self._layers[layer]
-        with self._lock:
-            self.require_alive()
+        num_experts = self._layers[layer][0]
+        with self._messages():
             asked = [
                 link
                 for link in self._others
@@ -215,7 +217,7 @@ class ExpertGroup:
                 )
             ]
             began = time.perf_counter()
-            out = compute(rows, _local(top_k_index, self.shares.experts(num_experts)), top_k_weights)
+            out = self._compute(layer, rows, _local(top_k_index, self.shares.experts(num_experts)), top_k_weights)
             self._own_s += time.perf_counter() - began
             self._calls += 1
             if asked:
@@ -227,6 +229,22 @@ class ExpertGroup:
                 self._warned = True
                 self._name_slow()
             return out
+
+    @contextmanager
+    def _messages(self) -> Iterator[None]:
+        """Let this thread alone exchange messages. Ctrl-C waits for the end: between a message and its reply it would lose the ranks.
+
+        Raises:
+            GroupLostError: a rank is lost, or the model is closed.
+        """
+        with Uninterrupted(), self._lock:
+            self.require_alive()
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, Exception):  # a second Ctrl-C, or another signal's
+                    self._failure = "rank 0 was interrupted between a message and its reply: start all ranks again"
+                raise
 
     @contextmanager
     def result(self) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -246,21 +264,21 @@ class ExpertGroup:
         text = failure.encode()[:REPORT_BYTES]
         array = np.frombuffer(content or text, np.uint8)
         numbers = 0, DONE if content else FAILED, 0, 0, len(array)
-        with self._lock:
-            self.require_alive()
+        with self._messages():
             for link in self._others:
                 self._guarded(link.peer, partial(link.tell, RESULT, numbers, [array]))
 
     def _sign_of_life(self) -> None:
         while not self._closed.wait(self._timeout_s / 4):
-            with self._lock:
-                if self._failure is not None:
-                    return
-                try:
+            if all(compute() is None for _, compute in self._layers):
+                self.close()
+                return
+            try:
+                with self._messages():
                     for link in self._others:
                         self._guarded(link.peer, partial(link.tell, ALIVE))
-                except GroupLostError:
-                    return
+            except GroupLostError:
+                return
 
     def close(self) -> None:
         """Let the other ranks end. On them, and when called again, nothing happens."""
@@ -268,12 +286,16 @@ class ExpertGroup:
         if self._closed.is_set() or self.rank:
             return
         self._closed.set()
-        with self._lock:
+        with Uninterrupted(), self._lock:
             for link in self._others if self._failure is None else ():
-                try:
+                with suppress(RuntimeError, ValueError):  # it has ended already, or this program has destroyed all groups
                     link.tell(STOP)
-                except RuntimeError:  # it has ended already
-                    continue
+            self._free()
+
+    def _free(self) -> None:
+        """Free the connections, which torch.distributed keeps until it is told."""
+        with suppress(ValueError):  # the program has done so
+            dist.destroy_process_group(self._group)
 
     def statistics(self) -> list[Mapping[str, object]]:
         """Return a row for each rank: its share, the layers it was asked for, and the mean time that rank 0 computed or waited for it."""
@@ -368,6 +390,7 @@ class ExpertGroup:
                 return found
             elif kind == STOP:
                 self._closed.set()
+                self._free()
         return None
 
     def _work(self, layer: int, rows: int, top_k: int, dtype_code: int, content: NDArray[np.uint8]) -> None:
@@ -377,7 +400,8 @@ class ExpertGroup:
         reply = torch.zeros(STATUS_BYTES + len(hidden), dtype=torch.uint8)
         failure = None
         try:
-            sums = self._layers[layer][1](
+            sums = self._compute(
+                layer,
                 torch.from_numpy(hidden).view(dtype).view(rows, -1),
                 torch.from_numpy(ids).view(torch.int32).view(rows, top_k).long(),
                 torch.from_numpy(weights).view(torch.float32).view(rows, top_k),
@@ -465,6 +489,11 @@ def _local(top_k_index: torch.Tensor, owned: range) -> torch.Tensor:
     """Return the ids within `owned`, counted from its start, and -1 for all others."""
     ids = top_k_index - owned.start
     return ids.masked_fill_((ids < 0) | (ids >= len(owned)), -1)
+
+
+def threads_of_each(processes: int) -> int:
+    """Return the CPU threads for each of several processes of this machine, which share its cores."""
+    return max(1, default_threads() // processes)
 
 
 def _mean_us(seconds: float, calls: int) -> float:

@@ -15,6 +15,7 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.parallel import KEPT_FREE, divide_by_speed
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import RuleFile
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
@@ -74,7 +75,7 @@ def divided_forecast(
     Raises:
         NotEnoughMemoryError: the experts do not fit.
         RuleErrors: the rules cannot be divided.
-        UnsupportedModelError: there are more machines than experts.
+        UnsupportedModelError: there are more machines than experts, or the rules have shares for another number of machines.
     """
     experts = sum(swap.footprint.by_device.get("cpu", 0) for swap in whole.swaps if swap.operator_type.kind == "experts")
     rest = whole.bytes_by_device.get("cpu", 0) - experts
@@ -83,6 +84,8 @@ def divided_forecast(
         sizes: Sequence[float] = divide_by_speed([1.0] * len(memory), bytes_free, experts)
     else:
         sizes = rules.shares
+        if len(sizes) != len(memory):
+            raise UnsupportedModelError(f"parallel.shares has {len(sizes)} numbers, for {len(memory)} machines; give one for each")
     cache = kv_cache(meta_model.skeleton)
     nodes = []
     for rank, free in enumerate(memory):

@@ -150,14 +150,7 @@ class HybridExperts(Operator):
         self.gpu_layer: GpuLayer | None = None
         self._number = register(self)
         if group is not None:
-            weak_self = weakref.WeakMethod(self._compute)
-
-            def compute(*arguments: torch.Tensor) -> torch.Tensor:
-                bound = weak_self()
-                assert bound is not None, "the group computes for operators that are alive"
-                return bound(*arguments)
-
-            self._layer = group.join(layout.num_experts, compute)
+            self._layer = group.join(layout.num_experts, self._compute)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:

@@ -88,6 +88,50 @@ FOREVER = textwrap.dedent(
     """
 )
 
+# Rank 1 has other shares at first, then loads slowly, and is stopped for a moment while rank 0 waits for it and Ctrl-C is pressed. At last,
+# rank 0 deletes its model.
+ENDURE = textwrap.dedent(
+    """
+    import gc, os, signal, sys, threading, time
+    from pathlib import Path
+    from support.families import prompt
+    import moegraft.injection.api as api
+    from moegraft.operators.errors import UnsupportedModelError
+
+    path, pid, released = sys.argv[1], Path(sys.argv[4]), Path(sys.argv[5])
+    follows = os.environ["RANK"] == "1"
+    try:
+        api.optimize_and_load(path, sys.argv[3 if follows else 2], progress=False)
+    except UnsupportedModelError as error:
+        print(error)
+    if follows:
+        pid.write_text(str(os.getpid()))
+        load = api.load
+        api.load = lambda *args, **kwargs: (time.sleep(6), load(*args, **kwargs))[1]
+    model = api.optimize_and_load(path, sys.argv[2], progress=False)
+    if follows:
+        model.moegraft.follow()
+        released.touch()
+        sys.exit()
+    expected = model(input_ids=prompt(9)).logits
+    other = int(pid.read_text())
+    os.kill(other, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.6, os.kill, (other, signal.SIGCONT)).start()
+    try:
+        model(input_ids=prompt(9))
+    except KeyboardInterrupt:
+        print("interrupted", bool((model(input_ids=prompt(9)).logits == expected).all()))
+    del model
+    gc.collect()
+    for _ in range(200):
+        if released.exists():
+            print("released")
+            break
+        time.sleep(0.1)
+    """
+)
+
 
 def saved(folder: Path, model_type: str) -> Path:
     case = next(case for case in served_cases() if case.model_type == model_type)
@@ -180,6 +224,18 @@ def test_a_killed_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     assert killed == -signal.SIGKILL and lead == 1 and third in (0, 1)
     assert "GroupLostError: rank 1 on " in said and "start all ranks again" in said
+
+
+def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp_path: Path) -> None:
+    rules = [tmp_path / name for name in ("own.yaml", "other.yaml")]
+    for file, shares in zip(rules, ("[1, 1]", "[1, 2]"), strict=True):
+        file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
+    arguments = map(str, (saved(tmp_path, "mixtral"), *rules, tmp_path / "pid", tmp_path / "released"))
+    results = end(start_ranks(["-c", ENDURE, *arguments], 2, MOEGRAFT_RANK_TIMEOUT="4"))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    refused, *found = results[0][1].splitlines()
+    assert "rank 1 on " in refused and "has shares (1.0, 2.0), not (1.0, 1.0)" in refused
+    assert found == ["interrupted True", "released"]
 
 
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:

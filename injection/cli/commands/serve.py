@@ -122,4 +122,5 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     server = uvicorn.Server(config)
     if group is not None:
         group.on_lost = partial(setattr, server, "should_exit", True)  # without its experts, nothing can be answered
+        group.require_alive()
     server.run(sockets=[listening])

@@ -249,3 +249,7 @@ def test_machines_that_share_the_experts_hold_them_all(
     assert slow["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"]
     assert run(*arguments, "--nodes", "2GiB,1MiB").exit_code == 1
     assert "give a size such as" in run(*arguments, "--nodes", "some").output
+    divided = experts_rules.with_name("divided.yaml")
+    divided.write_text(f"extends: {experts_rules}\nparallel: {{shares: [2, 1]}}\n")
+    assert run("plan", str(divided), *arguments[2:], "--nodes", "2").exit_code == 0
+    assert "2 numbers, for 3 machines" in run("plan", str(divided), *arguments[2:], "--nodes", "3").output
