@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.grafting import graft
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
+from moegraft.injection.parallel import Processes, check_distributed_config, process_count
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -49,6 +50,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     checkpoint: str | os.PathLike[str] | None = None,
     gguf: str | os.PathLike[str] | None = None,
     registry: OperatorRegistry | None = None,
+    distributed_config: Any = None,
 ) -> PreTrainedModel | Plan:
     """Graft the operators that `rules` name into a stock Hugging Face model and stream its weights into them.
 
@@ -67,9 +69,14 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
             Config and tokenizer come from `model`. `weights: stored` keeps experts in Q8_0 and Q4_0 without another rounding; `stored`
             and `int8` keep experts and linear layers in other types, such as Q4_K and MXFP4, too.
         registry: the operators that rules may name; by default all that are installed.
+        distributed_config: transformers' `DistributedConfig`, with the number of processes as `tp_size` and `ep_size` and an empty
+            `tp_plan`. Needed by nothing: what torchrun has set decides.
 
     Returns:
-        A PreTrainedModel of the stock class's name in eval mode, with `model.moegraft` (the plan and what runs where).
+        A PreTrainedModel of the stock class's name in eval mode, with `model.moegraft` (the plan and what runs where). Of several
+        processes, started by torchrun, the one of rank 0 returns this model, whose experts are divided over all of them, unless the rule
+        file has `parallel: {shares: none}`. The others return a model without weights but those experts: its `generate` returns the token
+        ids of rank 0's `generate`, and `model.moegraft.follow()` computes until rank 0 ends.
 
     Raises:
         RuleFileError: every mistake of the rules, with line and column.
@@ -77,33 +84,74 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
             half-built model is left.
     """
     registry = registry or load_registry()
-    target: MetaModel | PreTrainedModel
-    if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
-        _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
-        target = model
-    elif isinstance(model, str | os.PathLike | PreTrainedModel):
-        target = build_meta_model(
-            model, weights=not dry_run, checkpoint=checkpoint, gguf=gguf, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    else:
+    rule_file = _read_rules(rules, vars, registry)
+    if distributed_config is not None:
+        check_distributed_config(distributed_config, process_count())
+
+    def opened() -> MetaModel | PreTrainedModel:
+        if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
+            _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
+            return model
+        if isinstance(model, str | os.PathLike | PreTrainedModel):
+            return build_meta_model(
+                model, weights=not dry_run, checkpoint=checkpoint, gguf=gguf, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a hub id, a folder, or a PreTrainedModel (compile it afterwards)"
         )
 
-    the_plan = plan(target, _read_rules(rules, vars, registry), registry=registry)
-    for notice in the_plan.notices:
-        logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
+    options: dict[str, Any] = {
+        "threads": threads,
+        "device_map": device_map,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    if process_count() > 1 and rule_file.shares != "none" and not dry_run:
+        return _load_divided(opened, rule_file, registry, options, progress=progress)
+    target = opened()
+    the_plan = plan(target, rule_file, registry=registry)
+    _log_notices(the_plan)
     if dry_run:
         return the_plan
-    grafted = graft(
-        target,
-        the_plan,
-        threads=threads,
-        device_map=device_map,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    return load(grafted, progress=progress)
+    return load(graft(target, the_plan, **options), progress=progress)
+
+
+def _load_divided(
+    opened: Callable[[], MetaModel | PreTrainedModel],
+    rules: RuleFile,
+    registry: OperatorRegistry,
+    options: dict[str, Any],
+    *,
+    progress: bool,
+) -> PreTrainedModel:
+    """Load this process's share of a model; where one process fails, all do."""
+    processes = Processes()
+    threads = options["threads"] or processes.threads
+    torch.set_num_threads(threads)  # torchrun sets 1
+    with processes.agreed():
+        target = opened()
+        if not isinstance(target, MetaModel):
+            raise UnsupportedModelError(
+                "this model is in memory, and several processes share a checkpoint: pass its folder or hub id, or set "
+                "'parallel: {shares: none}' in the rule file for a whole model in each process"
+            )
+        whole = plan(target, rules, registry=registry)
+    with processes.agreed():
+        shares = processes.divide(rules.shares, whole)
+    with processes.agreed():
+        the_plan = plan(target, rules, registry=registry, shares=shares)
+        if shares.rank == 0:
+            _log_notices(the_plan)
+        group = processes.group(shares)
+        model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
+    processes.close()
+    group.start()
+    return model
+
+
+def _log_notices(the_plan: Plan) -> None:
+    for notice in the_plan.notices:
+        logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
 
 
 def _is_on_meta(model: PreTrainedModel, checkpoint: object) -> bool:

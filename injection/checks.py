@@ -215,6 +215,20 @@ def check_plan(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, 
             findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
 
 
+def check_divided(rules: Sequence[Rule], assignment: Assignment, registry: OperatorRegistry, findings: Findings) -> None:
+    """Report operators whose experts several processes cannot hold together, and rules that leave no experts to them."""
+    divided = False
+    for rule, taken in zip(rules, assignment.taken, strict=True):
+        if not taken or rule.operator is None or registry[rule.operator].kind != "experts":
+            continue
+        divided = True
+        reason = registry[rule.operator].why_undivided(rule.options)
+        if reason is not None:
+            findings.error(rule.place("operator"), f"rule '{rule.id}': {reason}")
+    if not divided:
+        findings.error(rules[0].position, "no rule replaces experts, which is what several processes share; start one process")
+
+
 def _place_of(rule: Rule, option: str) -> Position:
     """Return the position of an option such as `sparsity.target`; that of the operator if the rule does not set it."""
     node: Node | None = rule.kwargs

@@ -19,6 +19,7 @@ from moegraft.injection.planning import Plan
 from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.machine import Machine, probe_machine
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def graft(
     device_map: str | dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    expert_group: ExpertGroup | None = None,
 ) -> GraftedModel:
     """Build the operators of a plan, and make every check that needs no weights. `model` is not changed.
 
@@ -64,6 +66,7 @@ def graft(
         device_map, attn_implementation: as in `from_pretrained`, for what is not replaced of a checkpoint; `device_map` is by default
             the GPUs that the operators use.
         trust_remote_code: whether a calibration may run the tokenizer's own code.
+        expert_group: the processes that hold the experts, with the shares of the plan.
 
     Raises:
         CheckpointError: a file or key is damaged, missing, or does not fit the model.
@@ -87,7 +90,8 @@ def graft(
                 refuse_meta(swap.module, model.get_submodule(swap.module))
     sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
 
-    context = InjectionContext(machine=machine, dtype=dtype, threads=threads)
+    assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
+    context = InjectionContext(machine=machine, dtype=dtype, threads=threads, expert_group=expert_group)
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     for operator in operators.values():
         operator.check()
@@ -101,7 +105,7 @@ def graft(
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(
         injection,
-        injected_class(base, captures=context.decode_steps is not None),
+        injected_class(base, captures=context.decode_steps is not None or expert_group is not None),
         checkpoint,
         None if isinstance(model, MetaModel) else model,
         sparsity,

@@ -45,6 +45,22 @@ class Injection:
         return found if isinstance(found, ModelOperator) else None
 
     @property
+    def follows(self) -> bool:
+        """Whether this process holds experts for the model of another one."""
+        group = self.context.expert_group
+        return group is not None and group.rank > 0
+
+    def follow(self) -> None:
+        """Compute for the process with the model until that closes it; in a process that has the model itself, nothing happens.
+
+        Raises:
+            GroupLostError: that process has ended.
+        """
+        group = self.context.expert_group
+        if group is not None and group.rank > 0:
+            group.follow()
+
+    @property
     def drafting(self) -> bool:
         """Whether the calling thread draws a draft."""
         return self.context.draft_switch.settings is not None
@@ -125,7 +141,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     """Create a subclass of `base`, under its name, whose constructor puts `operators` in the place of modules.
 
     Args:
-        captures: whether decode steps may be captured; without it the forward pass is the stock one.
+        captures: whether the forward pass may be another one than the stock one: decode steps are captured, or run elsewhere.
     """
 
     def __init__(
@@ -143,6 +159,17 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         return _ties_outside(ties, (path for path, module in self.named_modules() if isinstance(module, Operator)))
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = self.moegraft.context.expert_group
+        if group is None:
+            return own_generate(self, *args, **kwargs)
+        if group.rank:
+            return group.await_result()
+        with group.result() as tell:
+            outputs = own_generate(self, *args, **kwargs)
+            tell(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences)
+        return outputs
+
+    def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
         operator = self.moegraft.model_operator
         if operator is not None:
@@ -156,6 +183,11 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         injection = None if torch.compiler.is_compiling() else injection_of(self)  # a class can build stock models as well
         steps = None if injection is None else injection.context.decode_steps
+        if injection is not None and injection.follows:
+            raise UnsupportedModelError(
+                "this process holds experts for the model of rank 0: call generate in all processes, or call moegraft.follow() of this "
+                "model here and forward on rank 0"
+            )
         if injection is None or steps is None:
             return base.forward(self, *args, **kwargs)
         if len(args) == 1 and first_argument == "input_ids":

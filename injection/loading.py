@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -49,6 +50,12 @@ def load(grafted: GraftedModel, *, progress: bool = True) -> PreTrainedModel:
 
 def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, progress: bool) -> PreTrainedModel:
     injection = grafted.injection
+    if injection.follows:
+        with torch.device("meta"):
+            model = grafted.model_class(checkpoint.config, operators=injection.replacing)  # type: ignore[call-arg] # of injected classes
+        model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
+        checkpoint.load_operators(lambda size: None)
+        return model
     with byte_bar(checkpoint.total_bytes, enabled=progress) as advance:
         model = checkpoint.load_rest(grafted.model_class, advance, operators=injection.replacing, **grafted.options)
         model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules

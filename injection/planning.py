@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moegraft.injection.checkpoint.sources import StoredWeights
-from moegraft.injection.checks import check_operators, check_plan, check_requires, check_taken
+from moegraft.injection.checks import check_divided, check_operators, check_plan, check_requires, check_taken
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import Diagnostic, Rule, RuleFile, read_rules
 from moegraft.injection.rules.diagnostics import Findings
@@ -22,6 +22,8 @@ from moegraft.injection.rules.matching import ModelModules, assign
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.expert_group import Shares
+from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry, load_registry
 from moegraft.operators.weights import resolve_weight_type
 
@@ -71,6 +73,7 @@ class Plan:
         files: the rule file and the files that it extends.
         replaced_bytes: bytes of the replaced modules' parameters in the stock model.
         rest_bytes: bytes of the parameters and buffers that stay.
+        shares: the processes that hold the experts, of which this one holds its share; None where it holds all.
     """
 
     swaps: tuple[Swap, ...]
@@ -78,6 +81,7 @@ class Plan:
     files: tuple[str, ...]
     replaced_bytes: int
     rest_bytes: int
+    shares: Shares | None = None
 
     @property
     def bytes_by_device(self) -> dict[str, int]:
@@ -104,6 +108,7 @@ def plan(
     registry: OperatorRegistry | None = None,
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
+    shares: Shares | None = None,
 ) -> Plan:
     """Decide which operator replaces which module. Pure: it changes nothing, and reads no weights beyond file headers.
 
@@ -114,6 +119,8 @@ def plan(
         registry: the operators that rules may name; by default all that are installed.
         dtype: the dtype of the stored weights, which operators may keep; by default the model's.
         model_type: by default that of the model's config.
+        shares: the processes that hold the experts, and which of them this is. Rank 0 holds what is not experts as well; the others
+            hold nothing else.
 
     Raises:
         RuleErrors: every rule that cannot be applied to this model.
@@ -136,6 +143,8 @@ def plan(
     check_taken(rules.rules, assignment, modules, findings)
     check_operators(rules.rules, assignment, modules, registry, findings)
     check_plan(rules.rules, assignment, module, registry, findings)
+    if shares is not None:
+        check_divided(rules.rules, assignment, registry, findings)
     findings.raise_errors()
 
     weights = meta.weights if meta is not None else None
@@ -146,9 +155,17 @@ def plan(
         if rule is not None and rule.operator is not None:
             operator = registry[rule.operator]
             options = _resolve_weights(path, operator, rule.options, weights)
-            swaps.append(Swap(path, rule, operator, options, operator.footprint(modules[path], options, dtype)))
+            footprint = operator.footprint(modules[path], options, dtype)
+            if shares is not None and operator.kind == "experts":
+                num_experts = read_layout(modules[path]).num_experts
+                footprint = footprint.part(len(shares.experts(num_experts)), num_experts)
+            elif shares is not None and shares.rank:
+                continue
+            swaps.append(Swap(path, rule, operator, options, footprint))
     replaced_bytes, rest_bytes = _split_bytes(module, [swap.module for swap in swaps if not swap.in_place])
-    return Plan(tuple(swaps), findings.in_order(), rules.files, replaced_bytes, rest_bytes)
+    if shares is not None and shares.rank:
+        rest_bytes = 0
+    return Plan(tuple(swaps), findings.in_order(), rules.files, replaced_bytes, rest_bytes, shares)
 
 
 def _resolve_weights(path: str, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:

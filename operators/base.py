@@ -43,6 +43,10 @@ class Footprint:
     def total_bytes(self) -> int:
         return sum(self.by_device.values())
 
+    def part(self, held: int, whole: int) -> Footprint:
+        """Return the bytes of `held` of `whole` equal experts."""
+        return Footprint({device: size * held // whole for device, size in self.by_device.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedUse:
@@ -190,6 +194,14 @@ class Operator(nn.Module, ABC):
     def measured_options(cls) -> Mapping[str, Any]:
         """Return the options to measure this operator's speed with, by weight type."""
         return {}
+
+    @classmethod
+    def why_undivided(cls, options: Any) -> str | None:
+        """Return why several processes cannot hold the experts together, or None where they can; of operators of the kind `experts`.
+
+        An operator that can joins `InjectionContext.expert_group`.
+        """
+        return f"{cls.name} needs all experts in one process"
 
     # For verification and calibration
 

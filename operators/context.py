@@ -20,6 +20,7 @@ from moegraft.operators.machine import Machine
 # Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
 # Triton is not installed.
 if TYPE_CHECKING:
+    from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
@@ -37,6 +38,7 @@ class InjectionContext:
     Attributes:
         dtype: the dtype of activations and of modules that are not replaced.
         threads: CPU threads of the operators; 0 for one per physical core.
+        expert_group: the processes that hold the experts; None where this one holds all.
         draft_switch: how many experts run while a draft is computed.
         cache_form: the form that the rules give the key-value cache.
         replays_steps: whether decode steps on the CPU may be replayed as native programs.
@@ -45,6 +47,7 @@ class InjectionContext:
     machine: Machine
     dtype: torch.dtype
     threads: int = 0
+    expert_group: ExpertGroup | None = None
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     cache_form: CacheForm = field(default_factory=CacheForm, init=False)
     replays_steps: bool = field(default=True, init=False)
@@ -108,14 +111,15 @@ class InjectionContext:
     def statistics(self) -> dict[str, object]:
         """Return the shared statistics.
 
-        `sparsity` of each target that rules give, `devices` for each GPU that holds experts, and `decode_steps`: how many steps were
-        replayed as native programs on the CPU, and why others were not.
+        `sparsity` of each target that rules give, `devices` for each GPU that holds experts, `decode_steps`: how many steps were
+        replayed as native programs on the CPU, and why others were not, and `ranks` that hold experts.
         """
         sparsity = self.sparse_layers.statistics() if "sparse_layers" in vars(self) else []
         engines = self._gpu_engines_in_use
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
         programs: Mapping[str, object] = {} if self._step_programs is None else self._step_programs.statistics()
-        return {"sparsity": sparsity, "devices": dict(devices), "decode_steps": dict(programs)}
+        ranks = [] if self.expert_group is None else self.expert_group.statistics()
+        return {"sparsity": sparsity, "devices": dict(devices), "decode_steps": dict(programs), "ranks": ranks}
 
     def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
         """Return the name and the monotonic counters of each GPU that holds experts."""
@@ -152,6 +156,8 @@ class InjectionContext:
         engines = self._gpu_engines_in_use
         if engines is not None:
             engines.close()
+        if self.expert_group is not None:
+            self.expert_group.close()
 
     @property
     def _gpu_engines_in_use(self) -> ModelEngines | None:

@@ -55,6 +55,7 @@ INTERFACE = {
     "context",
     "errors",
     "estimates",
+    "expert_group",
     "experts_layer",
     "layout",
     "machine",

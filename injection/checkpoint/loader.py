@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moegraft.injection.checkpoint.files import LazyTensor, open_checkpoint
@@ -72,6 +72,10 @@ class CheckpointLoader:
         _refuse_missing(source, keymap, operators)
         _check_unread(source, keymap, operators)
         _check_rest(skeleton, keymap, weights.tensors, taken)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self._source.config
 
     def source(self, path: str) -> WeightSource:
         """Return the weights of the operator at `path`."""

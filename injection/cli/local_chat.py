@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options, talks_to_user
 from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
@@ -85,7 +85,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
 
         terminal.write(plan_only(model).describe() + "\n")
         return
-    prompt = _prompt(options)
+    prompt = _prompt(options) if talks_to_user() else None
     with library_log(terminal):
         session = _open_chat(model, sampling, options, terminal)
         with _traced(session.loaded, options.trace, terminal):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -64,6 +66,8 @@ def plan_only(options: ModelOptions) -> Plan:
 def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
     """Load a model and its tokenizer; `rules` replace those that the options name.
 
+    In a process that holds experts for another one's model, compute for that process and exit when it ends.
+
     Raises:
         MoegraftError: the model, its tokenizer or the rules cannot be used.
     """
@@ -76,6 +80,11 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
     model = optimize_and_load(model_of(options), rules or options.rules, progress=progress, **arguments)
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load sets model.moegraft"
+    if injection.follows:
+        for stop in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets them too, and may have an answer to finish
+            signal.signal(stop, signal.SIG_IGN)
+        injection.follow()
+        raise typer.Exit
     return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement)
 
 

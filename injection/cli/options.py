@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -29,6 +30,11 @@ def option_name(name: str) -> str:
     """Return the canonical name of an option: `rules` for KTransformers' --optimize_config_path, `top-p` for --top_p."""
     dashed = name.replace("_", "-")
     return OTHER_NAMES.get(dashed, dashed)
+
+
+def talks_to_user() -> bool:
+    """Whether this is the process that people and clients talk to: the only one, or rank 0 of those that torchrun started."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 class OptionsError(MoegraftError):

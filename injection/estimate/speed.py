@@ -142,7 +142,7 @@ def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_by
     The arithmetic of attention is ignored: it matters in prompts of tens of thousands of tokens.
     """
     works = list(works)
-    missing = _missing_rates(works, measured)
+    missing = missing_rates(works, measured)
     if missing:
         return Speed(None, None, missing)
     overhead_s = layers * measured.layer_overhead_ms / 1e3
@@ -165,7 +165,7 @@ def predict_with_gpu(
         UnsupportedModelError: the config does not give the number of experts per token.
     """
     works = work_of(planned, on_gpu=True)
-    missing = _missing_rates([work for work in works if work.device != "gpu"], measured)
+    missing = missing_rates([work for work in works if work.device != "gpu"], measured)
     if missing:
         return Speed(None, None, missing)
     routed = [(group, _routed_experts(group, planned)) for group in memory.groups]
@@ -191,7 +191,7 @@ def predict_with_gpu(
     return Speed(load.batch / (taken_s(load.batch) + kv_bytes / rates.gbps / 1e9), load.prompt / taken_s(load.prompt))
 
 
-def _missing_rates(works: Iterable[Work], measured: Measurements) -> tuple[str, ...]:
+def missing_rates(works: Iterable[Work], measured: Measurements) -> tuple[str, ...]:
     """Return the kinds and weight types without a measured rate."""
     return tuple(sorted({f"{work.kind}, {work.weights}" for work in works if rate_of(work.kind, work.weights, measured) is None}))
 

@@ -23,7 +23,7 @@ from moegraft.injection.rules.document import (
     why_unprintable,
 )
 from moegraft.injection.rules.replacement import read_replace
-from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, check_keys, read_match, read_text
+from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, ShareRule, check_keys, read_match, read_text
 from moegraft.rules import FORMER_NAMES, shipped_rules
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class RuleReader:
 
 
 VERSION = 1
-TOP_KEYS = ("version", "extends", "vars", "requires", "rules")
+MOST_SHARE = 1e9
+TOP_KEYS = ("version", "extends", "vars", "requires", "parallel", "rules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class Header:
     extends: ScalarNode | None
     vars: Mapping[str, Value]
     requires: Node | None
+    parallel: Node | None
     rules: Node | None
 
 
@@ -134,7 +136,7 @@ def read_header(node: Node, findings: Findings) -> Header:
     """
     file = node.position.file
     if isinstance(node, ListNode):
-        return Header(file, node.position, None, {}, None, node)
+        return Header(file, node.position, None, {}, None, None, node)
     if isinstance(node, ScalarNode):
         findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
     if node.get("match") is not None or node.get("replace") is not None:
@@ -148,7 +150,8 @@ def read_header(node: Node, findings: Findings) -> Header:
     if extends is not None and not (isinstance(extends, ScalarNode) and isinstance(extends.value, str)):
         findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
         extends = None
-    return Header(file, node.position, extends, _read_vars(node.get("vars"), findings), node.get("requires"), node.get("rules"))
+    variables = _read_vars(node.get("vars"), findings)
+    return Header(file, node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
 
 
 def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
@@ -189,6 +192,27 @@ def read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, .
     return (Requirement(tuple(values), types.position),)
 
 
+def read_parallel(node: Node | None, findings: Findings) -> ShareRule | None:
+    """Read the shares of the processes that hold the experts; None where the file gives none."""
+    if node is None:
+        return None
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"parallel must be a mapping, such as {{shares: [2, 1]}}, not {node}")
+        return None
+    check_keys(node, ("shares",), "parallel", findings)
+    shares = node.get("shares")
+    if shares is None or (isinstance(shares, ScalarNode) and shares.value in ("auto", "none")):
+        return "none" if isinstance(shares, ScalarNode) and shares.value == "none" else "auto"
+    items = shares.items if isinstance(shares, ListNode) else ()
+    numbers = [item.value for item in items if isinstance(item, ScalarNode) and type(item.value) in (int, float)]
+    sizes = [number for number in numbers if isinstance(number, int | float) and 0 < number < MOST_SHARE]
+    if not sizes or len(sizes) < len(items):
+        form = "auto, none, or a list of positive numbers, one for each process"
+        findings.error(shares.position, f"shares must be {form}, not {shares}; a process without a share need not be started")
+        return None
+    return tuple(map(float, sizes))
+
+
 DEFAULT_RULES = "cpu"  # the shipped file that is used where none is named; it serves every family
 SUFFIXES = (".yaml", ".yml")
 MAX_CHAIN = 16
@@ -213,15 +237,18 @@ def read_rules(
     variables = _merge_vars(headers, vars or {}, findings)
     rules: list[Rule] = []
     requires: list[Requirement] = []
+    shares: ShareRule | None = None
     for depth, header in enumerate(headers):
         reader = RuleReader(registry, findings, inherited=depth > 0)
         own = reader.rules(_filled(header.rules, variables, findings), extends=header.extends is not None)
         taken = {rule.id for rule in rules if rule.named}
         rules += [rule for rule in own if not (rule.named and rule.id in taken)]
         requires += read_requires(_filled(header.requires, variables, findings), findings)
+        given = read_parallel(_filled(header.parallel, variables, findings), findings)
+        shares = shares or given
     findings.raise_errors()
     files = tuple(header.file for header in headers)
-    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order())
+    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
 
 
 def _filled(node: Node | None, variables: Mapping[str, Value], findings: Findings) -> Node | None:

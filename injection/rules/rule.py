@@ -153,6 +153,10 @@ class Requirement:
     position: Position
 
 
+# Of experts over several processes: by their measured speed and memory, not at all, or one positive number for each process.
+ShareRule = Literal["auto", "none"] | tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RuleFile:
     """A rule file with all that it extends.
@@ -162,6 +166,7 @@ class RuleFile:
         vars: values by name, overrides applied.
         files: the file itself, then the file that it extends, and so on.
         notices: findings that are no errors, such as the old name of an option.
+        shares: how experts are divided over several processes.
     """
 
     rules: tuple[Rule, ...]
@@ -170,6 +175,7 @@ class RuleFile:
     position: Position
     files: tuple[str, ...]
     notices: tuple[Diagnostic, ...] = ()
+    shares: ShareRule = "auto"
 
 
 MATCH_KEYS = ("name", "class", "kind", "layers")

@@ -24,6 +24,7 @@ from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
+from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
 from moegraft.operators.experts_layer import sparsity_errors
@@ -131,9 +132,12 @@ class HybridExperts(Operator):
         warn: Callable[[str], None],
         sparsity: LayerSparsity | None = None,
         engines: ModelEngines | None = None,
+        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self._held = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
+        self._group = group
         self.options = options
         self.sparsity = sparsity
         self.num_experts = layout.num_experts
@@ -145,6 +149,8 @@ class HybridExperts(Operator):
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
         self._number = register(self)
+        if group is not None:
+            self._layer = group.join(layout.num_experts, self._compute)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
@@ -191,7 +197,14 @@ class HybridExperts(Operator):
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
         context.replays_steps = context.replays_steps and cls.replays_steps(options)
-        return cls(read_layout(module), options, runtime, draft, partial(context.warn_once, logger), sparsity, engines)
+        warn = partial(context.warn_once, logger)
+        return cls(read_layout(module), options, runtime, draft, warn, sparsity, engines, context.expert_group)
+
+    @classmethod
+    def why_undivided(cls, options: HybridExpertsOptions) -> str | None:
+        if options.gpu != "none":
+            return f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
+        return None if options.sparsity is None else "sparsity is not supported where several processes hold the experts"
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
@@ -239,25 +252,27 @@ class HybridExperts(Operator):
 
     def weight_samples(self) -> Iterator[bytes]:
         assert self._packed is not None, "called after load"
-        yield sampled(self._packed.buffer.reshape(self.num_experts, -1))
+        yield sampled(self._packed.buffer.reshape(len(self._held), -1))
 
     def placement(self) -> str:
         runtime = self._runtime
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
         where = "" if self.gpu_layer is None else f" and {self.gpu_layer.describe()}"
-        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}"
+        share = "" if self._group is None else f", experts {self._held.start} to {self._held[-1]} of {self.num_experts}"
+        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}{share}"
 
     def statistics(self) -> Mapping[str, object]:
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         weight_type, sparse = _weight_type(self.options, source.dtype), self.sparsity is not None
+        held = replace(self.layout, num_experts=len(self._held))
         cache_dir = self.options.cache_dir
         fingerprint = None if cache_dir is None else source.fingerprint
         if cache_dir is None or fingerprint is None:
             if cache_dir is not None:
                 warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
-            packed = PackedExperts(self.layout.shape, self.layout.gate, weight_type, sparse=sparse)
+            packed = PackedExperts(held.shape, held.gate, weight_type, sparse=sparse)
             self._pack(packed, source, advance)
         else:
             read = 0
@@ -267,10 +282,10 @@ class HybridExperts(Operator):
                 read += size
                 advance(size)
 
-            key = key_for(fingerprint, self.layout, weight_type, sparse=sparse)
+            key = key_for(fingerprint, held, weight_type, sparse=sparse, first=self._held.start)
             cache = PackedCache(cache_dir, self._warn)
-            found = cache.open(key, self.layout)
-            packed = found or cache.build(key, self.layout, lambda packed: self._pack(packed, source, count))
+            found = cache.open(key, held)
+            packed = found or cache.build(key, held, lambda packed: self._pack(packed, source, count))
             advance(self._source_bytes(source) - read)
         self._packed = packed
 
@@ -297,26 +312,26 @@ class HybridExperts(Operator):
         self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, source: WeightSource, advance: Callable[[int], None]) -> None:
-        for expert in range(self.num_experts):
+        for place, expert in enumerate(self._held):
             for part in self.layout.parts():
                 codes = None if part.endswith("_bias") else codes_for(source, part, expert, packed.weight_type_of(part))
                 if codes is not None:
                     if isinstance(codes, StoredBlocks):
-                        packed.pack_blocks(expert, part, codes.blocks)
+                        packed.pack_blocks(place, part, codes.blocks)
                     else:
-                        packed.pack_quantized(expert, part, codes.codes, codes.scales)
+                        packed.pack_quantized(place, part, codes.codes, codes.scales)
                     advance(codes.elements * source.dtype.itemsize)
                     continue
                 piece = self._checked(source, part, expert)
                 if part.endswith("_bias"):
-                    packed.pack_bias(expert, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+                    packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
                 else:
-                    packed.pack(expert, part, as_array(rounded(piece).contiguous()))
+                    packed.pack(place, part, as_array(rounded(piece).contiguous()))
                 advance(piece.nbytes)
 
     def _source_bytes(self, source: WeightSource) -> int:
         values = sum(math.prod(self.layout.part_shape(part)) for part in self.layout.parts())
-        return self.num_experts * values * source.dtype.itemsize
+        return len(self._held) * values * source.dtype.itemsize
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
         piece = source.read(part, expert)
@@ -331,7 +346,9 @@ class HybridExperts(Operator):
         return piece
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
+        # A recorded step sends messages again only if they are part of an operation.
+        messages = self._group is not None and torch._C._len_torch_dispatch_stack() > 0
+        if messages or torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
             routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
             return routed
         return self.compute(hidden_states, top_k_index, top_k_weights)
@@ -350,20 +367,29 @@ class HybridExperts(Operator):
             return gpu.forward(hidden_states, top_k_index, top_k_weights)
         top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
-        out = torch.empty_like(tokens)
         index = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        group = self._group
+        out = self._compute(tokens, index, weights) if group is None else group.forward(self._layer, tokens, index, weights)
+        return out.to(hidden_states.device, hidden_states.dtype)
+
+    def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute contiguous tensors on the CPU with the experts that this process holds, whose numbers begin at 0."""
+        assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        out = torch.empty_like(tokens)
         arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
+        sparsity = self.sparsity
         if sparsity is None:
             self._runtime.forward(self._packed, *arrays)
-        else:
-            sparsity.begin(len(tokens))
-            acted = None if observer is None else np.empty((*index.shape, self._packed.shape.intermediate), np.float32)
-            now = sparsity.in_force()
-            self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
-            if observer is not None and acted is not None:
-                observer(index, torch.from_numpy(acted))
-        return out.to(hidden_states.device, hidden_states.dtype)
+            return out
+        observer = sparsity.observer
+        sparsity.begin(len(tokens))
+        acted = None if observer is None else np.empty((*index.shape, self._packed.shape.intermediate), np.float32)
+        now = sparsity.in_force()
+        self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
+        if observer is not None and acted is not None:
+            observer(index, torch.from_numpy(acted))
+        return out
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -57,6 +57,7 @@ class CacheKey:
     weight_type: str
     layout: str
     sparse: bool
+    first: int  # expert of the module that the file begins with
     layout_version: int
     converters: str
 
@@ -65,9 +66,16 @@ class CacheKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False) -> CacheKey:
-    """Return the key of one layer; `fingerprint` is its `WeightSource`'s, `sparse` selects the layout of its `PackedExperts`."""
-    return CacheKey(fingerprint, weight_type, repr(layout), sparse, LAYOUT_VERSION, _converters())
+def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False, first: int = 0) -> CacheKey:
+    """Return the key of one layer.
+
+    Args:
+        fingerprint: of the layer's `WeightSource`.
+        layout: with the number of experts in the file.
+        sparse: selects the layout of the layer's `PackedExperts`.
+        first: expert of the module, where the file has some of them.
+    """
+    return CacheKey(fingerprint, weight_type, repr(layout), sparse, first, LAYOUT_VERSION, _converters())
 
 
 def check_folder(cache_dir: str) -> None:

@@ -19,11 +19,12 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from moegraft.operators.interrupts import Uninterrupted
 from moegraft.operators.offload.cache import CachePolicy
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
-from moegraft.operators.offload.queue import ExpertCache, Uninterrupted
+from moegraft.operators.offload.queue import ExpertCache
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder

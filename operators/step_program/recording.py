@@ -163,6 +163,7 @@ class Recorder(TorchDispatchMode):
         self.recording = Recording()
         self._runtime = runtime
         self._thread = threading.get_ident()
+        self._within_operation = False  # of this package, whose kernel calls are its own
         self._numbers: dict[int, int] = {}  # of storages, by the address of PyTorch's own object
         self._starts: list[int] = []  # addresses of storages, sorted
         self._by_start: dict[int, int] = {}
@@ -196,7 +197,11 @@ class Recorder(TorchDispatchMode):
                 return found
         leaves, form = tree_flatten((tuple(args), kwargs))
         known = [self.memory(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        found = func(*args, **kwargs)
+        self._within_operation = func.namespace == "moegraft"
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            self._within_operation = False
         name = func._schema.name.removeprefix("aten::")
         tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
         # Attention is only random with dropout, which no model has while it generates.
@@ -217,6 +222,8 @@ class Recorder(TorchDispatchMode):
         compute(*args, **kwargs)
         if threading.get_ident() != self._thread:
             return  # another thread computes with the same model, which this mode does not see
+        if self._within_operation:
+            return  # replayed as a whole
         counts = kwargs.get("neuron_counts")
         if counts is not None:
             kwargs["neuron_counts"] = Counters(counts)

@@ -20,14 +20,17 @@ from moegraft.injection.cli.options import (
     RulesArgument,
     TrustOption,
     VarOption,
+    parse_sizes,
     stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 
 if TYPE_CHECKING:
+    from moegraft.injection.estimate.divided import DividedForecast
     from moegraft.injection.estimate.forecast import Forecast
     from moegraft.injection.estimate.memory import GpuMemory
     from moegraft.injection.meta_model import MetaModel
+    from moegraft.injection.planning import Plan
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -43,6 +46,10 @@ def plan(
     link_bandwidth: LinkBandwidthOption = None,
     var: VarOption = None,
     gguf: GgufOption = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", metavar="N|SIZES", help="Machines that share the experts: their number, or each one's memory.")
+    ] = None,
+    network: Annotated[float, typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines.")] = 10.0,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -63,7 +70,17 @@ def plan(
     target = target_machine(store.load(), stated)
     meta_model, rule_file, registry = model_and_rules(options)
     planned = make_plan(meta_model, rule_file, registry=registry)
-    figures = forecast(meta_model, planned, Workload(context, batch, min(prompt, context)), target, registry)
+    workload = Workload(context, batch, min(prompt, context))
+    if nodes is not None:
+        from moegraft.injection.estimate.divided import divided_forecast
+
+        memory = node_memory(nodes, target.available_bytes)
+        divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network)
+        _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
+        if not divided.fits:
+            raise typer.Exit(FINDINGS)
+        return
+    figures = forecast(meta_model, planned, workload, target, registry)
     terminal = open_terminal()
     if json:
         write_json(terminal, as_json(figures, meta_model))
@@ -94,6 +111,41 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
     if not figures.fits:
         lines += [f"it does not fit: {gap_text(figures)}; changes that would make it fit:"]
         lines += [f"  - {sentence}" for sentence in figures.would_fit]
+    terminal.write("\n".join(lines) + "\n")
+
+
+def node_memory(nodes: str, own: int) -> tuple[int, ...]:
+    """Return the memory of each machine of `--nodes`; machines that are only counted have this one's.
+
+    Raises:
+        OptionsError: the text is neither a number of machines nor a list of sizes.
+    """
+    if nodes.strip().isdigit() and int(nodes) >= 1:
+        return (own,) * int(nodes)
+    return parse_sizes(nodes, "--nodes") or ()
+
+
+def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
+    from moegraft.injection.estimate.speed import tokens_text
+    from moegraft.injection.planning import human_bytes
+
+    if as_json:
+        rows: list[Json] = [asdict(node) for node in divided.nodes]
+        write_json(terminal, {"ok": divided.fits, "nodes": rows, "speed": asdict(divided.speed) if divided.speed else None})
+        return
+    table = [("rank", "experts", "needed", "free", "")]
+    for node in divided.nodes:
+        gap = "" if node.fits else "does not fit"
+        table.append((str(node.rank), f"{node.share:.0%}", human_bytes(node.needed_bytes), human_bytes(node.available_bytes), gap))
+    lines = [f"{meta_model.model_class} by {planned.files[0]} on {len(divided.nodes)} machines", *columns(table, right=(0, 1, 2, 3))]
+    speed = divided.speed
+    if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
+        lines.append("speed: not predicted: this machine's rates are not measured; run: moegraft doctor --measure")
+    else:
+        decode, prefill = tokens_text(speed.decode_tokens_s), tokens_text(speed.prefill_tokens_s)
+        lines.append(
+            f"predicted: decode {decode}, prefill {prefill}, if all are as fast as this machine, with {divided.network_gbit:g} Gbit/s"
+        )
     terminal.write("\n".join(lines) + "\n")
 
 

@@ -66,6 +66,24 @@ _TOP: Schema = {
         "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
     },
     "requires": {**_closed({"model_type": _MODEL_TYPES}), "description": "The models that the file is for."},
+    "parallel": {
+        **_closed(
+            {
+                "shares": _or_variable(
+                    {
+                        "anyOf": [
+                            {"enum": ["auto", "none"]},
+                            {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 1},
+                        ]
+                    },
+                    "auto: by each process's measured speed and free memory; none: every process holds all experts; or numbers, one for "
+                    "each process.",
+                    default="auto",
+                )
+            }
+        ),
+        "description": "How several processes, started by torchrun, share the experts.",
+    },
     "rules": {
         "type": "array",
         "items": {"$ref": "#/definitions/rule"},

@@ -6,16 +6,18 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, parse_size, takes_options
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, parse_size, takes_options, talks_to_user
 from moegraft.injection.cli.output import Terminal, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service
+    from moegraft.operators.expert_group import ExpertGroup
 
 PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -78,10 +80,11 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
     terminal = open_terminal()
     # Before weights are read, so that an address in use is reported at once.
-    listening = _listen(options.host, options.port)
+    listening = _listen(options.host, options.port) if talks_to_user() else socket.socket()
     with listening, library_log(terminal):
         from moegraft.injection.cli.models import load_model
         from moegraft.injection.cli.serve.service import Limits, Service
+        from moegraft.injection.injected import injection_of
 
         limits = Limits(
             max_queue=options.max_queue,
@@ -93,11 +96,16 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             kv_memory=sizes[0],
             prefix_cache=sizes[1],
         )
-        service = Service(load_model(model, terminal), limits)
+        loaded = load_model(model, terminal)
+        injection = injection_of(loaded.model)
+        group = None if injection is None else injection.context.expert_group
+        service = Service(loaded, limits)
         try:
-            _run(service, listening, options, terminal)
+            _run(service, listening, options, terminal, group)
         finally:
             service.close()
+        if group is not None:
+            group.require_alive()
 
 
 def _require_server() -> None:
@@ -125,7 +133,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror or error}; give another --host or --port") from error
 
 
-def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal) -> None:
+def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal, group: ExpertGroup | None) -> None:
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app
@@ -157,6 +165,9 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
     config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=options.grace + SHUTDOWN_S)
     server = Server(config)
+    if group is not None:
+        group.on_lost = partial(setattr, server, "should_exit", True)  # without its experts, nothing can be answered
+        group.require_alive()
     server.run(sockets=[listening])
     if server.caught == signal.SIGINT:
         raise KeyboardInterrupt

@@ -47,7 +47,7 @@ TORN = """
 import os, random, signal, threading, time
 from contextlib import nullcontext
 from support.transfer_harness import Harness, make_device
-from moegraft.operators.offload.queue import Uninterrupted
+from moegraft.operators.interrupts import Uninterrupted
 from moegraft.operators.offload.transfers import Urgency
 harness = Harness(make_device("threaded", None), (1, 1), staging=1)
 shielded = True

@@ -231,3 +231,25 @@ def test_a_sparse_plan(config_folder: Path, rules: Callable[[str], Path], run: R
     meta_model, registry = build_meta_model(config_folder), load_registry()
     works = work_of(PlannedModel(meta_model, plan(meta_model, read_rules(path, registry=registry), registry=registry), registry))
     assert [work.left_out for work in works if work.kind == "experts"] == [0.8]
+
+
+def test_machines_that_share_the_experts_hold_them_all(
+    experts_rules: Path, run_json: RunJson, run: Run, config_folder: Path, cache_home: None
+) -> None:
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 1.0, 0.0))
+    arguments = ["plan", str(experts_rules), "--model", str(config_folder)]
+    alone = run_json(*arguments)
+    found = run_json(*arguments, "--nodes", "2GiB,1GiB,1GiB")
+    assert found["ok"] and [node["rank"] for node in found["nodes"]] == [0, 1, 2]
+    assert sum(node["share"] for node in found["nodes"]) == pytest.approx(1)
+    program = alone["memory_bytes"]["program"]
+    held = [node["needed_bytes"] - program for node in found["nodes"][1:]]
+    assert 0 < sum(held) < alone["memory_bytes"]["weights"]
+    slow = run_json(*arguments, "--nodes", "3", "--network", "0.01")["speed"]
+    assert slow["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"]
+    assert run(*arguments, "--nodes", "2GiB,1MiB").exit_code == 1
+    assert "give a size such as" in run(*arguments, "--nodes", "some").output
+    divided = experts_rules.with_name("divided.yaml")
+    divided.write_text(f"extends: {experts_rules}\nparallel: {{shares: [2, 1]}}\n")
+    assert run("plan", str(divided), *arguments[2:], "--nodes", "2").exit_code == 0
+    assert "2 numbers, for 3 machines" in run("plan", str(divided), *arguments[2:], "--nodes", "3").output

@@ -1,0 +1,224 @@
+"""Several processes for one model: find them, divide the experts among them, and agree on errors before the model runs.
+
+torchrun and `accelerate launch` start the processes and set WORLD_SIZE, RANK and LOCAL_WORLD_SIZE; messages go over gloo.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moegraft.injection.planning import Plan, human_bytes
+from moegraft.injection.rules.rule import ShareRule
+from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
+from moegraft.operators.machine import probe_machine
+
+logger = logging.getLogger(__name__)
+LOADING_S = 3600.0  # that the slowest process may load longer than the fastest
+KEPT_FREE = 0.1  # of a machine's memory, beside the weights
+PROBE_BYTES = 64 << 20
+TIMEOUT_VARIABLE = "MOEGRAFT_RANK_TIMEOUT"  # seconds
+
+
+def process_count() -> int:
+    """Return the number of processes that were started together; 1 without torchrun and the like."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE", 1)
+
+
+def process_rank() -> int:
+    """Return this process's number; 0 has the model and its user."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return _number("RANK", 0)
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else default
+
+
+def check_distributed_config(config: Any, processes: int) -> None:
+    """Check transformers' `DistributedConfig`, which may describe these processes; experts are divided by the rule file alone.
+
+    Raises:
+        UnsupportedModelError: it describes something else.
+    """
+    for name, expected in (("tp_size", processes), ("ep_size", processes)):
+        found = getattr(config, name, None)
+        if found not in (None, expected):
+            raise UnsupportedModelError(f"distributed_config.{name} is {found}, and {processes} processes were started")
+    for name in ("tp_plan", "fsdp_size", "fsdp_plan", "pp_plan"):
+        found = getattr(config, name, None)
+        if found not in (None, {}, 1):
+            raise UnsupportedModelError(f"distributed_config.{name} is {found!r:.100}: only experts are divided over processes; remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a process has for experts."""
+
+    free_bytes: int
+    read_gbps: float
+
+
+class Processes:
+    """All processes of this program, which exist until it ends, and a connection for them to agree, until `close`.
+
+    Raises:
+        MoegraftError: they cannot reach each other.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.rank = process_count(), process_rank()
+        text = os.environ.get(TIMEOUT_VARIABLE)
+        try:
+            self.timeout_s = TIMEOUT_S if text is None else float(text)
+        except ValueError:
+            raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=LOADING_S))
+            self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
+            self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        except (RuntimeError, ValueError) as error:
+            raise MoegraftError(f"the {self.count} processes cannot reach each other: {error}") from error
+        self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
+        self._local = _number("LOCAL_WORLD_SIZE", 0) or sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of each of the processes on this machine, which share its cores."""
+        return threads_of_each(self._local)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run the body in all processes; where it fails in one, it fails in all.
+
+        Raises:
+            MoegraftError: of the body here or, with its rank, elsewhere.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 # the others are told of any
+            failure = error
+        texts = self._gathered(None if failure is None else str(failure) or type(failure).__name__)
+        if failure is not None:
+            raise failure
+        failed = [(peer, text) for peer, text in zip(self.peers, texts, strict=True) if text is not None]
+        if failed:
+            raise MoegraftError("; ".join(f"{peer}: {text}" for peer, text in failed))
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """Return the object of each process.
+
+        Raises:
+            GroupLostError: one has ended.
+        """
+        found: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(found, own, group=self._waiting)
+        except RuntimeError as error:
+            reason = next(iter(str(error).splitlines()), "")[:200]
+            raise GroupLostError(f"another process ended while the model was loaded ({reason}); start all again") from error
+        return found
+
+    def divide(self, rule: ShareRule, whole: Plan) -> Shares:
+        """Return the shares of the processes.
+
+        Args:
+            whole: the plan of one process that holds everything.
+
+        Raises:
+            UnsupportedModelError: the rule file has shares for another number of processes, or another process has other rules or another
+                model.
+            NotEnoughMemoryError: the experts do not fit in the memory of all processes.
+        """
+        layers = [
+            (swap.module, swap.operator, swap.operator_type.identity(swap.options), swap.footprint.total_bytes)
+            for swap in whole.swaps
+            if swap.operator_type.kind == "experts"
+        ]
+        others = self._gathered((rule, layers))
+        for peer, found in zip(self.peers, others, strict=True):
+            if found != others[0]:
+                what = "a model or rules with other experts" if found[0] == others[0][0] else f"shares {found[0]}, not {others[0][0]}"
+                raise UnsupportedModelError(f"{peer} has {what}; give all processes the same files")
+        if rule != "auto":
+            assert rule != "none", "such rules start no group"
+            if len(rule) != self.count:
+                raise UnsupportedModelError(
+                    f"parallel.shares has {len(rule)} numbers, and {self.count} processes were started; give one for each, or 'auto'"
+                )
+            return Shares(rule, self.rank)
+        offers = self._gathered(_Offer(probe_machine().available_bytes // self._local, _read_gbps()))
+        experts = sum(swap.footprint.by_device.get("cpu", 0) for swap in whole.swaps if swap.operator_type.kind == "experts")
+        rest = whole.bytes_by_device.get("cpu", 0) - experts
+        sizes = divide_by_speed(
+            [offer.read_gbps for offer in offers],
+            [int(offer.free_bytes * (1 - KEPT_FREE)) - (0 if rank else rest) for rank, offer in enumerate(offers)],
+            experts,
+        )
+        if self.rank == 0:
+            for peer, offer, size in zip(self.peers, offers, sizes, strict=True):
+                free = human_bytes(offer.free_bytes)
+                logger.info("%s: %.0f %% of the experts (reads %.0f GB/s, %s free)", peer, 100 * size, offer.read_gbps, free)
+        return Shares(tuple(sizes), self.rank)
+
+    def group(self, shares: Shares) -> ExpertGroup:
+        return ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+
+    def close(self) -> None:
+        """Free what was needed to agree."""
+        dist.destroy_process_group(self._waiting)
+
+
+def divide_by_speed(speeds: Sequence[float], memory: Sequence[int], needed: int) -> list[float]:
+    """Return each process's share of the experts, which sum to 1: in proportion to its speed, and at most what its memory holds.
+
+    Args:
+        memory: bytes for experts.
+        needed: bytes of all experts.
+
+    Raises:
+        NotEnoughMemoryError: the experts do not fit, or a process has no memory for any.
+    """
+    bounds = [max(0.0, size / max(needed, 1)) for size in memory]
+    if sum(bounds) < 1 or min(bounds) == 0:
+        held = ", ".join(human_bytes(max(size, 0)) for size in memory)
+        raise NotEnoughMemoryError(
+            f"the experts take {human_bytes(needed)}, and the processes have {held} for them (rank 0 also holds the rest of the model); "
+            "a smaller weight type (weights: int4 in the rule file) or another machine would help"
+        )
+    shares = [0.0] * len(speeds)
+    while (rest := 1 - sum(shares)) > 1e-9:
+        room = [rank for rank, share in enumerate(shares) if share < bounds[rank]]
+        speed = sum(speeds[rank] for rank in room)
+        for rank in room:
+            shares[rank] = min(bounds[rank], shares[rank] + rest * speeds[rank] / speed)
+    return shares
+
+
+def _read_gbps() -> float:
+    """Measure how fast the threads of this process read memory, in GB/s; a quick figure to compare machines by."""
+    data = torch.from_numpy(np.ones(PROBE_BYTES // 4, np.float32))
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        data.sum()
+        best = max(best, PROBE_BYTES / (time.perf_counter() - began) / 1e9)
+    return round(best, 1)

@@ -1,0 +1,317 @@
+"""Experts over several processes: equal to one process in every family, and no process waits for one that is gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.families import save_checkpoint, served_cases
+from support.ranks import end, start_ranks
+
+from moegraft.injection import plan, read_rules
+from moegraft.injection.api import build_meta_model
+from moegraft.injection.parallel import check_distributed_config, divide_by_speed
+from moegraft.operators.errors import NotEnoughMemoryError, RuleFileError, UnsupportedModelError
+from moegraft.operators.expert_group import Shares
+from moegraft.operators.registry import load_registry
+
+FEW = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
+GENERATING = tuple(case.model_type for case in served_cases() if case.generates)
+# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, and what other ranks returned.
+COMPARE = textwrap.dedent(
+    """
+    import json, sys, torch
+    from pathlib import Path
+    from support.families import prompt, served_cases, stock_model
+    from moegraft.injection import optimize_and_load
+
+    rules = sys.argv[1]
+    for path in map(Path, sys.argv[2:]):
+        case = next(case for case in served_cases() if case.model_type == path.name)
+        model = optimize_and_load(path, rules, progress=False)
+        ids = prompt(9, batch=2)
+        found = model.generate(ids, max_new_tokens=8, do_sample=False)
+        if model.moegraft.follows:
+            print(json.dumps({"model": path.name, "tokens": found.tolist()}))
+            model.moegraft.follow()
+            continue
+        stock = stock_model(case, path)
+        with torch.no_grad():
+            logits, expected = (each(input_ids=ids).logits.double() for each in (model, stock))
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        expected = stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+        calls = [row["calls"] for row in model.moegraft.statistics()["ranks"]]
+        print(json.dumps({"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}))
+        model.moegraft.close()
+    """
+)
+# For each rule file, prints what a process alone (`alone.yaml` beside it) and all ranks generate with the bundled model.
+RULES = textwrap.dedent(
+    """
+    import json, sys
+    from pathlib import Path
+    from transformers import AutoTokenizer
+    from moegraft.injection import optimize_and_load
+    from moegraft.injection.demo import demo_path
+
+    ids = AutoTokenizer.from_pretrained(demo_path())("First Citizen: Before we", return_tensors="pt").input_ids
+    for rules in map(Path, sys.argv[1:]):
+        model = optimize_and_load(demo_path(), rules, dtype="float32", progress=False)
+        if model.moegraft.follows:
+            model.moegraft.follow()
+            continue
+        found = model.generate(ids, max_new_tokens=24, do_sample=False).tolist()
+        replayed = model.moegraft.statistics()["decode_steps"].get("replayed_steps", 0)
+        model.moegraft.close()
+        alone = optimize_and_load(demo_path(), rules.with_name("alone-" + rules.name), dtype="float32", progress=False)
+        print(json.dumps([rules.stem, replayed, found, alone.generate(ids, max_new_tokens=24, do_sample=False).tolist()]))
+    """
+)
+# Generates until it is ended.
+FOREVER = textwrap.dedent(
+    """
+    import sys, torch
+    from support.families import prompt
+    from moegraft.injection import optimize_and_load
+
+    model = optimize_and_load(sys.argv[1], "cpu-exact", progress=False)
+    print("ready", flush=True)
+    if model.moegraft.follows:
+        model.moegraft.follow()
+    while True:
+        model(input_ids=prompt(3))
+    """
+)
+
+# Rank 1 has other shares at first, then loads slowly, and is stopped for a moment while rank 0 waits for it and Ctrl-C is pressed. At last,
+# rank 0 deletes its model.
+ENDURE = textwrap.dedent(
+    """
+    import gc, os, signal, sys, threading, time
+    from pathlib import Path
+    from support.families import prompt
+    import moegraft.injection.api as api
+    from moegraft.operators.errors import UnsupportedModelError
+
+    path, pid, released = sys.argv[1], Path(sys.argv[4]), Path(sys.argv[5])
+    follows = os.environ["RANK"] == "1"
+    try:
+        api.optimize_and_load(path, sys.argv[3 if follows else 2], progress=False)
+    except UnsupportedModelError as error:
+        print(error)
+    if follows:
+        pid.write_text(str(os.getpid()))
+        load = api.load
+        api.load = lambda *args, **kwargs: (time.sleep(6), load(*args, **kwargs))[1]
+    model = api.optimize_and_load(path, sys.argv[2], progress=False)
+    if follows:
+        model.moegraft.follow()
+        released.touch()
+        sys.exit()
+    expected = model(input_ids=prompt(9)).logits
+    other = int(pid.read_text())
+    os.kill(other, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.6, os.kill, (other, signal.SIGCONT)).start()
+    try:
+        model(input_ids=prompt(9))
+    except KeyboardInterrupt:
+        print("interrupted", bool((model(input_ids=prompt(9)).logits == expected).all()))
+    del model
+    gc.collect()
+    for _ in range(200):
+        if released.exists():
+            print("released")
+            break
+        time.sleep(0.1)
+    """
+)
+
+
+def saved(folder: Path, model_type: str) -> Path:
+    case = next(case for case in served_cases() if case.model_type == model_type)
+    save_checkpoint(case, folder / model_type)
+    return folder / model_type
+
+
+def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
+    file = folder / "divided.yaml"
+    file.write_text(f"extends: {base}\nparallel: {{shares: {shares}}}\n")
+    return file
+
+
+def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
+    models = [str(saved(folder, family)) for family in families]
+    results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
+    assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)
+    lead, *others = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
+    assert [row["model"] for row in lead] == list(families)
+    for place, row in enumerate(lead):
+        assert row["error"] < 1e-5, row["model"]
+        assert row["tokens"] == row["expected"], row["model"]
+        assert min(row["calls"]) > 0, f"{row['model']}: every rank has computed"
+        assert all(other[place]["tokens"] == row["tokens"] for other in others)
+
+
+def test_three_ranks_equal_the_stock_model(tmp_path: Path, long: bool) -> None:
+    compare(tmp_path, GENERATING if long else FEW, "[3, 2, 1]", 3, timeout_s=3000 if long else 180)
+
+
+def test_two_ranks_equal_the_stock_model_in_every_family(tmp_path: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("three ranks show the same in less time; --long runs both")
+    compare(tmp_path, GENERATING, "[5, 1]", 2, timeout_s=3000)
+
+
+def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> None:
+    experts = "rules: [{id: experts, match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: %s, cache_dir: %s}}}]"
+    texts = {
+        "drafts": "extends: speculative",
+        "quantised": "extends: cpu\nrules: [{match: {kind: model}, replace: {class: quantized_kv_cache}}]",
+        "packed": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
+        "mapped": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(f"{text}\nparallel: {{shares: [1, 2]}}\n")
+        (tmp_path / f"alone-{name}.yaml").write_text(f"{text}\nparallel: {{shares: none}}\n")
+    results = end(start_ranks(["-c", RULES, *(str(tmp_path / f"{name}.yaml") for name in texts)], 2), 180)
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    rows = [json.loads(line) for line in results[0][1].splitlines()]
+    assert [name for name, *_ in rows] == list(texts)
+    for name, replayed, found, alone in rows:
+        assert found == alone, name
+        assert (replayed > 0) == (name != "quantised"), f"{name}: programs append to a plain cache"
+    layers = 5
+    assert len(list((tmp_path / "packed").glob("*.experts"))) == 3 * layers, "a file for each share, and for all experts"
+
+
+def test_the_server_answers_eight_clients_and_ends_when_a_rank_is_killed() -> None:
+    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0"], 2)
+    lead = ranks[0].stderr
+    assert lead is not None
+    address = ""
+    while not address:
+        line = lead.readline()
+        assert line, "the server has ended"
+        address = next((word for word in line.split() if word.startswith("http") and word.endswith("/v1")), "")
+    openai = pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+    model = client.models.list().data[0].id
+
+    def answer(_: int) -> str:
+        return str(client.completions.create(model=model, prompt="First Citizen:", max_tokens=8, temperature=0).choices[0].text)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(answer, range(8)))
+    assert len(set(answers)) == 1 and answers[0]
+    ranks[1].kill()
+    (code, _, said), _ = end(ranks)
+    assert code == 2 and "rank 1 on " in said and "start all ranks again" in said
+
+
+def test_a_killed_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    ranks = start_ranks(["-c", FOREVER, str(saved(tmp_path, "mixtral"))], 3)
+    for each in ranks:
+        assert each.stdout is not None and each.stdout.readline() == "ready\n"
+    ranks[1].kill()
+    began = time.monotonic()
+    (lead, _, said), (killed, _, _), (third, _, _) = end(ranks)
+    assert time.monotonic() - began < 60
+    assert killed == -signal.SIGKILL and lead == 1 and third in (0, 1)
+    assert "GroupLostError: rank 1 on " in said and "start all ranks again" in said
+
+
+def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp_path: Path) -> None:
+    rules = [tmp_path / name for name in ("own.yaml", "other.yaml")]
+    for file, shares in zip(rules, ("[1, 1]", "[1, 2]"), strict=True):
+        file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
+    arguments = map(str, (saved(tmp_path, "mixtral"), *rules, tmp_path / "pid", tmp_path / "released"))
+    results = end(start_ranks(["-c", ENDURE, *arguments], 2, MOEGRAFT_RANK_TIMEOUT="4"))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    refused, *found = results[0][1].splitlines()
+    assert "rank 1 on " in refused and "has shares (1.0, 2.0), not (1.0, 1.0)" in refused
+    assert found == ["interrupted True", "released"]
+
+
+def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
+    model = saved(tmp_path, "mixtral")
+    code = textwrap.dedent(
+        """
+        import os, sys
+        from moegraft.injection import optimize_and_load
+        folder = sys.argv[1] if os.environ["RANK"] == "0" else sys.argv[2]
+        optimize_and_load(folder, "cpu-exact", progress=False)
+        """
+    )
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((model / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    results = end(start_ranks(["-c", code, str(model), str(broken)], 2))
+    assert [code for code, _, _ in results] == [1, 1]
+    assert "MoegraftError: rank 1 on " in results[0][2] and "broken/model.safetensors" in results[0][2]
+    assert "CheckpointError: " in results[1][2]
+
+
+def test_a_rank_holds_the_bytes_of_its_share_alone(tmp_path: Path) -> None:
+    meta = build_meta_model(saved(tmp_path, "qwen3_moe"), weights=True)
+    whole = plan(meta, "cpu")
+    parts = [plan(meta, "cpu", shares=Shares((3, 2, 1), rank)) for rank in range(3)]
+    experts = [sum(swap.footprint.total_bytes for swap in each.swaps if swap.operator == "hybrid_experts") for each in [whole, *parts]]
+    assert sum(experts[1:]) == experts[0] and experts[1] > experts[2] > experts[3] > 0
+    assert [each.rest_bytes for each in parts] == [whole.rest_bytes, 0, 0]
+    assert {swap.operator for swap in parts[1].swaps} == {"hybrid_experts"}
+
+
+def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
+    for sizes in [(1.0,), (3, 2, 1), (100, 1, 1, 1), (1, 1, 1, 100), (0.1, 0.1)]:
+        for count in (len(sizes), 7, 8, 129):
+            if count < len(sizes):
+                continue
+            ranges = [Shares(sizes, rank).experts(count) for rank in range(len(sizes))]
+            assert [expert for each in ranges for expert in each] == list(range(count))
+            assert all(len(each) > 0 for each in ranges)
+    assert [len(Shares((3, 2, 1), rank).experts(12)) for rank in range(3)] == [6, 4, 2]
+    with pytest.raises(UnsupportedModelError, match="2 experts cannot be spread over 3 processes"):
+        Shares((1, 1, 1), 0).experts(2)
+
+
+def test_automatic_shares_follow_speed_within_memory() -> None:
+    assert divide_by_speed([30, 10], [1000, 1000], 1000) == pytest.approx([0.75, 0.25])
+    assert divide_by_speed([30, 10, 10], [500, 1000, 1000], 1000) == pytest.approx([0.5, 0.25, 0.25])
+    with pytest.raises(NotEnoughMemoryError, match="400 B, 500 B"):
+        divide_by_speed([1, 1], [400, 500], 1000)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [("[1, 0]", "shares must be"), ("[]", "shares must be"), ("fast", "shares must be"), ("[1, .inf]", "shares must be")],
+)
+def test_wrong_shares_are_refused_with_their_place(tmp_path: Path, shares: str, message: str) -> None:
+    with pytest.raises(RuleFileError, match=rf"divided.yaml:2:\d+: error: {message}"):
+        read_rules(rules_with(tmp_path, shares), registry=load_registry())
+
+
+def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
+    meta = build_meta_model(saved(tmp_path, "qwen3_moe"))
+    for base, reason in (("hybrid", "with several processes, experts run on the CPU"), ("sparse", "sparsity is not supported")):
+        with pytest.raises(RuleFileError, match=reason):
+            plan(meta, base, shares=Shares((1, 1), 0))
+
+
+def test_the_description_of_other_parallelism_is_refused_by_name() -> None:
+    class Config:
+        tp_size = ep_size = 2
+        tp_plan: dict[str, str] = {}
+
+    check_distributed_config(Config(), 2)
+    with pytest.raises(UnsupportedModelError, match=r"ep_size is 2, and 3|tp_size is 2, and 3"):
+        check_distributed_config(Config(), 3)
+    Config.tp_plan = {"layers.*": "colwise"}
+    with pytest.raises(UnsupportedModelError, match="tp_plan"):
+        check_distributed_config(Config(), 2)

@@ -1,0 +1,52 @@
+"""Several processes that hold the experts of one model, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+
+
+def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[subprocess.Popen[str]]:
+    """Start `python ARGUMENTS` as each of `count` ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "TRANSFORMERS_VERBOSITY": "error",
+        **variables,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def end(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str, str]]:
+    """Wait for all ranks; return their exit codes, outputs and errors."""
+    try:
+        found = []
+        for each in ranks:
+            out, err = each.communicate(timeout=timeout_s)
+            found.append((each.returncode, out, err))
+        return found
+    finally:
+        for each in ranks:
+            each.kill()
