@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine
+from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine, talks_to_user
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate.forecast import TargetMachine
@@ -85,6 +85,8 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
             signal.signal(stop, signal.SIG_IGN)
         injection.follow()
         raise typer.Exit
+    if not talks_to_user():
+        raise OptionsError("'parallel: {shares: none}' gives each process a whole model, and this program needs one: start one process")
     return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement)
 
 
