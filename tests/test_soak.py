@@ -28,6 +28,7 @@ import torch
 from support import ROOT
 from support.families import build_model, prompt, save_checkpoint, served_cases
 from support.family_rows import FamilyCase
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -143,10 +144,11 @@ def test_generating_again_and_again(name: str, rules: str, long: bool) -> None:
 
 
 OURS = tuple(f"{ROOT}/{folder}/" for folder in ("injection", "operators", "cpu_backend"))
+MODES = "torch/utils/_python_dispatch.py"
 
 
 class Points:
-    """Counts the points of the project's code at which Python handles signals, and presses Ctrl-C at one of them.
+    """Counts the points of the project's code, and of PyTorch's dispatch modes, where Python handles signals; can press Ctrl-C.
 
     They are the beginnings of functions and the ends of calls of functions in C.
     """
@@ -159,7 +161,8 @@ class Points:
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         name = frame.f_code.co_filename
-        if event in ("call", "c_return") and ("moegraft" in name or name.startswith(OURS)) and name.endswith(self._file):
+        ours = "moegraft" in name or name.startswith(OURS) or name.endswith(MODES)
+        if event in ("call", "c_return") and ours and name.endswith(self._file):
             if self._function not in (None, frame.f_code.co_name):
                 return
             self.count += 1
@@ -225,6 +228,19 @@ def test_interrupted_texts(how: str, name: str, rules: str, long: bool) -> None:
     assert generated(model, ids) == expected
     assert replayed(model) > before, model.moegraft.context.decode_steps.statistics()
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("function", ["__enter__", "__exit__", "_pop_mode"])
+def test_interrupted_recordings_leave_no_mode(function: str) -> None:
+    """Ctrl-C while PyTorch enters or leaves the mode of a recording keeps no other model from being replayed."""
+    name, rules = MODELS[0]
+    ids = prompt(7)
+    model = injected(build_model(case_of(name)), rules)
+    assert stopped(lambda: generated(model, ids), Points(1, MODES, function))
+    assert torch._C._len_torch_dispatch_stack() == 0 and not is_in_torch_dispatch_mode()
+    other = injected(build_model(case_of(name)), rules)
+    generated(other, ids)
+    assert replayed(other) > 0
 
 
 def test_interrupted_steps(long: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
@@ -171,8 +172,16 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
         """Record what the body computes."""
-        with _wrapped_kernels(self._runtime, self._kernel), self:
-            yield self.recording
+        depth = torch._C._len_torch_dispatch_stack()
+        flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_") and isinstance(value, bool)}
+        try:
+            with _wrapped_kernels(self._runtime, self._kernel), self:
+                yield self.recording
+        finally:
+            # Where Ctrl-C came while PyTorch left the mode, the mode would stay for the whole process.
+            while torch._C._len_torch_dispatch_stack() > depth:
+                torch._C._pop_torch_dispatch_stack(None)
+            vars(_python_dispatch).update(flags)
 
     def memory(self, tensor: torch.Tensor, *, produced: bool = False) -> Memory:
         """Return the description of a tensor, and give its storage a number if it has none yet."""
