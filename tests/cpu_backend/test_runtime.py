@@ -33,7 +33,7 @@ def test_instruction_sets_are_listed() -> None:
     assert Runtime.default_isa() in Runtime.available_isas()
 
 
-WIDE = {"int8", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
+WIDE = {"int8", "int8_g128", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
 EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 
@@ -48,7 +48,7 @@ EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
         ({"avx512", "vnni"}, "", "scalar", set()),  # a hypervisor may hide a feature that the others need
         ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", set()),
         (ZEN_4, "", "avx512_bf16", set()),
-        (EMERALD_RAPIDS, "", "amx", {"bfloat16", *(name for name, found in FORMATS.items() if found.scaled)}),
+        (EMERALD_RAPIDS, "", "amx", {"bfloat16", *(name for name, found in FORMATS.items() if found.scaled and not found.floats)}),
         (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", set()),
         (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", set()),
         (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", set()),

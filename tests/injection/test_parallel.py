@@ -191,7 +191,7 @@ def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> Non
 
 
 def test_the_server_answers_eight_clients_and_ends_when_a_rank_is_killed() -> None:
-    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0"], 2)
+    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0"], 2, MOEGRAFT_RANK_TIMEOUT="12")
     lead = ranks[0].stderr
     assert lead is not None
     address = ""
