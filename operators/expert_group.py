@@ -40,6 +40,7 @@ FIRST_BYTES = 4096
 REPORT_BYTES = 4096  # of an error
 STATUS_BYTES = 8
 TIMEOUT_S = 60.0
+SLOW_US = 1000.0  # of waiting for a layer; less is the time of messages
 WATCHED_CALLS = 512  # of a layer, after which a slow rank is named
 WORK, RESIZE, ALIVE, RESULT, STOP = range(5)
 DONE, FAILED = range(2)
@@ -314,7 +315,7 @@ class ExpertGroup:
         own_us = _mean_us(self._own_s, self._calls)
         for link in self._others:
             waited_us = _mean_us(link.waited_s, link.calls)
-            if waited_us > own_us:
+            if waited_us > max(own_us, SLOW_US):
                 logger.warning(
                     "%s is slow: each layer waits %.0f us for it after computing for %.0f us; a smaller share (parallel: shares) or a "
                     "faster network would help",
