@@ -123,8 +123,11 @@ class Gate:
         # JSON, as forms of other sites cannot send it.
         if scope["method"] == "POST" and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
-        if scope["path"] in ANSWERS and scope["method"] == "POST" and self._service.engine.full:
-            raise _queue_full()
+        if scope["path"] in ANSWERS and scope["method"] == "POST":
+            try:
+                self._service.engine.require_room()
+            except QueueFullError as error:
+                raise _queue_full(error) from None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """
@@ -405,7 +408,7 @@ async def _answer(service: Service, mailbox: Mailbox, asked: Request, request: H
     try:
         service.engine.submit(jobs)
     except QueueFullError as error:
-        raise RequestError(429, f"{error}; try again in a moment", code="queue_full") from None
+        raise _queue_full(error) from None
     except TooLongError as error:
         raise RequestError(400, str(error), code="context_length_exceeded") from None
     except StoppedError:
@@ -426,8 +429,8 @@ async def _answer(service: Service, mailbox: Mailbox, asked: Request, request: H
     return JSONResponse(reply.whole())
 
 
-def _queue_full() -> RequestError:
-    return RequestError(429, "too many requests are waiting; try again in a moment", code="queue_full")
+def _queue_full(error: QueueFullError) -> RequestError:
+    return RequestError(429, f"{error}; try again in a moment", code="queue_full")
 
 
 async def _cancel_when_gone(request: HttpRequest, jobs: Sequence[Job]) -> None:

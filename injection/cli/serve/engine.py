@@ -126,15 +126,21 @@ class Engine:
             return 0.0
         return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1.0)
 
-    @property
-    def full(self) -> bool:
-        """Whether no request can wait; counts a refusal if so."""
+    def require_room(self) -> None:
+        """
+        Raises:
+            QueueFullError: no request can wait; this one is counted as refused.
+        """
+        memory = self.memory
         with self._wake:
             self._drop_cancelled()
-            if self.waiting < self._max_queue:
-                return False
-            self.rejected += 1
-            return True
+            waiting = self.waiting
+            if waiting >= self._max_queue:
+                self.rejected += 1
+                raise QueueFullError(
+                    f"{waiting} requests are waiting, of at most {self._max_queue}, and {mib(memory.free)} of {mib(memory.limit)} for keys "
+                    "and values are free"
+                )
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Add the answers to one request to the queue: all of them, or none.

@@ -143,6 +143,7 @@ def test_who_leaves_the_queue_makes_room_in_it(loaded: LoadedModel) -> None:
                 with pytest.raises(openai.RateLimitError) as refused:
                     ask(server, "hello")
                 assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "queue_full"
+                assert "1 requests are waiting, of at most 1" in str(refused.value) and "for keys and values are free" in str(refused.value)
             first.close()
             until(lambda: quiet(server))
             assert ask(server, "hello").choices[0].message.content
