@@ -21,7 +21,9 @@ from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry
 
-ROUND_TRIP_S = 150e-6  # of a message and its reply: 110 to 130 us over loopback (gloo), and a switch
+# Of a message and its reply: what a layer takes more on two processes of one machine (benchmarks/results/expert_processes.csv), of which
+# the message alone takes an eighth.
+ROUND_TRIP_S = 1e-3
 DRAWS = 4000  # of a token's experts, for the mean of the machine with the most of them
 
 
