@@ -9,11 +9,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,14 +22,18 @@ import torch.distributed as dist
 
 from moegraft.injection.planning import Plan, human_bytes
 from moegraft.injection.rules.rule import ShareRule
+from moegraft.operators.base import Operator
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
+CONNECTING_S = 300.0  # that the last process may start after the first
 LOADING_S = 3600.0  # that the slowest process may load longer than the fastest
 KEPT_FREE = 0.1  # of a machine's memory, beside the weights
 PROBE_BYTES = 64 << 20
+# torch.distributed's groups belong to the process as well.
+_groups: WeakSet[ExpertGroup] = WeakSet()
 TIMEOUT_VARIABLE = "MOEGRAFT_RANK_TIMEOUT"  # seconds
 
 
@@ -51,6 +56,17 @@ def _number(variable: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= LOADING_S:
+        raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds above 0 and at most {LOADING_S:.0f}, not {text!r}")
+    return found
+
+
 def check_distributed_config(config: Any, processes: int) -> None:
     """Check transformers' `DistributedConfig`, which may describe these processes; experts are divided by the rule file alone.
 
@@ -65,6 +81,12 @@ def check_distributed_config(config: Any, processes: int) -> None:
         found = getattr(config, name, None)
         if found not in (None, {}, 1):
             raise UnsupportedModelError(f"distributed_config.{name} is {found!r:.100}: only experts are divided over processes; remove it")
+
+
+def tell_others(failure: Exception) -> None:
+    """Let the other processes, which wait for this one, end with its error."""
+    with suppress(type(failure), MoegraftError), Processes().agreed():
+        raise failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +106,23 @@ class Processes:
 
     def __init__(self) -> None:
         self.count, self.rank = process_count(), process_rank()
-        text = os.environ.get(TIMEOUT_VARIABLE)
-        try:
-            self.timeout_s = TIMEOUT_S if text is None else float(text)
-        except ValueError:
-            raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+        if any(group.in_use for group in _groups):
+            raise UnsupportedModelError(
+                "another model is loaded over these processes, which follow one model at a time: close it in all of them "
+                "(model.moegraft.close()) before the next is loaded"
+            )
         try:
             if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=timedelta(seconds=LOADING_S))
+                dist.init_process_group("gloo", timeout=timedelta(seconds=CONNECTING_S))
             self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
+            self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
+            with self.agreed():
+                self.timeout_s = _timeout_s()
             self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, MoegraftError):
+                raise
             raise MoegraftError(f"the {self.count} processes cannot reach each other: {error}") from error
-        self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
         self._local = _number("LOCAL_WORLD_SIZE", 0) or sum(peer.host == self.peers[self.rank].host for peer in self.peers)
 
     @property
@@ -180,7 +206,15 @@ class Processes:
         return Shares(tuple(sizes), self.rank)
 
     def group(self, shares: Shares) -> ExpertGroup:
-        return ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+        group = ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+        _groups.add(group)
+        return group
+
+    def weight_samples(self, operators: Mapping[str, Operator]) -> dict[str, list[bytes]]:
+        """Return the weight samples of the operators of experts, each those of all processes."""
+        own = {path: list(operator.weight_samples()) for path, operator in operators.items() if operator.kind == "experts"}
+        parts = self._gathered(own)
+        return {path: [sample for part in parts for sample in part[path]] for path in own}
 
     def close(self) -> None:
         """Free what was needed to agree."""

@@ -189,6 +189,7 @@ class ExpertGroup:
 
     Attributes:
         on_lost: called once on rank 0 when another rank is lost, from any thread.
+        weight_samples: those of each operator that is divided, of all ranks, by the path of its module.
     """
 
     def __init__(self, shares: Shares, peers: Sequence[Peer], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S) -> None:
@@ -206,10 +207,16 @@ class ExpertGroup:
         self._calls = 0
         self._warned = False
         self.on_lost: Callable[[], None] = lambda: None
+        self.weight_samples: Mapping[str, Sequence[bytes]] = {}
 
     @property
     def rank(self) -> int:
         return self.shares.rank
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this process has a model over this group that is neither closed nor deleted."""
+        return not self._closed.is_set() and any(compute() is not None for _, compute in self._layers)
 
     def start(self) -> None:
         """Begin the signs of life, on rank 0. A rank that is still loading would not receive them in time."""
@@ -310,7 +317,7 @@ class ExpertGroup:
 
     def _sign_of_life(self) -> None:
         while not self._closed.wait(self._timeout_s / 4):
-            if all(compute() is None for _, compute in self._layers):
+            if not self.in_use:
                 self.close()
                 return
             try:
@@ -321,11 +328,13 @@ class ExpertGroup:
                 return
 
     def close(self) -> None:
-        """Let the other ranks end. On them, and when called again, nothing happens."""
+        """Let the other ranks end. On them, nothing is sent; when called again, nothing happens."""
         atexit.unregister(self.close)
-        if self._closed.is_set() or self.rank:
+        if self._closed.is_set():
             return
         self._closed.set()
+        if self.rank:
+            return
         with Uninterrupted(), self._lock:
             for link in self._others if self._failure is None else ():
                 with suppress(RuntimeError, ValueError):  # it has ended already, or this program has destroyed all groups
@@ -485,7 +494,6 @@ class _Link:
         self._wire.prepare(size)
         to_rows, to_ids, to_weights = self._wire.buffer.question(count, top_k, hidden, dtype)
         self._reply, self._sums = self._answers.reply(count, hidden, dtype)
-        self._receiving = self._group.recv([self._reply], self.peer.rank, 0)
         if count == len(needed):
             self._rows = None
             to_rows.copy_(rows)
@@ -496,6 +504,7 @@ class _Link:
             for source, target in ((rows, to_rows), (top_k_index, to_ids), (top_k_weights, to_weights)):
                 torch.index_select(source, 0, self._rows, out=target)
         self._wire.send(WORK, (layer, count, top_k, ELEMENT_CODES[dtype], hidden), size)
+        self._receiving = self._group.recv([self._reply], self.peer.rank, 0)  # after the question, so that the other begins the sooner
         self.calls += 1
         return True
 

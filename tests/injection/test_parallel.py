@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.families import save_checkpoint, served_cases
+import torch
+from support.families import build_model, save_checkpoint, served_cases
+from support.gguf_files import write_gguf
 from support.ranks import end, start_ranks
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
@@ -33,7 +36,8 @@ COMPARE = textwrap.dedent(
     rules = sys.argv[1]
     for path in map(Path, sys.argv[2:]):
         case = next(case for case in served_cases() if case.model_type == path.name)
-        model = optimize_and_load(path, rules, progress=False)
+        file = path / "model.gguf"
+        model = optimize_and_load(path, rules, progress=False, gguf=file if file.exists() else None)
         ids = prompt(9, batch=2)
         found = model.generate(ids, max_new_tokens=8, do_sample=False)
         if model.moegraft.follows:
@@ -131,6 +135,70 @@ ENDURE = textwrap.dedent(
         time.sleep(0.1)
     """
 )
+# Prints what each of four loads is refused with: rank 1 has no rules, the model is in memory, rank 1 has no sensible time-out, and another
+# model is loaded. Rank 0 then prints the fingerprint of the weights beside that of a process which holds all of them.
+REFUSE = textwrap.dedent(
+    """
+    import os, sys
+    from transformers import AutoModelForCausalLM
+    from moegraft.injection import optimize_and_load
+    from moegraft.injection.cli.chat.conversation import fingerprint
+    from moegraft.operators.errors import MoegraftError
+
+    path, rules, alone, rank = *sys.argv[1:], int(os.environ["RANK"])
+
+    def refused(file):
+        try:
+            optimize_and_load(path, file, progress=False)
+        except MoegraftError as error:
+            print(error)
+
+    refused("missing.yaml" if rank else rules)
+    stock, path = path, AutoModelForCausalLM.from_pretrained(path)
+    refused(rules)
+    path = stock
+    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "0" if rank else "60"
+    refused(rules)
+    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "60"
+    model = optimize_and_load(path, rules, progress=False)
+    refused(rules)
+    if rank:
+        model.moegraft.follow()
+    else:
+        found = fingerprint(model)
+        model.moegraft.close()
+        print(found == fingerprint(optimize_and_load(path, alone, progress=False)))
+    """
+)
+# Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond
+# the first, beside the bytes that this rank holds by the plan.
+MEMORY = textwrap.dedent(
+    """
+    import json, sys, threading, time
+    from moegraft.injection import optimize_and_load
+
+    def anonymous():
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    small, large, rules = sys.argv[1:]
+    model = optimize_and_load(small, rules, progress=False)
+    model.moegraft.follow()
+    model.moegraft.close()
+    before, most, ended = anonymous(), [0], threading.Event()
+
+    def sample():
+        while not ended.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    threading.Thread(target=sample, daemon=True).start()
+    model = optimize_and_load(large, rules, progress=False)
+    ended.set()
+    plan = model.moegraft.plan
+    print(json.dumps([most[0] - before, plan.bytes_by_device["cpu"]]))
+    model.moegraft.follow()
+    """
+)
 
 
 def saved(folder: Path, model_type: str) -> Path:
@@ -147,6 +215,8 @@ def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
 
 def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
     models = [str(saved(folder, family)) for family in families]
+    with_file = next(case for case in served_cases() if case.model_type == "qwen3_moe")
+    write_gguf(folder / "qwen3_moe" / "model.gguf", build_model(with_file))
     results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
     assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)
     lead, *others = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
@@ -238,6 +308,21 @@ def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp
     assert found == ["interrupted True", "released"]
 
 
+def test_errors_before_the_model_reach_all_ranks_and_saved_chats_know_all_experts(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("divided.yaml", "alone.yaml")]
+    for file, shares in zip(files, ("[2, 1]", "none"), strict=True):
+        file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
+    results = end(start_ranks(["-c", REFUSE, str(saved(tmp_path, "mixtral")), *map(str, files)], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    lead, other = (out.splitlines() for _, out, _ in results)
+    for line, name in ((lead[0], "missing.yaml"), (lead[2], "MOEGRAFT_RANK_TIMEOUT must be a number of seconds above 0")):
+        assert "rank 1 on " in line and name in line
+    assert "missing.yaml" in other[0] and "not '0'" in other[2]
+    for lines in (lead, other):
+        assert "this model is in memory" in lines[1] and "another model is loaded over these processes" in lines[3]
+    assert lead[4] == "True", "the fingerprint is that of one process with all experts"
+
+
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     model = saved(tmp_path, "mixtral")
     code = textwrap.dedent(
@@ -266,6 +351,33 @@ def test_a_rank_holds_the_bytes_of_its_share_alone(tmp_path: Path) -> None:
     assert sum(experts[1:]) == experts[0] and experts[1] > experts[2] > experts[3] > 0
     assert [each.rest_bytes for each in parts] == [whole.rest_bytes, 0, 0]
     assert {swap.operator for swap in parts[1].swaps} == {"hybrid_experts"}
+
+
+def test_a_rank_keeps_to_its_share_of_the_memory(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=32,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        dtype=torch.bfloat16,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
+    rules = tmp_path / "divided.yaml"
+    experts = "{match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: bfloat16}}}"
+    rules.write_text(f"version: 1\nrules: [{experts}]\nparallel: {{shares: [3, 1]}}\n")
+    results = end(start_ranks(["-c", MEMORY, str(saved(tmp_path, "mixtral")), str(tmp_path / "large"), str(rules)], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    held = []
+    for _, out, _ in results:
+        most, share = json.loads(out)
+        held.append(share)
+        assert most < 1.1 * share + (8 << 20), f"{most >> 20} MiB for a share of {share >> 20} MiB"
+    experts_bytes = 2 * 32 * 3 * 512 * 1024 * 2
+    assert held[1] == experts_bytes // 4 and held[0] > 3 * experts_bytes // 4
 
 
 def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
@@ -299,9 +411,19 @@ def test_wrong_shares_are_refused_with_their_place(tmp_path: Path, shares: str, 
 
 def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
     meta = build_meta_model(saved(tmp_path, "qwen3_moe"))
-    for base, reason in (("hybrid", "with several processes, experts run on the CPU"), ("sparse", "sparsity is not supported")):
+    on_cpu = "with several processes, experts run on the CPU"
+    cases = {
+        "hybrid_experts, kwargs: {gpu: auto}": on_cpu,
+        "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": on_cpu,  # several GPUs of a process
+        "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": on_cpu,  # captured steps
+        "hybrid_experts, kwargs: {sparsity: {target: 0.5}}": "sparsity is not supported",
+        "sparse_experts, kwargs: {sparsity: {target: 0.5}}": "sparse_experts needs all experts",
+    }
+    for replaced, reason in cases.items():
+        rules = tmp_path / "undivided.yaml"
+        rules.write_text(f"version: 1\nrules: [{{match: {{kind: experts}}, replace: {{class: {replaced}}}}}]\n")
         with pytest.raises(RuleFileError, match=reason):
-            plan(meta, base, shares=Shares((1, 1), 0))
+            plan(meta, rules, shares=Shares((1, 1), 0))
 
 
 def test_the_description_of_other_parallelism_is_refused_by_name() -> None:
