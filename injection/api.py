@@ -135,6 +135,7 @@ def _load_divided(
     processes = Processes()
     threads = options["threads"] or processes.threads
     torch.set_num_threads(threads)  # torchrun sets 1
+    processes.take_cores(threads)
     with processes.agreed():
         target = opened()
         if not isinstance(target, MetaModel):

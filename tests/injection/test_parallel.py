@@ -16,9 +16,10 @@ from support.gguf_files import write_gguf
 from support.ranks import end, start_ranks
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moegraft.cpu_backend import default_threads
 from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
-from moegraft.injection.parallel import check_distributed_config, divide_by_speed
+from moegraft.injection.parallel import check_distributed_config, divide_by_speed, part_of
 from moegraft.operators.errors import NotEnoughMemoryError, RuleFileError, UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.registry import load_registry
@@ -171,10 +172,10 @@ REFUSE = textwrap.dedent(
     """
 )
 # Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond
-# the first, beside the bytes that this rank holds by the plan.
+# the first, beside the bytes that this rank holds by the plan and its CPUs.
 MEMORY = textwrap.dedent(
     """
-    import json, sys, threading, time
+    import json, os, sys, threading, time
     from moegraft.injection import optimize_and_load
 
     def anonymous():
@@ -195,7 +196,7 @@ MEMORY = textwrap.dedent(
     model = optimize_and_load(large, rules, progress=False)
     ended.set()
     plan = model.moegraft.plan
-    print(json.dumps([most[0] - before, plan.bytes_by_device["cpu"]]))
+    print(json.dumps([most[0] - before, plan.bytes_by_device["cpu"], sorted(os.sched_getaffinity(0))]))
     model.moegraft.follow()
     """
 )
@@ -353,7 +354,7 @@ def test_a_rank_holds_the_bytes_of_its_share_alone(tmp_path: Path) -> None:
     assert {swap.operator for swap in parts[1].swaps} == {"hybrid_experts"}
 
 
-def test_a_rank_keeps_to_its_share_of_the_memory(tmp_path: Path) -> None:
+def test_a_rank_keeps_to_its_share_of_the_memory_and_to_its_own_cores(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=512,
@@ -371,13 +372,16 @@ def test_a_rank_keeps_to_its_share_of_the_memory(tmp_path: Path) -> None:
     rules.write_text(f"version: 1\nrules: [{experts}]\nparallel: {{shares: [3, 1]}}\n")
     results = end(start_ranks(["-c", MEMORY, str(saved(tmp_path, "mixtral")), str(tmp_path / "large"), str(rules)], 2))
     assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
-    held = []
+    held, cpus = [], []
     for _, out, _ in results:
-        most, share = json.loads(out)
+        most, share, own = json.loads(out)
         held.append(share)
+        cpus.append(set(own))
         assert most < 1.1 * share + (8 << 20), f"{most >> 20} MiB for a share of {share >> 20} MiB"
     experts_bytes = 2 * 32 * 3 * 512 * 1024 * 2
     assert held[1] == experts_bytes // 4 and held[0] > 3 * experts_bytes // 4
+    if default_threads() > 1:
+        assert not cpus[0] & cpus[1], "each process keeps to its own cores"
 
 
 def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
@@ -391,6 +395,14 @@ def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
     assert [len(Shares((3, 2, 1), rank).experts(12)) for rank in range(3)] == [6, 4, 2]
     with pytest.raises(UnsupportedModelError, match="2 experts cannot be spread over 3 processes"):
         Shares((1, 1, 1), 0).experts(2)
+
+
+def test_processes_of_a_machine_divide_its_cores() -> None:
+    for count in (1, 2, 3, 5):
+        cores = [(number, number + 8) for number in range(8)]
+        parts = [part_of(cores, place, count) for place in range(count)]
+        assert [core for part in parts for core in part] == cores
+        assert {len(part) for part in parts} <= {8 // count, 8 // count + 1}
 
 
 def test_automatic_shares_follow_speed_within_memory() -> None:
