@@ -384,6 +384,16 @@ def test_a_rank_keeps_to_its_share_of_the_memory_and_to_its_own_cores(tmp_path: 
         assert not cpus[0] & cpus[1], "each process keeps to its own cores"
 
 
+def test_doctor_measures_the_messages_of_all_ranks(tmp_path: Path) -> None:
+    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "doctor", "--measure", "--json"], 3, XDG_CACHE_HOME=str(tmp_path))
+    (code, out, err), *others = end(ranks)
+    assert code == 0 and [other[:2] for other in others] == [(0, "")] * 2, err
+    found = json.loads(out)
+    assert len(found["links"]) == 2 and found["all_us"] > 0
+    assert all(link["layer_us"] > 0 and link["gbit"] > 0 for link in found["links"])
+    assert list(tmp_path.rglob("network.json"))
+
+
 def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
     for sizes in [(1.0,), (3, 2, 1), (100, 1, 1, 1), (1, 1, 1, 100), (0.1, 0.1)]:
         for count in (len(sizes), 7, 8, 129):
