@@ -22,9 +22,10 @@ from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry
 
-# What a layer takes more when one other rank is asked, and with each further one: `doctor --measure` in processes of one machine.
-ASKED_S = 3e-4
-EACH_FURTHER_S = 1.5e-4
+# What a layer takes more when one other rank is asked, and with each further one, as `doctor --measure` found in two and three processes
+# on two cores (240 to 262 us, and 126 us more).
+ASKED_S = 2.5e-4
+EACH_FURTHER_S = 1.3e-4
 CABLE_S = 5e-5  # that a message and its reply take longer between two machines; an assumption
 NETWORK_GBIT = 10.0  # where none is given or measured
 DRAWS = 4000  # of a token's experts, for the mean of the machine with the most of them
