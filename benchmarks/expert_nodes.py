@@ -27,7 +27,7 @@ from moegraft.injection.estimate.forecast import TargetMachine
 from moegraft.injection.estimate.planned import Workload
 from moegraft.operators.registry import load_registry
 
-NODES = (1, 2, 3, 4, 6, 8)
+NODES = (1, 2, 4, 8)
 GBIT = (10.0, 100.0)
 CONTEXT, PROMPT = 4096, 512
 MEMORY = 1 << 40  # more than any share
