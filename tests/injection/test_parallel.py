@@ -216,8 +216,8 @@ def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
 
 def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
     models = [str(saved(folder, family)) for family in families]
-    with_file = next(case for case in served_cases() if case.model_type == "qwen3_moe")
-    write_gguf(folder / "qwen3_moe" / "model.gguf", build_model(with_file))
+    with_file = next(case for case in served_cases() if case.model_type == "mixtral")
+    write_gguf(folder / "mixtral" / "model.gguf", build_model(with_file))
     results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
     assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)
     lead, *others = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
