@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from cpu_model import make_model, rule_file, timed
@@ -32,6 +33,7 @@ LAYOUTS = ((1, 1), (1, 2), (2, 1), (3, 1))  # processes, threads of each
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="of the model, which is made there if it is empty; by default a temporary one")
     parser.add_argument("--rank-of", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -39,8 +41,10 @@ def main() -> None:
         measure(arguments.rank_of, arguments.threads)
         return
     found: dict[tuple[int, int], list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(LAYERS).save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or temporary
+        if not any(Path(folder).iterdir()):
+            make_model(LAYERS).save_pretrained(folder)
         for number in range(arguments.rounds):
             for layout in LAYOUTS:
                 found[layout].append(run(folder, *layout))

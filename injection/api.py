@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.grafting import graft
+from moegraft.injection.injected import injection_of
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.parallel import Processes, check_distributed_config, process_count
+from moegraft.injection.parallel import Processes, check_distributed_config, process_count, tell_others
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -84,9 +85,15 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
             half-built model is left.
     """
     registry = registry or load_registry()
-    rule_file = _read_rules(rules, vars, registry)
-    if distributed_config is not None:
-        check_distributed_config(distributed_config, process_count())
+    started_together = process_count() > 1 and not dry_run
+    try:
+        rule_file = _read_rules(rules, vars, registry)
+        if distributed_config is not None:
+            check_distributed_config(distributed_config, process_count())
+    except Exception as error:
+        if started_together:
+            tell_others(error)
+        raise
 
     def opened() -> MetaModel | PreTrainedModel:
         if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
@@ -106,7 +113,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
-    if process_count() > 1 and rule_file.shares != "none" and not dry_run:
+    if started_together and rule_file.shares != "none":
         return _load_divided(opened, rule_file, registry, options, progress=progress)
     target = opened()
     the_plan = plan(target, rule_file, registry=registry)
@@ -128,6 +135,7 @@ def _load_divided(
     processes = Processes()
     threads = options["threads"] or processes.threads
     torch.set_num_threads(threads)  # torchrun sets 1
+    processes.take_cores(threads)
     with processes.agreed():
         target = opened()
         if not isinstance(target, MetaModel):
@@ -144,6 +152,9 @@ def _load_divided(
             _log_notices(the_plan)
         group = processes.group(shares)
         model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
+    injection = injection_of(model)
+    assert injection is not None, "what load returns is injected"
+    group.weight_samples = processes.weight_samples(injection.operators)
     processes.close()
     group.start()
     return model

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,14 +24,19 @@ import torch.distributed as dist
 
 from moegraft.injection.planning import Plan, human_bytes
 from moegraft.injection.rules.rule import ShareRule
+from moegraft.operators.base import Operator
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
+CONNECTING_S = 300.0  # that the last process may start after the first
 LOADING_S = 3600.0  # that the slowest process may load longer than the fastest
+Core = tuple[int, ...]  # the numbers of its CPUs: two with simultaneous multithreading
 KEPT_FREE = 0.1  # of a machine's memory, beside the weights
 PROBE_BYTES = 64 << 20
+# torch.distributed's groups belong to the process as well.
+_groups: WeakSet[ExpertGroup] = WeakSet()
 TIMEOUT_VARIABLE = "MOEGRAFT_RANK_TIMEOUT"  # seconds
 
 
@@ -51,6 +59,17 @@ def _number(variable: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= LOADING_S:
+        raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds above 0 and at most {LOADING_S:.0f}, not {text!r}")
+    return found
+
+
 def check_distributed_config(config: Any, processes: int) -> None:
     """Check transformers' `DistributedConfig`, which may describe these processes; experts are divided by the rule file alone.
 
@@ -65,6 +84,12 @@ def check_distributed_config(config: Any, processes: int) -> None:
         found = getattr(config, name, None)
         if found not in (None, {}, 1):
             raise UnsupportedModelError(f"distributed_config.{name} is {found!r:.100}: only experts are divided over processes; remove it")
+
+
+def tell_others(failure: Exception) -> None:
+    """Let the other processes, which wait for this one, end with its error."""
+    with suppress(type(failure), MoegraftError), Processes().agreed():
+        raise failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +109,54 @@ class Processes:
 
     def __init__(self) -> None:
         self.count, self.rank = process_count(), process_rank()
-        text = os.environ.get(TIMEOUT_VARIABLE)
-        try:
-            self.timeout_s = TIMEOUT_S if text is None else float(text)
-        except ValueError:
-            raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds, not {text!r}") from None
+        if any(group.in_use for group in _groups):
+            raise UnsupportedModelError(
+                "another model is loaded over these processes, which follow one model at a time: close it in all of them "
+                "(model.moegraft.close()) before the next is loaded"
+            )
         try:
             if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=timedelta(seconds=LOADING_S))
+                dist.init_process_group("gloo", timeout=timedelta(seconds=CONNECTING_S))
             self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
+            self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
+            with self.agreed():
+                self.timeout_s = _timeout_s()
             self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, MoegraftError):
+                raise
             raise MoegraftError(f"the {self.count} processes cannot reach each other: {error}") from error
-        self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
         self._local = _number("LOCAL_WORLD_SIZE", 0) or sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+        everywhere = self._gathered((_machine_id(), _physical_cores()))
+        own_machine, self._cores = everywhere[self.rank]
+        self._neighbours = {rank: cores for rank, (machine, cores) in enumerate(everywhere) if machine == own_machine}
 
     @property
     def threads(self) -> int:
-        """The CPU threads of each of the processes on this machine, which share its cores."""
-        return threads_of_each(self._local)
+        """The CPU threads of this process: the processes of a machine divide its cores, unless each has been given its own."""
+        held = [cpu for cores in self._neighbours.values() for core in cores for cpu in core]
+        return threads_of_each(1 if held and len(set(held)) == len(held) else self._local)
+
+    def take_cores(self, threads: int) -> None:
+        """Keep the threads of this process on its part of the machine's cores, while processes that were given the same cores share them.
+
+        A message wakes its receiver on the core of the sender, where the two would compute by turns while another core is idle: a
+        scheduler may leave them there for seconds.
+
+        Args:
+            threads: that compute; where they are more than the part, they stay where they are.
+        """
+        count = len(self._neighbours)
+        if not 1 < count <= len(self._cores) or any(cores != self._cores for cores in self._neighbours.values()):
+            return
+        part = part_of(self._cores, sorted(self._neighbours).index(self.rank), count)
+        if threads > len(part):
+            return
+        own = {cpu for core in part for cpu in core}
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), own)
+        logger.info("%s: CPUs %s", self.peers[self.rank], ", ".join(map(str, sorted(own))))
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -180,11 +234,45 @@ class Processes:
         return Shares(tuple(sizes), self.rank)
 
     def group(self, shares: Shares) -> ExpertGroup:
-        return ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+        group = ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+        _groups.add(group)
+        return group
+
+    def weight_samples(self, operators: Mapping[str, Operator]) -> dict[str, list[bytes]]:
+        """Return the weight samples of the operators of experts, each those of all processes."""
+        own = {path: list(operator.weight_samples()) for path, operator in operators.items() if operator.kind == "experts"}
+        parts = self._gathered(own)
+        return {path: [sample for part in parts for sample in part[path]] for path in own}
 
     def close(self) -> None:
         """Free what was needed to agree."""
         dist.destroy_process_group(self._waiting)
+
+
+def part_of(cores: Sequence[Core], place: int, count: int) -> Sequence[Core]:
+    """Return the part of one of `count` processes; parts do not overlap and are equal up to one core."""
+    return cores[place * len(cores) // count : (place + 1) * len(cores) // count]
+
+
+def _physical_cores() -> tuple[Core, ...]:
+    """Return the cores that this process may use, those of a socket together; empty where the system does not report them."""
+    try:
+        allowed = os.sched_getaffinity(0)
+        found: dict[tuple[int, int], list[int]] = {}
+        for cpu in sorted(allowed):
+            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+            socket_id, first = ((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list"))
+            found.setdefault((int(socket_id), int(re.split("[-,]", first)[0])), []).append(cpu)
+    except (AttributeError, OSError, ValueError):
+        return ()
+    return tuple(tuple(found[key]) for key in sorted(found))
+
+
+def _machine_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def divide_by_speed(speeds: Sequence[float], memory: Sequence[int], needed: int) -> list[float]:

@@ -31,8 +31,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-_ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)  # in the kernel's order
-ELEMENT_CODES = {dtype: code for code, dtype in enumerate(_ELEMENTS)}
+ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)  # in the kernel's order
+ELEMENT_CODES = {dtype: code for code, dtype in enumerate(ELEMENTS)}
 
 
 def element_name(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import io
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +30,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import default_threads
-from moegraft.operators.cpu import ELEMENT_CODES, as_array
+from moegraft.operators.cpu import ELEMENT_CODES, ELEMENTS
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
 from moegraft.operators.interrupts import Uninterrupted
 
 logger = logging.getLogger(__name__)
-HEADER_NUMBERS = 6  # kind, layer, rows, experts per row, code of the dtype, bytes that follow or of the next buffer
+HEADER_NUMBERS = 6  # kind, layer, rows, experts per row, code of the dtype, numbers of a row or bytes that follow or are needed
 HEADER_BYTES = 8 * HEADER_NUMBERS
 FIRST_BYTES = 4096
+KEPT_PARTS = 64  # of a buffer: lengths of prompts differ
 REPORT_BYTES = 4096  # of an error
 STATUS_BYTES = 8
 TIMEOUT_S = 60.0
@@ -45,7 +47,7 @@ WATCHED_CALLS = 512  # of a layer, after which a slow rank is named
 WORK, RESIZE, ALIVE, RESULT, STOP = range(5)
 DONE, FAILED = range(2)
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class GroupLostError(MoegraftError):
@@ -93,28 +95,71 @@ class Peer:
         return f"rank {self.rank} on {self.host}"
 
 
+class _Buffer:
+    """Memory for messages, which only grows, with the tensors over its parts: to create those anew costs as much as a short message."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self._parts: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def grow(self, size: int) -> None:
+        if size > len(self._bytes):
+            self._parts.clear()
+            with torch.inference_mode(False):  # what is written outside of the mode must not be a tensor from inside
+                self._bytes = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8)
+
+    def part(self, start: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return the tensor that begins at a byte."""
+        key = start, sizes, dtype
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= KEPT_PARTS:
+                self._parts.clear()
+            end = start + math.prod(sizes) * dtype.itemsize
+            found = self._parts[key] = self._bytes[start:end].view(dtype).view(sizes)
+        return found
+
+    def question(self, rows: int, top_k: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows (T, H), ids (T, K) int64 and weights (T, K) float32 of a message."""
+        weights = HEADER_BYTES + 8 * rows * top_k
+        return (
+            self.part(weights + 4 * rows * top_k, (rows, hidden), dtype),
+            self.part(HEADER_BYTES, (rows, top_k), torch.int64),
+            self.part(weights, (rows, top_k), torch.float32),
+        )
+
+    def reply(self, rows: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a whole reply and its sums (T, H)."""
+        size = STATUS_BYTES + rows * hidden * dtype.itemsize
+        self.grow(size)
+        return self.part(0, (size,)), self.part(STATUS_BYTES, (rows, hidden), dtype)
+
+
 class _Wire:
     """One direction between two ranks: a buffer whose size both know."""
 
     def __init__(self, peer: Peer, group: dist.ProcessGroup) -> None:
         self.peer = peer
+        self.buffer = _Buffer()
         self._group = group
-        self._buffer = torch.empty(FIRST_BYTES, dtype=torch.uint8)
         self._sending: Any = None
 
-    def resize(self, size: int) -> None:
-        self._buffer = torch.empty(size, dtype=torch.uint8)
-
-    def send(self, kind: int, numbers: Sequence[int] = (), arrays: Sequence[NDArray[Any]] = ()) -> None:
-        """Start to send a message, once the last one has left the buffer."""
+    def prepare(self, nbytes: int) -> None:
+        """Make room for a message with so many bytes behind its header, once the last one has left the buffer."""
         self.flush()
-        needed = HEADER_BYTES + sum(array.nbytes for array in arrays)
-        if needed > len(self._buffer):
-            size = 1 << (needed - 1).bit_length()
-            self._start(RESIZE, (0, 0, 0, 0, size), ())
+        needed = HEADER_BYTES + nbytes
+        if needed > len(self.buffer):
+            self.send(RESIZE, (0, 0, 0, 0, needed), 0)
             self.flush()
-            self.resize(size)
-        self._start(kind, numbers, arrays)
+            self.buffer.grow(needed)
+
+    def send(self, kind: int, numbers: Sequence[int], nbytes: int) -> None:
+        """Start to send a message, of which the buffer has the bytes behind the header."""
+        self.buffer.part(0, (HEADER_NUMBERS,), torch.int64).numpy()[: 1 + len(numbers)] = kind, *numbers
+        self._sending = self._group.send([self.buffer.part(0, (HEADER_BYTES + nbytes,))], self.peer.rank, 0)
 
     def flush(self) -> None:
         """Wait until the last message has left the buffer."""
@@ -122,24 +167,14 @@ class _Wire:
             self._sending.wait()
             self._sending = None
 
-    def _start(self, kind: int, numbers: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
-        content = self._buffer.numpy()
-        content[:HEADER_BYTES].view(np.int64)[: 1 + len(numbers)] = kind, *numbers
-        place = HEADER_BYTES
-        for array in arrays:
-            content[place : place + array.nbytes] = array.reshape(-1).view(np.uint8)
-            place += array.nbytes
-        self._sending = dist.isend(self._buffer[:place], self.peer.rank, self._group)
-
-    def receive(self) -> tuple[list[int], NDArray[np.uint8]]:
-        """Wait for a message; return its header and the bytes behind it, which are valid until the next call."""
+    def receive(self) -> list[int]:
+        """Wait for a message and return its header; its bytes are in the buffer until the next call."""
         while True:
-            dist.recv(self._buffer, self.peer.rank, self._group)
-            content = self._buffer.numpy()
-            header: list[int] = content[:HEADER_BYTES].view(np.int64).tolist()
+            self._group.recv([self.buffer.part(0, (len(self.buffer),))], self.peer.rank, 0).wait()
+            header: list[int] = self.buffer.part(0, (HEADER_NUMBERS,), torch.int64).tolist()
             if header[0] != RESIZE:
-                return header, content[HEADER_BYTES:]
-            self.resize(header[5])
+                return header
+            self.buffer.grow(header[5])
 
 
 class ExpertGroup:
@@ -154,26 +189,34 @@ class ExpertGroup:
 
     Attributes:
         on_lost: called once on rank 0 when another rank is lost, from any thread.
+        weight_samples: those of each operator that is divided, of all ranks, by the path of its module.
     """
 
     def __init__(self, shares: Shares, peers: Sequence[Peer], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S) -> None:
         self.shares = shares
         self._group = group
         self._timeout_s = timeout_s
-        self._layers: list[tuple[int, WeakMethod[Compute]]] = []
+        self._layers: list[tuple[list[range], WeakMethod[Compute]]] = []  # the experts of each rank
         self._lock = threading.Lock()  # of rank 0's messages
         self._others = [_Link(peer, group) for peer in peers if peer.rank] if shares.rank == 0 else []
         self._leader = _Wire(peers[0], group)
+        self._answers = _Buffer()
         self._failure: str | None = None
         self._closed = threading.Event()
         self._own_s = 0.0
         self._calls = 0
         self._warned = False
         self.on_lost: Callable[[], None] = lambda: None
+        self.weight_samples: Mapping[str, Sequence[bytes]] = {}
 
     @property
     def rank(self) -> int:
         return self.shares.rank
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this process has a model over this group that is neither closed nor deleted."""
+        return not self._closed.is_set() and any(compute() is not None for _, compute in self._layers)
 
     def start(self) -> None:
         """Begin the signs of life, on rank 0. A rank that is still loading would not receive them in time."""
@@ -186,15 +229,21 @@ class ExpertGroup:
 
         Args:
             compute: a method that computes rows (T, H) with ids (T, K) int64 and weights (T, K) float32 on this rank's experts, numbered
-                from 0, and returns their sums (T, H); -1 is a padded slot. Its object is not kept alive.
+                from 0, and writes their sums to its last argument (T, H); -1 is a padded slot. Its object is not kept alive.
         """
-        self._layers.append((num_experts, WeakMethod(compute)))
+        owned = [self.shares.experts(num_experts, rank) for rank in range(len(self.shares.sizes))]
+        self._layers.append((owned, WeakMethod(compute)))
         return len(self._layers) - 1
 
-    def _compute(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        compute = self._layers[layer][1]()
+    def _compute(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute rows on the experts of this rank; ids are those of the whole layer."""
+        owned, method = self._layers[layer]
+        compute = method()
         assert compute is not None, "ranks compute for operators that are alive"
-        return compute(rows, ids, weights)
+        own = owned[self.rank]
+        index = ids.numpy()
+        local = np.where((index >= own.start) & (index < own.stop), index - own.start, -1)
+        compute(rows, torch.from_numpy(local), weights, out)
 
     # On rank 0
 
@@ -207,24 +256,22 @@ class ExpertGroup:
         Raises:
             GroupLostError: a rank is lost, now or before.
         """
-        num_experts = self._layers[layer][0]
+        owned = self._layers[layer][0]
         with self._messages():
             asked = [
                 link
                 for link in self._others
-                if self._guarded(
-                    link.peer,
-                    partial(link.ask, self.shares.experts(num_experts, link.peer.rank), layer, rows, top_k_index, top_k_weights),
-                )
+                if self._guarded(link.peer, partial(link.ask, owned[link.peer.rank], layer, rows, top_k_index, top_k_weights))
             ]
             began = time.perf_counter()
-            out = self._compute(layer, rows, _local(top_k_index, self.shares.experts(num_experts)), top_k_weights)
+            out = torch.empty_like(rows)
+            self._compute(layer, rows, top_k_index, top_k_weights, out)
             self._own_s += time.perf_counter() - began
             self._calls += 1
             if asked:
                 total = out.float()
                 for link in asked:
-                    self._guarded(link.peer, partial(link.add_to, total, rows.dtype))
+                    self._guarded(link.peer, partial(link.add_to, total))
                 out = total.to(rows.dtype)
             if not self._warned and self._calls >= WATCHED_CALLS:
                 self._warned = True
@@ -262,16 +309,15 @@ class ExpertGroup:
         self._tell_result(stream.getvalue(), "")
 
     def _tell_result(self, content: bytes, failure: str) -> None:
-        text = failure.encode()[:REPORT_BYTES]
-        array = np.frombuffer(content or text, np.uint8)
-        numbers = 0, DONE if content else FAILED, 0, 0, len(array)
+        told = content or failure.encode()[:REPORT_BYTES]
+        numbers = 0, DONE if content else FAILED, 0, 0, len(told)
         with self._messages():
             for link in self._others:
-                self._guarded(link.peer, partial(link.tell, RESULT, numbers, [array]))
+                self._guarded(link.peer, partial(link.tell, RESULT, numbers, told))
 
     def _sign_of_life(self) -> None:
         while not self._closed.wait(self._timeout_s / 4):
-            if all(compute() is None for _, compute in self._layers):
+            if not self.in_use:
                 self.close()
                 return
             try:
@@ -282,11 +328,13 @@ class ExpertGroup:
                 return
 
     def close(self) -> None:
-        """Let the other ranks end. On them, and when called again, nothing happens."""
+        """Let the other ranks end. On them, nothing is sent; when called again, nothing happens."""
         atexit.unregister(self.close)
-        if self._closed.is_set() or self.rank:
+        if self._closed.is_set():
             return
         self._closed.set()
+        if self.rank:
+            return
         with Uninterrupted(), self._lock:
             for link in self._others if self._failure is None else ():
                 with suppress(RuntimeError, ValueError):  # it has ended already, or this program has destroyed all groups
@@ -374,17 +422,16 @@ class ExpertGroup:
 
     def _served(self) -> torch.Tensor | str | None:
         """Compute until rank 0 sends a result or an error, and return it; None when it closes the model."""
-        peer = self._leader.peer
+        peer, buffer = self._leader.peer, self._leader.buffer
         while not self._closed.is_set():
             try:
-                header, content = self._leader.receive()
+                kind, layer, rows, top_k, code, count = self._leader.receive()
             except RuntimeError as error:
                 self._lose(peer, error)
-            kind, layer, rows, top_k, dtype, count = header
             if kind == WORK:
-                self._work(layer, rows, top_k, dtype, content[:count])
+                self._work(layer, *buffer.question(rows, top_k, count, ELEMENTS[code]))
             elif kind == RESULT:
-                result = content[:count].tobytes()
+                result = buffer.part(HEADER_BYTES, (count,)).numpy().tobytes()
                 if rows == FAILED:
                     return result.decode(errors="replace")
                 found: torch.Tensor = torch.load(io.BytesIO(result), weights_only=True)
@@ -394,28 +441,22 @@ class ExpertGroup:
                 self._free()
         return None
 
-    def _work(self, layer: int, rows: int, top_k: int, dtype_code: int, content: NDArray[np.uint8]) -> None:
+    def _work(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Compute rows and send their sums behind a status; after a failure, its text follows."""
-        dtype = next(dtype for dtype, code in ELEMENT_CODES.items() if code == dtype_code)
-        ids, weights, hidden = np.split(content, [rows * top_k * 4, rows * top_k * 8])
-        reply = torch.zeros(STATUS_BYTES + len(hidden), dtype=torch.uint8)
+        reply, sums = self._answers.reply(rows.shape[0], rows.shape[1], rows.dtype)
         failure = None
+        status = DONE
         try:
-            sums = self._compute(
-                layer,
-                torch.from_numpy(hidden).view(dtype).view(rows, -1),
-                torch.from_numpy(ids).view(torch.int32).view(rows, top_k).long(),
-                torch.from_numpy(weights).view(torch.float32).view(rows, top_k),
-            )
-            reply[STATUS_BYTES:] = sums.reshape(-1).view(torch.uint8)
+            self._compute(layer, rows, ids, weights, sums)
         except Exception as error:  # noqa: BLE001 # rank 0 must not wait in vain, whatever it is
             failure = f"{type(error).__name__}: {error}"
-            reply[0] = FAILED
-        self._guarded(self._leader.peer, lambda: dist.send(reply, 0, self._group))
+            status = FAILED
+        reply.numpy()[0] = status
+        self._guarded(self._leader.peer, lambda: self._group.send([reply], 0, 0).wait())
         if failure is not None:
             logger.exception("layer %d failed", layer)
             report = torch.from_numpy(np.frombuffer(failure.encode()[:REPORT_BYTES].ljust(REPORT_BYTES), np.uint8).copy())
-            self._guarded(self._leader.peer, lambda: dist.send(report, 0, self._group))
+            self._guarded(self._leader.peer, lambda: self._group.send([report], 0, 0).wait())
 
 
 class _Link:
@@ -427,35 +468,47 @@ class _Link:
         self.calls = 0
         self._group = group
         self._wire = _Wire(peer, group)
+        self._answers = _Buffer()
         self._rows: torch.Tensor | None = None  # of the current call; None for all
-        self._reply = torch.empty(0, dtype=torch.uint8)
+        self._reply, self._sums = self._answers.reply(0, 0, torch.float32)
         self._receiving: Any = None  # until the reply is complete, also where an interrupt kept rank 0 from waiting for it
 
-    def tell(self, kind: int, numbers: Sequence[int] = (), arrays: Sequence[NDArray[Any]] = ()) -> None:
+    def tell(self, kind: int, numbers: Sequence[int] = (), content: bytes = b"") -> None:
         self._settle()
-        self._wire.send(kind, numbers, arrays)
+        self._wire.prepare(len(content))
+        if content:
+            self._wire.buffer.part(HEADER_BYTES, (len(content),)).numpy()[:] = np.frombuffer(content, np.uint8)
+        self._wire.send(kind, numbers, len(content))
         self._wire.flush()
 
     def ask(self, owned: range, layer: int, rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> bool:
         """Send the rows that chose one of the experts that this rank holds; return False where there are none."""
-        ids = _local(top_k_index, owned)
-        needed = (ids >= 0).any(-1)
-        if not needed.any():
+        index = top_k_index.numpy()
+        needed: NDArray[np.bool_] = np.any((index >= owned.start) & (index < owned.stop), axis=-1)
+        count = int(np.count_nonzero(needed))
+        if count == 0:
             return False
-        self._rows = None if needed.all() else needed.nonzero().squeeze(-1)
-        if self._rows is not None:
-            rows, ids, top_k_weights = rows[self._rows], ids[self._rows], top_k_weights[self._rows]
-        arrays = [ids.int().numpy(), top_k_weights.numpy(), as_array(rows)]
-        size = sum(array.nbytes for array in arrays)
         self._settle()
-        if len(self._reply) != STATUS_BYTES + rows.nbytes:
-            self._reply = torch.empty(STATUS_BYTES + rows.nbytes, dtype=torch.uint8)
-        self._receiving = dist.irecv(self._reply, self.peer.rank, self._group)
-        self._wire.send(WORK, (layer, len(rows), ids.shape[1], ELEMENT_CODES[rows.dtype], size), arrays)
+        hidden, top_k, dtype = rows.shape[1], index.shape[1], rows.dtype
+        size = count * (12 * top_k + hidden * dtype.itemsize)
+        self._wire.prepare(size)
+        to_rows, to_ids, to_weights = self._wire.buffer.question(count, top_k, hidden, dtype)
+        self._reply, self._sums = self._answers.reply(count, hidden, dtype)
+        if count == len(needed):
+            self._rows = None
+            to_rows.copy_(rows)
+            to_ids.copy_(top_k_index)
+            to_weights.copy_(top_k_weights)
+        else:
+            self._rows = torch.from_numpy(needed.nonzero()[0])
+            for source, target in ((rows, to_rows), (top_k_index, to_ids), (top_k_weights, to_weights)):
+                torch.index_select(source, 0, self._rows, out=target)
+        self._wire.send(WORK, (layer, count, top_k, ELEMENT_CODES[dtype], hidden), size)
+        self._receiving = self._group.recv([self._reply], self.peer.rank, 0)  # after the question, so that the other begins the sooner
         self.calls += 1
         return True
 
-    def add_to(self, total: torch.Tensor, dtype: torch.dtype) -> None:
+    def add_to(self, total: torch.Tensor) -> None:
         """Wait for the sums of `ask` and add them to `total` (T, H) float32.
 
         Raises:
@@ -466,11 +519,10 @@ class _Link:
         self.waited_s += time.perf_counter() - began
         if failure is not None:
             raise MoegraftError(f"{self.peer} failed: {failure}")
-        sums = self._reply[STATUS_BYTES:].view(dtype).view(-1, total.shape[1])
         if self._rows is None:
-            total += sums
+            total += self._sums
         else:
-            total.index_add_(0, self._rows, sums.float())
+            total.index_add_(0, self._rows, self._sums.float())
 
     def _settle(self) -> str | None:
         """Wait for the reply to the last question, if one is due; return the error that it has, if any."""
@@ -478,18 +530,12 @@ class _Link:
             return None
         self._receiving.wait()
         failure = None
-        if self._reply[0] != DONE:
+        if self._reply.numpy()[0] != DONE:
             report = torch.empty(REPORT_BYTES, dtype=torch.uint8)
-            dist.recv(report, self.peer.rank, self._group)
+            self._group.recv([report], self.peer.rank, 0).wait()
             failure = report.numpy().tobytes().decode(errors="replace").strip()
         self._receiving = None
         return failure
-
-
-def _local(top_k_index: torch.Tensor, owned: range) -> torch.Tensor:
-    """Return the ids within `owned`, counted from its start, and -1 for all others."""
-    ids = top_k_index - owned.start
-    return ids.masked_fill_((ids < 0) | (ids >= len(owned)), -1)
 
 
 def threads_of_each(processes: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from moegraft.injection.estimate.forecast import TargetMachine
 from moegraft.injection.estimate.memory import KvCache, kv_cache, memory_of
+from moegraft.injection.estimate.network import Network
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.estimate.speed import Speed, Work, missing_rates, predict, work_of
 from moegraft.injection.meta_model import MetaModel
@@ -21,9 +22,12 @@ from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry
 
-# Of a message and its reply: what a layer takes more on two processes of one machine (benchmarks/results/expert_processes.csv), of which
-# the message alone takes an eighth.
-ROUND_TRIP_S = 1e-3
+# What a layer takes more when one other rank is asked, and with each further one, as `doctor --measure` found in two and three processes
+# on two cores (240 to 262 us, and 126 us more).
+ASKED_S = 2.5e-4
+EACH_FURTHER_S = 1.3e-4
+CABLE_S = 5e-5  # that a message and its reply take longer between two machines; an assumption
+NETWORK_GBIT = 10.0  # where none is given or measured
 DRAWS = 4000  # of a token's experts, for the mean of the machine with the most of them
 
 
@@ -46,7 +50,7 @@ class DividedForecast:
     """The machines, and the speed of all together; None if no rates are measured.
 
     Attributes:
-        network_gbit: the assumed bandwidth of each machine's link.
+        network_gbit: the bandwidth of each machine's link.
     """
 
     nodes: tuple[Node, ...]
@@ -66,12 +70,15 @@ def divided_forecast(
     memory: Sequence[int],
     target: TargetMachine,
     registry: OperatorRegistry,
-    network_gbit: float,
+    network_gbit: float | None = None,
+    measured: Network | None = None,
 ) -> DividedForecast:
     """Predict the memory of each machine, and the speed of machines that are as fast as this one.
 
     Args:
         whole: the plan for one machine.
+        network_gbit: the bandwidth between the machines; by default the slowest link of `measured`, or else 10.
+        measured: the messages' time.
         memory: bytes of each machine; the first one also holds what is not experts.
 
     Raises:
@@ -94,8 +101,22 @@ def divided_forecast(
         shares = Shares(tuple(sizes), rank)
         planned = PlannedModel(meta_model, plan(meta_model, rules, registry=registry, shares=shares), registry)
         nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), _needed(planned, cache, load, rank), free))
-    speed = _speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, network_gbit)
-    return DividedForecast(tuple(nodes), speed, network_gbit)
+    gbit = network_gbit or (NETWORK_GBIT if measured is None else measured.slowest.gbit)
+    message_s = _message_s(len(sizes) - 1, measured)
+    speed = _speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, gbit, message_s)
+    return DividedForecast(tuple(nodes), speed, gbit)
+
+
+def _message_s(others: int, measured: Network | None) -> float:
+    """Return the time that a layer takes longer when all other ranks are asked for one row."""
+    if others == 0:
+        return 0.0
+    if measured is None:
+        return ASKED_S + CABLE_S + EACH_FURTHER_S * (others - 1)
+    one_s, all_s = 1e-6 * max(link.layer_us for link in measured.links), 1e-6 * measured.all_us
+    further = len(measured.links) - 1
+    each_s = max(all_s - one_s, 0.0) / further if further else EACH_FURTHER_S
+    return one_s + each_s * (others - 1)
 
 
 def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int) -> int:
@@ -104,7 +125,13 @@ def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int) ->
 
 
 def _speed(
-    planned: PlannedModel, load: Workload, cache: KvCache, target: TargetMachine, sizes: Sequence[float], network_gbit: float
+    planned: PlannedModel,
+    load: Workload,
+    cache: KvCache,
+    target: TargetMachine,
+    sizes: Sequence[float],
+    network_gbit: float,
+    message_s: float,
 ) -> Speed | None:
     measured = target.measured
     if measured is None:
@@ -128,7 +155,7 @@ def _speed(
     def messages_s(tokens: int) -> float:
         item = planned.meta_model.dtype.itemsize
         nbytes = 2 * tokens * layout.hidden * item * (len(sizes) - 1)  # there and back, all over rank 0's link
-        return len(layers) * (ROUND_TRIP_S + nbytes * 8 / (network_gbit * 1e9))
+        return len(layers) * (message_s + nbytes * 8 / (network_gbit * 1e9))
 
     def tokens_s(tokens: int, *, decode: bool) -> float:
         speed = predict(

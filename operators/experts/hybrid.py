@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import warnings
@@ -252,7 +253,8 @@ class HybridExperts(Operator):
 
     def weight_samples(self) -> Iterator[bytes]:
         assert self._packed is not None, "called after load"
-        yield sampled(self._packed.buffer.reshape(len(self._held), -1))
+        for expert in self._packed.buffer.reshape(len(self._held), 1, -1):  # a digest of each: other processes hold others
+            yield hashlib.sha256(sampled(expert)).digest()
 
     def placement(self) -> str:
         runtime = self._runtime
@@ -370,18 +372,21 @@ class HybridExperts(Operator):
         index = top_k_index.to("cpu", torch.int64).contiguous()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
         group = self._group
-        out = self._compute(tokens, index, weights) if group is None else group.forward(self._layer, tokens, index, weights)
+        if group is None:
+            out = torch.empty_like(tokens)
+            self._compute(tokens, index, weights, out)
+        else:
+            out = group.forward(self._layer, tokens, index, weights)
         return out.to(hidden_states.device, hidden_states.dtype)
 
-    def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Compute contiguous tensors on the CPU with the experts that this process holds, whose numbers begin at 0."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        out = torch.empty_like(tokens)
         arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
         sparsity = self.sparsity
         if sparsity is None:
             self._runtime.forward(self._packed, *arrays)
-            return out
+            return
         observer = sparsity.observer
         sparsity.begin(len(tokens))
         acted = None if observer is None else np.empty((*index.shape, self._packed.shape.intermediate), np.float32)
@@ -389,7 +394,6 @@ class HybridExperts(Operator):
         self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
         if observer is not None and acted is not None:
             observer(index, torch.from_numpy(acted))
-        return out
 
     def extra_repr(self) -> str:
         layout = self.layout

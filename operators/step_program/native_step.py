@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moegraft.cpu_backend import Program, Runtime
+from moegraft.operators.custom_ops import without_dispatch
 from moegraft.operators.step_program.fitting import Affine, Place
 from moegraft.operators.step_program.lowering import ELEMENT_NAMES, Lowering, Node, Operand
 
@@ -20,14 +21,29 @@ ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    arena: torch.Tensor
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    targets: Sequence[torch.Tensor]
+
+
 @dataclass(slots=True)
 class PythonCall:
-    """A call of PyTorch between two runs of the native program, over the program's memory."""
+    """A call of PyTorch between two runs of the native program, over the program's memory.
+
+    Attributes:
+        stays: whether it always has the same arguments: temporaries of fixed place and size, and constants.
+        bound: the tensors over these, and the arena that they lie in.
+    """
 
     target: Any
     leaves: Sequence[Any]
     form: Any
     outputs: Sequence[Place]
+    stays: bool
+    bound: _Bound | None = None
 
 
 class NativeStep:
@@ -75,7 +91,8 @@ class NativeStep:
             target, leaves, form = node.payload
             for place in (*node.writes, *(leaf for leaf in leaves if isinstance(leaf, Place))):
                 self.where(place)
-            self.parts.append(PythonCall(target, leaves, form, node.writes))
+            stays = all(self._stays(leaf) for leaf in (*node.writes, *leaves))
+            self.parts.append(PythonCall(without_dispatch(target), leaves, form, node.writes, stays))
             return
         operands = [self.operand(value) for value in (*node.writes, *node.reads)]
         native = self.native
@@ -98,6 +115,12 @@ class NativeStep:
             native.add_matmul(operands)
         if node.kind not in ("small", "norm"):
             self.kernels.append(node.kind)
+
+    def _stays(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Place):
+            return not isinstance(leaf, Affine) or leaf.slope == leaf.capacity == 0
+        numbers = (leaf.offset, *leaf.sizes, *leaf.strides)
+        return leaf.storage in self._offsets and all(number.slope == number.capacity == 0 for number in numbers)
 
     def _close(self) -> None:
         end = self.native.end_stage()
@@ -122,12 +145,15 @@ class NativeStep:
                 return self.view(leaf, tensors, position, room)
             return leaf.at(position, room) if isinstance(leaf, Affine) else leaf
 
-        args, kwargs = tree_unflatten([given(leaf) for leaf in part.leaves], part.form)
-        found = part.target(*args, **kwargs)
-        results: list[torch.Tensor] = []
-        tree_map(lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None, found)
-        for result, place in zip(results, part.outputs, strict=True):
-            target = self.view(place, tensors, position, room)
+        arena = tensors[ARENA]
+        bound = part.bound
+        if bound is None or bound.arena is not arena:
+            args, kwargs = tree_unflatten([given(leaf) for leaf in part.leaves], part.form)
+            bound = _Bound(arena, args, kwargs, [self.view(place, tensors, position, room) for place in part.outputs])
+            part.bound = bound if part.stays else None
+        found = part.target(*bound.args, **bound.kwargs)
+        results = [found] if isinstance(found, torch.Tensor) else [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        for result, target in zip(results, bound.targets, strict=True):
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
 

@@ -10,12 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.families import save_checkpoint, served_cases
+import torch
+from support.families import build_model, save_checkpoint, served_cases
+from support.gguf_files import write_gguf
 from support.ranks import end, start_ranks
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moegraft.cpu_backend import default_threads
 from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
-from moegraft.injection.parallel import check_distributed_config, divide_by_speed
+from moegraft.injection.parallel import check_distributed_config, divide_by_speed, part_of
 from moegraft.operators.errors import NotEnoughMemoryError, RuleFileError, UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.registry import load_registry
@@ -33,7 +37,8 @@ COMPARE = textwrap.dedent(
     rules = sys.argv[1]
     for path in map(Path, sys.argv[2:]):
         case = next(case for case in served_cases() if case.model_type == path.name)
-        model = optimize_and_load(path, rules, progress=False)
+        file = path / "model.gguf"
+        model = optimize_and_load(path, rules, progress=False, gguf=file if file.exists() else None)
         ids = prompt(9, batch=2)
         found = model.generate(ids, max_new_tokens=8, do_sample=False)
         if model.moegraft.follows:
@@ -131,6 +136,66 @@ ENDURE = textwrap.dedent(
         time.sleep(0.1)
     """
 )
+# Prints what each of three loads is refused with: rank 1 has no rules, then no sensible time-out, then another model is loaded. Rank 0 then
+# prints the fingerprint of the weights beside that of a process which holds all of them.
+REFUSE = textwrap.dedent(
+    """
+    import os, sys
+    from moegraft.injection import optimize_and_load
+    from moegraft.injection.cli.chat.conversation import fingerprint
+    from moegraft.operators.errors import MoegraftError
+
+    path, rules, alone, rank = *sys.argv[1:], int(os.environ["RANK"])
+
+    def refused(file):
+        try:
+            optimize_and_load(path, file, progress=False)
+        except MoegraftError as error:
+            print(error)
+
+    refused("missing.yaml" if rank else rules)
+    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "0" if rank else "60"
+    refused(rules)
+    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "60"
+    model = optimize_and_load(path, rules, progress=False)
+    refused(rules)
+    if rank:
+        model.moegraft.follow()
+    else:
+        found = fingerprint(model)
+        model.moegraft.close()
+        print(found == fingerprint(optimize_and_load(path, alone, progress=False)))
+    """
+)
+# Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond
+# the first, beside the bytes that this rank holds by the plan and its CPUs.
+MEMORY = textwrap.dedent(
+    """
+    import json, os, sys, threading, time
+    from moegraft.injection import optimize_and_load
+
+    def anonymous():
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    small, large, rules = sys.argv[1:]
+    model = optimize_and_load(small, rules, progress=False)
+    model.moegraft.follow()
+    model.moegraft.close()
+    before, most, ended = anonymous(), [0], threading.Event()
+
+    def sample():
+        while not ended.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    threading.Thread(target=sample, daemon=True).start()
+    model = optimize_and_load(large, rules, progress=False)
+    ended.set()
+    plan = model.moegraft.plan
+    print(json.dumps([most[0] - before, plan.bytes_by_device["cpu"], sorted(os.sched_getaffinity(0))]))
+    model.moegraft.follow()
+    """
+)
 
 
 def saved(folder: Path, model_type: str) -> Path:
@@ -147,6 +212,8 @@ def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
 
 def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
     models = [str(saved(folder, family)) for family in families]
+    with_file = next(case for case in served_cases() if case.model_type == "mixtral")
+    write_gguf(folder / "mixtral" / "model.gguf", build_model(with_file))
     results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
     assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)
     lead, *others = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
@@ -238,6 +305,20 @@ def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp
     assert found == ["interrupted True", "released"]
 
 
+def test_errors_before_the_model_reach_all_ranks_and_saved_chats_know_all_experts(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("divided.yaml", "alone.yaml")]
+    for file, shares in zip(files, ("[2, 1]", "none"), strict=True):
+        file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
+    results = end(start_ranks(["-c", REFUSE, str(saved(tmp_path, "mixtral")), *map(str, files)], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    lead, other = (out.splitlines() for _, out, _ in results)
+    for line, name in ((lead[0], "missing.yaml"), (lead[1], "MOEGRAFT_RANK_TIMEOUT must be a number of seconds above 0")):
+        assert "rank 1 on " in line and name in line
+    assert "missing.yaml" in other[0] and "not '0'" in other[1]
+    assert all("another model is loaded over these processes" in lines[2] for lines in (lead, other))
+    assert lead[3] == "True", "the fingerprint is that of one process with all experts"
+
+
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     model = saved(tmp_path, "mixtral")
     code = textwrap.dedent(
@@ -268,6 +349,46 @@ def test_a_rank_holds_the_bytes_of_its_share_alone(tmp_path: Path) -> None:
     assert {swap.operator for swap in parts[1].swaps} == {"hybrid_experts"}
 
 
+def test_a_rank_keeps_to_its_share_of_the_memory_and_to_its_own_cores(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=32,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        dtype=torch.bfloat16,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
+    rules = tmp_path / "divided.yaml"
+    experts = "{match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: bfloat16}}}"
+    rules.write_text(f"version: 1\nrules: [{experts}]\nparallel: {{shares: [3, 1]}}\n")
+    results = end(start_ranks(["-c", MEMORY, str(saved(tmp_path, "mixtral")), str(tmp_path / "large"), str(rules)], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    held, cpus = [], []
+    for _, out, _ in results:
+        most, share, own = json.loads(out)
+        held.append(share)
+        cpus.append(set(own))
+        assert most < 1.1 * share + (8 << 20), f"{most >> 20} MiB for a share of {share >> 20} MiB"
+    experts_bytes = 2 * 32 * 3 * 512 * 1024 * 2
+    assert held[1] == experts_bytes // 4 and held[0] > 3 * experts_bytes // 4
+    if default_threads() > 1:
+        assert not cpus[0] & cpus[1], "each process keeps to its own cores"
+
+
+def test_doctor_measures_the_messages_of_all_ranks(tmp_path: Path) -> None:
+    ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "doctor", "--measure", "--json"], 3, XDG_CACHE_HOME=str(tmp_path))
+    (code, out, err), *others = end(ranks)
+    assert code == 0 and [other[:2] for other in others] == [(0, "")] * 2, err
+    found = json.loads(out)
+    assert len(found["links"]) == 2 and found["all_us"] > 0
+    assert all(link["layer_us"] > 0 and link["gbit"] > 0 for link in found["links"])
+    assert list(tmp_path.rglob("network.json"))
+
+
 def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
     for sizes in [(1.0,), (3, 2, 1), (100, 1, 1, 1), (1, 1, 1, 100), (0.1, 0.1)]:
         for count in (len(sizes), 7, 8, 129):
@@ -279,6 +400,14 @@ def test_shares_cover_all_experts_and_give_each_rank_one() -> None:
     assert [len(Shares((3, 2, 1), rank).experts(12)) for rank in range(3)] == [6, 4, 2]
     with pytest.raises(UnsupportedModelError, match="2 experts cannot be spread over 3 processes"):
         Shares((1, 1, 1), 0).experts(2)
+
+
+def test_processes_of_a_machine_divide_its_cores() -> None:
+    for count in (1, 2, 3, 5):
+        cores = [(number, number + 8) for number in range(8)]
+        parts = [part_of(cores, place, count) for place in range(count)]
+        assert [core for part in parts for core in part] == cores
+        assert {len(part) for part in parts} <= {8 // count, 8 // count + 1}
 
 
 def test_automatic_shares_follow_speed_within_memory() -> None:
@@ -299,9 +428,19 @@ def test_wrong_shares_are_refused_with_their_place(tmp_path: Path, shares: str, 
 
 def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
     meta = build_meta_model(saved(tmp_path, "qwen3_moe"))
-    for base, reason in (("hybrid", "with several processes, experts run on the CPU"), ("sparse", "sparsity is not supported")):
+    on_cpu = "with several processes, experts run on the CPU"
+    cases = {
+        "hybrid_experts, kwargs: {gpu: auto}": on_cpu,
+        "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": on_cpu,  # several GPUs of a process
+        "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": on_cpu,  # captured steps
+        "hybrid_experts, kwargs: {sparsity: {target: 0.5}}": "sparsity is not supported",
+        "sparse_experts, kwargs: {sparsity: {target: 0.5}}": "sparse_experts needs all experts",
+    }
+    for replaced, reason in cases.items():
+        rules = tmp_path / "undivided.yaml"
+        rules.write_text(f"version: 1\nrules: [{{match: {{kind: experts}}, replace: {{class: {replaced}}}}}]\n")
         with pytest.raises(RuleFileError, match=reason):
-            plan(meta, base, shares=Shares((1, 1), 0))
+            plan(meta, rules, shares=Shares((1, 1), 0))
 
 
 def test_the_description_of_other_parallelism_is_refused_by_name() -> None:

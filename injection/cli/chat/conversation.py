@@ -216,7 +216,7 @@ def _shared_tokens(held: list[int], wanted: list[int]) -> int:
 
 
 SUFFIX = ".safetensors"
-FORMAT = "moegraft chat 2"
+FORMAT = "moegraft chat 3"
 ROLES = ("system", "user", "assistant")
 
 
@@ -313,10 +313,12 @@ def fingerprint(model: PreTrainedModel) -> str:
     injection = injection_of(model)
     for swap in injection.plan.swaps if injection is not None else ():
         digest.update(f"{swap.module} {swap.operator} {swap.operator_type.identity(swap.options)}".encode())
+    group = None if injection is None else injection.context.expert_group
     for path, operator in injection.operators.items() if injection is not None else ():
         threshold = "" if operator.sparsity is None else f"{operator.sparsity.threshold:.3g}"
         digest.update(f"{path} {operator.weight_type} {threshold}".encode())
-        for sample in operator.weight_samples():
+        divided = None if group is None else group.weight_samples.get(path)
+        for sample in operator.weight_samples() if divided is None else divided:
             digest.update(sample)
     return digest.hexdigest()
 

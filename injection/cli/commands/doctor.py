@@ -25,14 +25,20 @@ def doctor(
 ) -> None:
     """Show what this machine and installation have, test the kernel, and list the problems with their fixes.
 
+    Started in several processes by torchrun, --measure measures the messages between them instead.
+
     Exit code 0: no errors; 1: errors; 2: the kernel cannot be used.
     """
     from moegraft.injection.cli.models import quiet_libraries
     from moegraft.injection.doctor import find_problems, gather
     from moegraft.injection.estimate import measure as store
+    from moegraft.injection.parallel import process_count
 
     quiet_libraries()
     terminal = open_terminal()
+    if measure and process_count() > 1:
+        _measure_network(terminal, as_json=json)
+        return
     facts = gather()
     measured = measure_and_save(terminal) if measure else store.load()
     problems = find_problems(facts)
@@ -42,6 +48,25 @@ def doctor(
         _write(facts, problems, measured, terminal)
     if any(problem.severity == "error" for problem in problems):
         raise typer.Exit(FINDINGS)
+
+
+def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
+    from moegraft.injection.estimate import network as store
+
+    found = store.measure_network()
+    if found is None:
+        return
+    if as_json:
+        write_json(terminal, asdict(found))
+    else:
+        rows = [("rank", "host", "us for a layer", "Gbit/s")]
+        rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(found.links, 1)]
+        rows.append(("all", "", f"{found.all_us:.0f}", ""))
+        terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
+    try:
+        terminal.notice(f"saved in {store.save(found)}")
+    except OSError as error:
+        terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 
 
 def measure_and_save(terminal: Terminal) -> Measurements:

@@ -49,7 +49,10 @@ def plan(
     nodes: Annotated[
         str | None, typer.Option("--nodes", metavar="N|SIZES", help="Machines that share the experts: their number, or each one's memory.")
     ] = None,
-    network: Annotated[float, typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines.")] = 10.0,
+    network: Annotated[
+        float | None,
+        typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines; by default as measured, or 10."),
+    ] = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -72,10 +75,11 @@ def plan(
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))
     if nodes is not None:
+        from moegraft.injection.estimate import network as links
         from moegraft.injection.estimate.divided import divided_forecast
 
         memory = node_memory(nodes, target.available_bytes)
-        divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network)
+        divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, links.load())
         _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
         if not divided.fits:
             raise typer.Exit(FINDINGS)

@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
+from moegraft.injection.estimate import network
 from moegraft.injection.estimate.forecast import TargetMachine, forecast
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
@@ -247,6 +248,10 @@ def test_machines_that_share_the_experts_hold_them_all(
     assert 0 < sum(held) < alone["memory_bytes"]["weights"]
     slow = run_json(*arguments, "--nodes", "3", "--network", "0.01")["speed"]
     assert slow["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"]
+    network.save(network.Network((network.Link("there", 5000.0, 0.01),), 5000.0))
+    measured = run_json(*arguments, "--nodes", "3")["speed"]
+    assert measured["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"], "the saved measurement of the network is used"
+    assert measured["decode_tokens_s"] < slow["decode_tokens_s"]
     assert run(*arguments, "--nodes", "2GiB,1MiB").exit_code == 1
     assert "give a size such as" in run(*arguments, "--nodes", "some").output
     divided = experts_rules.with_name("divided.yaml")
