@@ -409,7 +409,7 @@ class BatchedDecoder:
     def _read(self) -> None:
         """Compute a chunk of the prompts that share this step."""
         rest = {job: len(job.token_ids) - text.tokens for job, text in self._reading}
-        self._oldest_leads = not self._oldest_leads
+        self._oldest_leads = len(self._reading) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
         leader = self._reading[0] if self._oldest_leads else min(self._reading, key=lambda each: rest[each[0]])
         tokens = min(rest[leader[0]], self._chunk or rest[leader[0]])
         together = [leader]

@@ -23,6 +23,7 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
+from moegraft.injection.cli.serve.decoders import BatchedDecoder
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.service import Limits, Service
@@ -162,6 +163,22 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(loaded: LoadedModel, way: C
         wait(long)
         hook.remove()
         assert max(tokens for _, tokens in seen) <= 50
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_short_prompt_is_read_next_after_any_chunk_of_a_lone_one(chunks: int, loaded: LoadedModel) -> None:
+    texts = open_texts(loaded.model, limit=4000 * TOKEN_BYTES, kept_bytes=0, most=4, context=None)
+    decoder = BatchedDecoder(loaded.model, texts, most=4, prefill_chunk=50)
+    long, short = job(loaded, 3, prompt=1000), job(loaded, 3, prompt=20)
+    with torch.inference_mode():
+        decoder.admit(long)
+        for _ in range(chunks):
+            decoder.step()
+        decoder.admit(short)
+        decoder.step()
+        assert short.completion_tokens == 1
+        decoder.step()  # and then the long one goes on
+    assert texts.memory.used >= (chunks + 1) * 50 * TOKEN_BYTES and long.completion_tokens == 0
 
 
 @pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
