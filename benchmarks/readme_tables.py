@@ -251,8 +251,8 @@ def serve() -> str:
     ]
     parts = [
         f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {rows[0]['threads']} threads, answers of {loads[0]['new_tokens']} "
-        "tokens, clients on the same cores, moegraft / llama.cpp. `ratio` is of tokens/s with prompts; prompts count when their first token "
-        "arrives. Prompts differ and nothing is kept, so that no prefix cache decides.",
+        "tokens, clients on the same cores, moegraft / llama.cpp. `ratio` is of tokens/s with prompts, which count when their first "
+        "token arrives. Prompts differ and nothing is kept, so that no prefix cache decides.",
         table([*head, "p99", "ratio"], body),
     ]
     for row in (row for row in rows if row["case"] == "beside"):

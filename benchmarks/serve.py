@@ -53,6 +53,7 @@ PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
 DISTURBED = 0.05  # of the cores' time
+DISTURBED = 0.05  # of the cores' time
 LIMITS_S = 180  # for a server to start, and for a request to be answered
 
 
@@ -148,7 +149,7 @@ def servers(folder: Path, llama_server: str | None, context: int, places: int = 
 def key_value_bytes() -> int:
     """Return the bytes of a token's keys and values in 16 bits."""
     made = config(LAYERS)
-    return 2 * 2 * LAYERS * made.num_key_value_heads * made.head_dim
+    return int(2 * 2 * LAYERS * made.num_key_value_heads * made.head_dim)
 
 
 def free_port() -> int:
@@ -323,7 +324,7 @@ def _machine_s() -> float:
 
 def _process_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 def measure_load(
@@ -471,6 +472,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--seconds", type=float, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     parser.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     parser.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
