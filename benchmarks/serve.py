@@ -280,7 +280,7 @@ async def load(port: int, clients: int, prompts: Sequence[int], tokens: int, sec
     await asyncio.gather(*waiting, return_exceptions=True)
     for task in done:
         task.result()  # raises what has failed
-    await asyncio.sleep(1.0)  # the server notices that its clients have left
+    await ask(port, 1, 1, next(numbers))  # answered when the server has noticed that its clients have left
     return Round(replies, began + seconds / 5, ended)
 
 
