@@ -53,7 +53,6 @@ PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
 DISTURBED = 0.05  # of the cores' time
-DISTURBED = 0.05  # of the cores' time
 LIMITS_S = 180  # for a server to start, and for a request to be answered
 
 
@@ -472,7 +471,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--seconds", type=float, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     parser.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     parser.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
