@@ -378,21 +378,17 @@ async def beside(port: int, seconds: float, long: bool) -> list[float]:
     return found
 
 
-def measure_beside(found: Sequence[Served], seconds: Mapping[str, float]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for server in found:
-        taken_s = seconds[server.name]
-        cores = CoreTime([os.getpid(), server.pid])
-        asyncio.run(ask(server.port, SHORT, 4, 1))
-        alone = asyncio.run(beside(server.port, min(20.0, taken_s), long=False))
-        together = asyncio.run(beside(server.port, taken_s, long=True))
-        alone_ms, together_ms = (1e3 * float(np.percentile(times, 99)) for times in (alone, together))
-        row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
-        row |= {"others_share": cores.others_share(), "first_count": len(together)}
-        row |= {"p50_first_ms": round(1e3 * statistics.median(together), 1), "p99_first_ms": round(together_ms, 1)}
-        row |= {"p50_alone_ms": round(1e3 * statistics.median(alone), 1), "p99_alone_ms": round(alone_ms, 1)}
-        rows.append({**row, "ratio": round(together_ms / alone_ms, 2)})
-    return rows
+def measure_beside(server: Served, seconds: float) -> dict[str, object]:
+    cores = CoreTime([os.getpid(), server.pid])
+    asyncio.run(ask(server.port, SHORT, 4, 1))
+    alone = asyncio.run(beside(server.port, seconds / 2, long=False))
+    together = asyncio.run(beside(server.port, seconds, long=True))
+    alone_ms, together_ms = (1e3 * float(np.percentile(times, 99)) for times in (alone, together))
+    row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
+    row |= {"others_share": cores.others_share(), "first_count": len(together)}
+    row |= {"p50_first_ms": round(1e3 * statistics.median(together), 1), "p99_first_ms": round(together_ms, 1)}
+    row |= {"p50_alone_ms": round(1e3 * statistics.median(alone), 1), "p99_alone_ms": round(alone_ms, 1)}
+    return {**row, "ratio": round(together_ms / alone_ms, 2)}
 
 
 async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:
@@ -492,7 +488,8 @@ def main() -> None:
         context = LONGEST + 64 if arguments.beside else LONG + 512
         found = stack.enter_context(servers(folder, llama_server, context, 4 if arguments.beside else PLACES))
         if arguments.beside:
-            keep(measure_beside(found, {"moegraft": arguments.seconds, "llama.cpp": 2 * arguments.seconds}))
+            for server in found:
+                keep([measure_beside(server, arguments.seconds)])
         elif arguments.memory:
             keep([measure_memory(found[0], 400)])
         elif arguments.soak:
