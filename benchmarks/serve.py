@@ -1,6 +1,6 @@
 """How does `moegraft serve` compare with llama.cpp's server under load? Six layers of Qwen3-30B-A3B's shapes from one GGUF file in Q8_0.
 
-Both servers have two threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process, which
+Both servers have equal threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process, which
 runs on the same cores. A client sends its next request when it has an answer. Rounds alternate between the servers, each of a fixed time
 of which the first part is not counted; requests that are unfinished at its end are cancelled. Prompts are random tokens, all different,
 and neither server keeps what it has read, so that no prefix cache decides. Answers are sampled at temperature 1 and have equal lengths.
@@ -46,7 +46,7 @@ from cpu_model import config, rule_file
 from llama_cpp_peer import Sizes, write_model
 from record import RESULTS, write_rows
 
-THREADS, PLACES = 2, 32
+PLACES = 32
 LAYERS, VOCABULARY = 6, 8192
 SHORT, LONG, LONGEST = 32, 2048, 8000  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
@@ -118,7 +118,7 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
 
 
 @contextmanager
-def servers(folder: Path, llama_server: str | None, context: int, places: int = PLACES) -> Iterator[list[Served]]:
+def servers(folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES) -> Iterator[list[Served]]:
     """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens."""
     with ExitStack() as stack:
         rules = stack.enter_context(rule_file("int8"))
@@ -126,11 +126,11 @@ def servers(folder: Path, llama_server: str | None, context: int, places: int = 
         token_bytes = key_value_bytes()
         model = str(folder / "model.gguf")
         ours = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--gguf", model, "--rules", rules]
-        ours += ["--threads", str(THREADS), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
+        ours += ["--threads", str(threads), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
         ours += ["--kv-memory", str(context * places * token_bytes), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if llama_server is not None:
-            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(THREADS), "-tb", str(THREADS), "-np", str(places)]
+            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(places)]
             theirs += [
                 "-c",
                 str(context * places),
@@ -243,6 +243,11 @@ class Round:
     replies: list[Reply]
     began_s: float
     ended_s: float
+    cpu_s: float = 0.0  # of the server, from the first request on
+
+    def tokens_per_cpu_s(self) -> float:
+        """Return the tokens, with prompts that were read, per second of the server's CPU time, which other processes affect little."""
+        return sum(reply.tokens + reply.prompt for reply in self.replies if reply.arrived) / self.cpu_s if self.cpu_s else 0.0
 
     def counts(self, when: float) -> bool:
         return self.began_s <= when <= self.ended_s
@@ -261,26 +266,26 @@ class Round:
         return [gap for reply in self.replies if reply.arrived and self.counts(reply.arrived[-1][0]) for gap in reply.gaps_s()]
 
 
-async def load(port: int, clients: int, prompts: Sequence[int], tokens: int, seconds: float, seed: int) -> Round:
+async def load(server: Served, clients: int, prompts: Sequence[int], tokens: int, seconds: float, seed: int) -> Round:
     """Let clients ask one question after another for a time, of which the first fifth does not count."""
     replies: list[Reply] = []
-    numbers = itertools.count(1000 * seed)
+    port, numbers = server.port, itertools.count(1000 * seed)
 
     async def one(client: int) -> None:
         for turn in itertools.count(client):
             await ask(port, prompts[turn % len(prompts)], tokens, next(numbers), replies)
 
-    began = time.perf_counter()
+    began, cpu_s = time.perf_counter(), _process_s(server.pid)
     asking = [asyncio.create_task(one(client)) for client in range(clients)]
     done, waiting = await asyncio.wait(asking, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-    ended = time.perf_counter()
+    ended, cpu_s = time.perf_counter(), _process_s(server.pid) - cpu_s
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     for task in done:
         task.result()  # raises what has failed
     await ask(port, 1, 1, next(numbers))  # answered when the server has noticed that its clients have left
-    return Round(replies, began + seconds / 5, ended)
+    return Round(replies, began + seconds / 5, ended, cpu_s)
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, object]:
@@ -292,6 +297,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, object]:
         "tokens_s": round(statistics.median(total), 1),
         "low_tokens_s": round(min(total), 1),
         "high_tokens_s": round(max(total), 1),
+        "tokens_per_cpu_s": round(statistics.median(each.tokens_per_cpu_s() for each in rounds), 1),
     }
     for name, times in (
         ("first", [value for each in rounds for value in each.firsts_s()]),
@@ -336,7 +342,7 @@ def measure_load(
             break
         for server in found:
             cores = CoreTime([os.getpid(), *(each.pid for each in found)])
-            done = asyncio.run(load(server.port, clients, PROMPTS[prompt], tokens, seconds, number))
+            done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
             taken[server.name].append((cores.others_share(), done))
             print(
                 f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {taken[server.name][-1][0]:.0%}",
@@ -430,7 +436,7 @@ def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> d
     samples: list[tuple[float, int]] = []
 
     async def watch() -> Round:
-        working = asyncio.create_task(load(server.port, clients, PROMPTS["mixed"], tokens, 60 * minutes, 7))
+        working = asyncio.create_task(load(server, clients, PROMPTS["mixed"], tokens, 60 * minutes, 7))
         began = time.perf_counter()
         while not working.done():
             samples.append((time.perf_counter() - began, server.anonymous_bytes()))
@@ -465,6 +471,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--threads", type=int, default=2, help="of each server")
     parser.add_argument("--seconds", type=float, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
@@ -479,14 +486,14 @@ def main() -> None:
         for row in rows:
             print(row, flush=True)
         if rows and not arguments.no_write:
-            add_rows([{**row, "threads": THREADS} for row in rows])
+            add_rows([{**row, "threads": arguments.threads} for row in rows])
 
     with ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
         llama_server = None if arguments.memory or arguments.soak else arguments.llama_server
         context = LONGEST + 64 if arguments.beside else LONG + 512
-        found = stack.enter_context(servers(folder, llama_server, context, 4 if arguments.beside else PLACES))
+        found = stack.enter_context(servers(folder, llama_server, arguments.threads, context, 4 if arguments.beside else PLACES))
         if arguments.beside:
             for server in found:
                 keep([measure_beside(server, arguments.seconds)])

@@ -67,10 +67,11 @@ def test_a_round_counts_what_arrives_in_its_time() -> None:
         benchmark.Reply(20, 1.0, [(3.0, 1), (9.0, 1)]),  # is cut off
         benchmark.Reply(30, 2.0),  # has got nothing
     ]
-    one = benchmark.Round(replies, 1.5, 5.5)
+    one = benchmark.Round(replies, 1.5, 5.5, cpu_s=3.0)
     assert one.rates() == (4 / 4, (4 + 20) / 4)
     assert one.firsts_s() == [2.0]
     assert one.gaps_s() == [1.0, 1.0, 0.0]
+    assert one.tokens_per_cpu_s() == (10 + 4 + 20 + 2) / 3.0
     row = benchmark.figures([one, one])
     assert (row["answer_tokens_s"], row["tokens_s"], row["p50_first_ms"], row["p99_between_ms"]) == (1.0, 6.0, 2000.0, 1000.0)
 
