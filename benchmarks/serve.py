@@ -1,9 +1,10 @@
 """How does `moegraft serve` compare with llama.cpp's server under load? Six layers of Qwen3-30B-A3B's shapes from one GGUF file in Q8_0.
 
-Both servers have equal threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process, which
-runs on the same cores. A client sends its next request when it has an answer. Rounds alternate between the servers, each of a fixed time
-of which the first part is not counted; requests that are unfinished at its end are cancelled. Prompts are random tokens, all different,
-and neither server keeps what it has read, so that no prefix cache decides. Answers are sampled at temperature 1 and have equal lengths.
+Both servers have equal threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process,
+which runs on the same cores. A client sends its next request when it has an answer. Rounds alternate between the servers, each of a fixed
+time of which the first part is not counted; requests that are unfinished at its end are cancelled. Prompts are random tokens, all
+different, and neither server keeps what it has read, so that no prefix cache decides. Answers are sampled at temperature 1 and have equal
+lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` with `--threads 1`.
 
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
     python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
