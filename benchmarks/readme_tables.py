@@ -227,34 +227,37 @@ def demo_speed() -> str:
 def serve() -> str:
     """Return the load of both servers, a short prompt beside a long one, memory, and the soak."""
     rows = read("serve")
+    if not rows:
+        return ""
     by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
     loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
     order = {"32": 0, "2048": 1, "mixed": 2}
     body = []
     for ours in sorted(loads, key=lambda row: (int(row["clients"]), order[row["prompt"]])):
-        theirs = by_case.get(("load", "llama.cpp", ours["clients"], ours["prompt"]), dict.fromkeys(ours, "-"))
+        theirs = by_case.get(("load", "llama.cpp", ours["clients"], ours["prompt"]), dict.fromkeys(ours, ""))
 
         def pair(column: str, ours: Row = ours, theirs: Row = theirs) -> str:
             return f"{ours[column] or '-'} / {theirs[column] or '-'}"
 
-        ratio = f"{float(ours['tokens_s']) / float(theirs['tokens_s']):.2f}" if theirs["tokens_s"] not in ("-", "0.0") else "-"
-        columns = ("tokens_s", "answer_tokens_s", "p50_first_ms", "p99_first_ms", "p50_between_ms", "p99_between_ms")
-        body.append([ours["clients"], ours["prompt"], *map(pair, columns), ratio])
-    head = [
-        "clients",
-        "prompt",
-        "tokens/s with prompts",
-        "tokens/s of answers",
-        "first token, ms, median",
-        "p99",
-        "between tokens, ms, median",
-    ]
-    parts = [
-        f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {rows[0]['threads']} threads, answers of {loads[0]['new_tokens']} "
-        "tokens, clients on the same cores, moegraft / llama.cpp. `ratio` is of tokens/s with prompts, which count when their first "
-        "token arrives. Prompts differ and nothing is kept, so that no prefix cache decides.",
-        table([*head, "p99", "ratio"], body),
-    ]
+        def ratio(column: str, ours: Row = ours, theirs: Row = theirs) -> str:
+            return f"{float(ours[column]) / float(theirs[column]):.2f}" if float(theirs[column] or 0) else "-"
+
+        others = max(float(row["others_share"]) for row in (ours, theirs) if row["others_share"])
+        latencies = map(pair, ("p50_first_ms", "p99_first_ms", "p50_between_ms", "p99_between_ms"))
+        rates = [entry for column in ("tokens_s", "tokens_per_cpu_s") for entry in (pair(column), ratio(column))]
+        body.append([ours["clients"], ours["prompt"], *rates, *latencies, f"{others:.0%}"])
+    head = ["clients", "prompt", "tokens/s", "ratio", "tokens per CPU second", "ratio"]
+    head += ["first token, ms, median", "p99", "between tokens, ms, median", "p99", "others"]
+    parts = []
+    if loads:
+        counts = "1 thread" if loads[0]["threads"] == "1" else f"{loads[0]['threads']} threads"
+        parts = [
+            f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {counts}, answers of {loads[0]['new_tokens']} tokens, clients on "
+            "the same cores, moegraft / llama.cpp. Rates include prompts, which count when their first token arrives. Prompts differ and "
+            "nothing is kept, so that no prefix cache decides. `others` is the share of the cores that other processes used: where it is "
+            "large, compare the tokens per second of the servers' own CPU time.",
+            table(head, body),
+        ]
     for row in (row for row in rows if row["case"] == "beside"):
         parts.append(
             f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
