@@ -11,6 +11,7 @@ There, build it without them:
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,10 +41,11 @@ class Sizes:
     top_k: int = 8
     vocab: int = 8192
     distinct: int = 8
+    context: int = 4096
 
 
-def write_model(path: Path, sizes: Sizes, weights: str) -> None:
-    """Write a GGUF file with random weights of one of `GGUF_TYPES`, or `MIXED`."""
+def write_model(path: Path, sizes: Sizes, weights: str, vocabulary: Sequence[str] | None = None) -> None:
+    """Write a GGUF file with random weights of one of `GGUF_TYPES`, or `MIXED`, and the texts of its tokens if given."""
     import gguf
 
     def kind(name: str) -> Any:
@@ -52,7 +54,7 @@ def write_model(path: Path, sizes: Sizes, weights: str) -> None:
 
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "qwen3moe")
-    _write_header(writer, sizes)
+    _write_header(writer, sizes, vocabulary)
 
     def pack(name: str, *shape: int) -> Any:
         if weights == MIXED:
@@ -91,8 +93,8 @@ def write_model(path: Path, sizes: Sizes, weights: str) -> None:
     writer.close()
 
 
-def _write_header(writer: Any, sizes: Sizes) -> None:
-    writer.add_context_length(4096)
+def _write_header(writer: Any, sizes: Sizes, vocabulary: Sequence[str] | None) -> None:
+    writer.add_context_length(sizes.context)
     writer.add_embedding_length(sizes.hidden)
     writer.add_block_count(sizes.layers)
     writer.add_feed_forward_length(3 * sizes.hidden)
@@ -105,8 +107,12 @@ def _write_header(writer: Any, sizes: Sizes) -> None:
     writer.add_value_length(sizes.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(sizes.vocab)
+    writer.add_tokenizer_model("no_vocab" if vocabulary is None else "llama")
+    if vocabulary is not None:
+        writer.add_token_list(vocabulary)
+        writer.add_token_scores([0.0] * len(vocabulary))
+        writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
 
 
 class LlamaCpp:

@@ -225,16 +225,56 @@ def demo_speed() -> str:
 
 
 def serve() -> str:
-    """Return tokens per second of all clients together, and the time to a client's first token."""
+    """Return the load of both servers, a short prompt beside a long one, memory, and the soak."""
     rows = read("serve")
-    head = ["", "clients", "tokens/s, median", "p20", "p80", "ms to the first token, median"]
-    keys = ("provider", "clients", "p50_tokens_per_s", "p20_tokens_per_s", "p80_tokens_per_s", "p50_first_ms")
-    others = max(float(row["others_share"]) for row in rows)
-    return (
-        f"The bundled model with `cpu` and {rows[0]['threads']} thread, with the clients on the same cores. Other processes took at most "
-        f"{others:.1%} of the cores. With 1 client 'together' and 'one by one' run the same code, and their difference is noise.\n\n"
-        f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
-    )
+    if not rows:
+        return ""
+    by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
+    loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
+    order = {"32": 0, "2048": 1, "mixed": 2}
+    body = []
+    for ours in sorted(loads, key=lambda row: (int(row["clients"]), order[row["prompt"]])):
+        theirs = by_case.get(("load", "llama.cpp", ours["clients"], ours["prompt"]), dict.fromkeys(ours, ""))
+
+        def pair(column: str, ours: Row = ours, theirs: Row = theirs) -> str:
+            return f"{ours[column] or '-'} / {theirs[column] or '-'}"
+
+        def ratio(column: str, ours: Row = ours, theirs: Row = theirs) -> str:
+            return f"{float(ours[column]) / float(theirs[column]):.2f}" if float(theirs[column] or 0) else "-"
+
+        others = max(float(row["others_share"]) for row in (ours, theirs) if row["others_share"])
+        latencies = map(pair, ("p50_first_ms", "p99_first_ms", "p50_between_ms", "p99_between_ms"))
+        rates = [entry for column in ("tokens_s", "tokens_per_cpu_s") for entry in (pair(column), ratio(column))]
+        body.append([ours["clients"], ours["prompt"], *rates, *latencies, f"{others:.0%}"])
+    head = ["clients", "prompt", "tokens/s", "ratio", "tokens per CPU second", "ratio"]
+    head += ["first token, ms, median", "p99", "between tokens, ms, median", "p99", "others"]
+    parts = []
+    if loads:
+        counts = "1 thread" if loads[0]["threads"] == "1" else f"{loads[0]['threads']} threads"
+        parts = [
+            f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {counts}, answers of {loads[0]['new_tokens']} tokens, clients on "
+            "the same cores, moegraft / llama.cpp. Rates include prompts, which count when their first token arrives. Prompts differ and "
+            "nothing is kept, so that no prefix cache decides. `others` is the share of the cores that other processes used: where it is "
+            "large, compare the tokens per second of the servers' own CPU time.",
+            table(head, body),
+        ]
+    for row in (row for row in rows if row["case"] == "beside"):
+        parts.append(
+            f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
+            f"({row['first_count']} prompts) and {row['p99_alone_ms']} ms alone: {row['ratio']} times."
+        )
+    for row in (row for row in rows if row["case"] == "memory"):
+        parts.append(
+            f"{row['clients']} contexts of {row['prompt']} tokens: {row['needed_mib']} MiB of keys and values; the process grows by "
+            f"{row['grown_mib']} MiB ({row['ratio']} times)."
+        )
+    for row in (row for row in rows if row["case"] == "soak"):
+        parts.append(
+            f"{float(row['round_s']) / 60:.0f} minutes with {row['clients']} clients: memory grows by {row['grown_mib']} MiB in the last "
+            f"three quarters, {row['mib_per_minute']} MiB per minute."
+        )
+    places = dict.fromkeys(provenance([row]) for row in rows)
+    return "\n\n".join([*parts, " ".join(places)])
 
 
 THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use

@@ -32,9 +32,13 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The short hash of the checked-out commit, with `+` where the tree differs from it."""
-    run = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
+    """The short hash of the checked-out commit, with `+` where tracked files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return (git("describe", "--always") or "unknown") + ("+" if changed else "")
 
 
 def versions(*packages: str) -> str:

@@ -1,81 +1,326 @@
-"""How many tokens per second does `moegraft serve` generate for 1, 8 and 32 clients? The bundled model, decoded together and one by one.
+"""How does `moegraft serve` compare with llama.cpp's server under load? Six layers of Qwen3-30B-A3B's shapes from one GGUF file in Q8_0.
 
-The batch is also decoded layer by layer instead of by native programs. One client is compared with `generate` in a process without a
-server. Server and clients are processes of one machine and share its cores. In so small a model, Python takes as much time as the
-experts, so the server itself is measured. Each request is streamed. The first round of each setting warms up. A round in which this
-process was paused for half a second or more is repeated, and the rows count these rounds. `others_share` is the share of all cores' time
-that other processes used.
+Both servers have equal threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process,
+which runs on the same cores. A client sends its next request when it has an answer. Rounds alternate between the servers, each of a fixed
+time of which the first part is not counted; requests that are unfinished at its end are cancelled. Prompts are random tokens, all
+different, and neither server keeps what it has read, so that no prefix cache decides. Answers are sampled at temperature 1 and have equal
+lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` with `--threads 1`.
+
+    python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
+    python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
+    python benchmarks/serve.py --memory                                         # 32 contexts of 32 to 2048 tokens
+    python benchmarks/serve.py --soak 20                                        # minutes of 8 clients: is the memory flat?
+
+`--llama-server` is the program of that name, built from llama.cpp's sources, which the source distribution of llama-cpp-python includes:
+
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    cmake --build build --target llama-server
+
+Without it, moegraft's server is measured alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
+import csv
+import itertools
 import json
 import os
+import random
 import re
 import signal
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
-import torch
-import yaml
-from cpu_model import Clock
-from record import percentiles, write_rows
-from transformers import AutoTokenizer
+from cpu_model import config, rule_file
+from llama_cpp_peer import Sizes, write_model
+from record import RESULTS, write_rows
 
-import moegraft.injection.demo
-import moegraft.rules
-from moegraft.injection import optimize_and_load
-
-SETTINGS = {"together": (32, "auto"), "together, layer by layer": (32, "eager"), "one by one": (1, "auto")}  # concurrent requests, `decode`
-QUESTIONS = ("What news from Rome?", "Speak of the king.", "Who goes there, and why?", "Tell me of love.")
-HELD_UP_S = 0.5
+PLACES = 32
+LAYERS, VOCABULARY = 6, 8192
+SHORT, LONG, LONGEST = 32, 2048, 8000  # tokens of prompts
+PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
+TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
+DISTURBED = 0.05  # of the cores' time
+LIMITS_S = 180  # for a server to start, and for a request to be answered
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    tokens: int
-    first_ms: float  # from the request to the first piece of text
-    whole_ms: float
+def token_text(token: int) -> str:
+    """Return the text of a token: four letters."""
+    return "".join(chr(ord("a") + token // 26**place % 26) for place in range(TOKEN_TEXT))
+
+
+def make_model(folder: Path, layers: int = LAYERS) -> None:
+    """Write a config, a tokenizer and a GGUF file, unless the folder has them."""
+    if (folder / "model.gguf").exists():
+        return
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = [token_text(token) for token in range(VOCABULARY)]
+    tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(vocabulary)}, unk_token=vocabulary[0]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    made = config(layers)
+    made.save_pretrained(folder)
+    unfinished = folder / "unfinished"
+    write_model(unfinished, Sizes(layers=layers, vocab=VOCABULARY, context=made.max_position_embeddings), "int8", vocabulary)
+    unfinished.rename(folder / "model.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
+    """A server that runs."""
+
+    name: str
     pid: int
     port: int
 
+    def anonymous_bytes(self) -> int:
+        """Return the bytes of memory that hold no part of a file."""
+        rollup = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="ascii")
+        found = re.search(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE)
+        assert found is not None, "the kernel reports it"
+        return 1024 * int(found[1])
 
-Provider = Callable[[int, int], Answered]  # asks the question of a number for at most so many tokens
+
+@contextmanager
+def running(name: str, command: Sequence[str], port: int, folder: Path) -> Iterator[Served]:
+    """Run a server during the body, which starts when the server answers."""
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            until = time.perf_counter() + LIMITS_S
+            while not asyncio.run(is_healthy(port)):
+                if process.poll() is not None or time.perf_counter() > until:
+                    raise SystemExit(f"{name} did not start; its output:\n{Path(log.name).read_text(encoding='utf-8')[-2000:]}")
+                time.sleep(0.2)
+            yield Served(name, process.pid, port)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def servers(folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES) -> Iterator[list[Served]]:
+    """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens."""
+    with ExitStack() as stack:
+        rules = stack.enter_context(rule_file("int8"))
+        ports = [free_port(), free_port()]
+        token_bytes = key_value_bytes()
+        model = str(folder / "model.gguf")
+        ours = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--gguf", model, "--rules", rules]
+        ours += ["--threads", str(threads), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
+        ours += ["--kv-memory", str(context * places * token_bytes), "--max-client", "64"]
+        found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
+        if llama_server is not None:
+            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(places)]
+            theirs += [
+                "-c",
+                str(context * places),
+                "--no-kv-unified",
+                "--cont-batching",
+                "--no-cache-prompt",
+                "--cache-ram",
+                "0",
+                "--no-ui",
+            ]
+            found.append(stack.enter_context(running("llama.cpp", theirs, ports[1], folder)))
+        yield found
+
+
+def key_value_bytes() -> int:
+    """Return the bytes of a token's keys and values in 16 bits."""
+    made = config(LAYERS)
+    return int(2 * 2 * LAYERS * made.num_key_value_heads * made.head_dim)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+async def is_healthy(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+    except OSError:
+        return False
+    return b" 200 " in status
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one request has got so far: the times at which tokens arrived, each with their number."""
+
+    prompt: int
+    asked_s: float
+    arrived: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def first_s(self) -> float:
+        """From the request to the first token."""
+        return self.arrived[0][0] - self.asked_s
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.arrived)
+
+    def gaps_s(self) -> list[float]:
+        """Return the times between tokens; those that arrive together have none between them."""
+        found: list[float] = []
+        for (before, _), (now, tokens) in itertools.pairwise(self.arrived):
+            found += [now - before, *[0.0] * (tokens - 1)]
+        return found
+
+
+async def ask(port: int, prompt: int, tokens: int, seed: int, replies: list[Reply] | None = None) -> Reply:
+    """Send one streamed request with a random prompt, and add its reply to `replies` at once.
+
+    Raises:
+        RuntimeError: it was refused, or ended early.
+    """
+    drawn = random.Random(seed)
+    body = {
+        "prompt": [drawn.randrange(VOCABULARY) for _ in range(prompt)],
+        "max_tokens": tokens,
+        "stream": True,
+        "seed": seed,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+    }
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reply = Reply(prompt, time.perf_counter())
+    if replies is not None:
+        replies.append(reply)
+    try:
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + content)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"the server answered {(status + await reader.read(2000)).decode(errors='replace')}")
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"the answer failed: {event['error']}")
+            text = event["choices"][0]["text"] if event["choices"] else ""
+            if text:
+                reply.arrived.append((time.perf_counter(), len(text) // TOKEN_TEXT))
+    finally:
+        writer.close()
+    if reply.tokens != tokens:
+        raise RuntimeError(f"expected {tokens} tokens, and the answer had {reply.tokens}")
+    return reply
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The replies of one round, and the part of it that counts."""
+
+    replies: list[Reply]
+    began_s: float
+    ended_s: float
+    cpu_s: float = 0.0  # of the server, from the first request on
+
+    def tokens_per_cpu_s(self) -> float:
+        """Return the tokens, with prompts that were read, per second of the server's CPU time, which other processes affect little."""
+        return sum(reply.tokens + reply.prompt for reply in self.replies if reply.arrived) / self.cpu_s if self.cpu_s else 0.0
+
+    def counts(self, when: float) -> bool:
+        return self.began_s <= when <= self.ended_s
+
+    def rates(self) -> tuple[float, float]:
+        """Return the tokens per second of answers, and those with the prompts that were read."""
+        seconds = self.ended_s - self.began_s
+        made = sum(tokens for reply in self.replies for when, tokens in reply.arrived if self.counts(when))
+        read = sum(reply.prompt for reply in self.replies if reply.arrived and self.counts(reply.arrived[0][0]))
+        return made / seconds, (made + read) / seconds
+
+    def firsts_s(self) -> list[float]:
+        return [reply.first_s for reply in self.replies if reply.arrived and self.counts(reply.arrived[0][0])]
+
+    def gaps_s(self) -> list[float]:
+        return [gap for reply in self.replies if reply.arrived and self.counts(reply.arrived[-1][0]) for gap in reply.gaps_s()]
+
+
+async def load(server: Served, clients: int, prompts: Sequence[int], tokens: int, seconds: float, seed: int) -> Round:
+    """Let clients ask one question after another for a time, of which the first fifth does not count."""
+    replies: list[Reply] = []
+    port, numbers = server.port, itertools.count(1000 * seed)
+
+    async def one(client: int) -> None:
+        for turn in itertools.count(client):
+            await ask(port, prompts[turn % len(prompts)], tokens, next(numbers), replies)
+
+    began, cpu_s = time.perf_counter(), _process_s(server.pid)
+    asking = [asyncio.create_task(one(client)) for client in range(clients)]
+    done, waiting = await asyncio.wait(asking, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    ended, cpu_s = time.perf_counter(), _process_s(server.pid) - cpu_s
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    for task in done:
+        task.result()  # raises what has failed
+    await ask(port, 1, 1, next(numbers))  # answered when the server has noticed that its clients have left
+    return Round(replies, began + seconds / 5, ended, cpu_s)
+
+
+def figures(rounds: Sequence[Round]) -> dict[str, object]:
+    """Return the medians of the rounds' rates, and the percentiles of all times."""
+    made, total = zip(*(each.rates() for each in rounds), strict=True)
+    found: dict[str, object] = {
+        "rounds": len(rounds),
+        "answer_tokens_s": round(statistics.median(made), 1),
+        "tokens_s": round(statistics.median(total), 1),
+        "low_tokens_s": round(min(total), 1),
+        "high_tokens_s": round(max(total), 1),
+        "tokens_per_cpu_s": round(statistics.median(each.tokens_per_cpu_s() for each in rounds), 1),
+    }
+    for name, times in (
+        ("first", [value for each in rounds for value in each.firsts_s()]),
+        ("between", [value for each in rounds for value in each.gaps_s()]),
+    ):
+        found[f"{name}_count"] = len(times)
+        for share in (50, 99):
+            found[f"p{share}_{name}_ms"] = round(1e3 * float(np.percentile(times, share)), 1) if times else ""
+    return found
 
 
 class CoreTime:
-    """CPU time since the object was created.
-
-    Args:
-        pids: the benchmark's processes, with all their threads.
-    """
+    """The share of all cores' time that other processes have used since the object was created."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._began_s, self._all_s, self._own_s = time.perf_counter(), _machine_s(), sum(map(_process_s, pids))
 
     def others_share(self) -> float:
-        """Return the share of all cores' time that other processes used, from 0 to 1."""
         others_s = _machine_s() - self._all_s - (sum(map(_process_s, self._pids)) - self._own_s)
         cores_s = (time.perf_counter() - self._began_s) * (os.cpu_count() or 1)
-        return max(0.0, others_s / cores_s)
+        return round(max(0.0, others_s / cores_s), 3)
 
 
 def _machine_s() -> float:
@@ -85,166 +330,181 @@ def _machine_s() -> float:
 
 def _process_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
-@contextmanager
-def rules_with(decode: str) -> Iterator[str]:
-    """Yield the path of the rules `cpu` with an option `decode` of their experts."""
-    rules = yaml.safe_load((Path(moegraft.rules.__file__).parent / "cpu.yaml").read_text(encoding="utf-8"))
-    next(rule for rule in rules["rules"] if rule["id"] == "experts")["replace"]["kwargs"]["decode"] = decode
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(rules, file)
-        file.flush()
-        yield file.name
-
-
-class Generator:
-    """`generate` of the bundled model in this process, asked as a server is."""
-
-    def __init__(self, rules: str, threads: int) -> None:
-        folder = Path(moegraft.injection.demo.__file__).parent
-        torch.set_num_threads(threads or torch.get_num_threads())
-        self._model = optimize_and_load(folder, rules, progress=False)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def ask(self, number: int, tokens: int) -> Answered:
-        torch.manual_seed(number)
-        messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
-        began = time.perf_counter()
-        prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        clock = Clock()
-        made = self._model.generate(**prompt, max_new_tokens=tokens, do_sample=True, temperature=1.0, streamer=clock)
-        self._tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        first, whole = (1e3 * (at - began) for at in (clock.times[1], time.perf_counter()))
-        return Answered(made.shape[1] - prompt["input_ids"].shape[1], first, whole)
-
-
-@contextmanager
-def server(rules: str, max_batch: int, threads: int) -> Iterator[Served]:
-    """Run a server during the body."""
-    arguments = ["serve", "--rules", rules, "--port", "0", "--max-batch", str(max_batch), "--threads", str(threads)]
-    running = subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
-    try:
-        assert running.stderr is not None, "stderr is a pipe"
-        output = []
-        for line in running.stderr:
-            output.append(line)
-            if found := re.search(r" at http://[^/]*:(\d+)/v1 ", line):
-                yield Served(running.pid, int(found.group(1)))
-                break
-        else:
-            raise SystemExit(f"the server did not start; its output:\n{''.join(output)}")
-    finally:
-        running.send_signal(signal.SIGINT)
-        running.communicate(timeout=60)
-
-
-def ask(port: int, number: int, tokens: int) -> Answered:
-    """Send one streamed request with a seed of its own: answers of one run differ, and runs are equal."""
-    messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}]
-    body = {"messages": messages, "max_tokens": tokens, "temperature": 1, "seed": number, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    began, first, made = time.perf_counter(), 0.0, 0
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    assert reply.status == 200, f"the server answered {reply.status}"
-    for line in reply:
-        if not line.startswith(b"data: {"):
-            continue
-        data = json.loads(line[6:])
-        if data["choices"] and data["choices"][0]["delta"].get("content") and not first:
-            first = time.perf_counter()
-        made = data.get("usage", {}).get("completion_tokens", made)
-    connection.close()
-    now = time.perf_counter()
-    return Answered(made, ((first or now) - began) * 1e3, (now - began) * 1e3)
-
-
-class Pulse:
-    """A thread that records the longest time for which this process was paused."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _beat(self) -> None:
-        last = time.perf_counter()
-        while True:
-            time.sleep(0.05)
-            now = time.perf_counter()
-            self.longest_s = max(self.longest_s, now - last - 0.05)
-            last = now
-
-
-def one_round(provider: Provider, clients: int, first: int, tokens: int) -> tuple[float, list[Answered]]:
-    """Run one round; return its seconds and its answers."""
-    with ThreadPoolExecutor(clients) as pool:
-        start = time.perf_counter()
-        done = list(pool.map(lambda number: provider(first + number, tokens), range(clients)))
-        return time.perf_counter() - start, done
-
-
-def measure(
-    providers: dict[str, Provider], pids: Sequence[int], clients: int, tokens: int, rounds: int, pulse: Pulse
+def measure_load(
+    found: Sequence[Served], clients: int, prompt: str, tokens: int, seconds: float, rounds: int, until_s: float
 ) -> list[dict[str, object]]:
-    """Return a row per provider; their rounds alternate, so that other load affects all alike."""
-    taken: dict[str, list[tuple[float, list[Answered]]]] = {name: [] for name in providers}
-    cores = CoreTime([os.getpid(), *pids])
-    turn = disturbed = 0
-    while any(len(done) < rounds for done in taken.values()):
-        for name, provider in providers.items():
-            pulse.longest_s = 0.0
-            found = one_round(provider, clients, turn * clients, tokens)
-            time.sleep(0.1)  # lets the pulse notice
-            if pulse.longest_s >= HELD_UP_S:
-                disturbed += 1
-            elif turn:
-                taken[name].append(found)
-        turn += 1
-    shared = {"clients": clients, "others_share": round(cores.others_share(), 3), "rounds_disturbed": disturbed}
-    return [{"provider": name, **shared, **figures(done)} for name, done in taken.items()]
+    """Return a row per server. A round in which other processes used more than `DISTURBED` of the cores is repeated while there is time."""
+    taken: dict[str, list[tuple[float, Round]]] = {server.name: [] for server in found}
+    for number in range(2 * rounds):
+        if time.perf_counter() + len(found) * (seconds + 1) > until_s:
+            break
+        for server in found:
+            cores = CoreTime([os.getpid(), *(each.pid for each in found)])
+            done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
+            taken[server.name].append((cores.others_share(), done))
+            print(
+                f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {taken[server.name][-1][0]:.0%}",
+                flush=True,
+            )
+        if all(sum(share <= DISTURBED for share, _ in each) >= rounds for each in taken.values()):
+            break
+    shared = {"clients": clients, "prompt": prompt, "new_tokens": tokens, "round_s": seconds}
+    rows = []
+    for name, each in taken.items():
+        best = sorted(each, key=lambda pair: pair[0])[:rounds]
+        if best:
+            row = {"case": "load", "server": name, **shared, "others_share": best[-1][0]}
+            rows.append({**row, "rounds_disturbed": sum(share > DISTURBED for share, _ in each), **figures([done for _, done in best])})
+    return rows
 
 
-def figures(done: list[tuple[float, list[Answered]]]) -> dict[str, object]:
-    rates = [sum(answer.tokens for answer in answers) / taken_s for taken_s, answers in done]
-    answers = [answer for _, answers in done for answer in answers]
-    firsts = sorted(answer.first_ms for answer in answers)
-    return {
-        "rounds": len(done),
-        "requests": len(answers),
-        "tokens": sum(answer.tokens for answer in answers),
-        **percentiles(rates, "tokens_per_s", 1),
-        "p50_first_ms": round(firsts[len(firsts) // 2]),
-        "p80_first_ms": round(firsts[len(firsts) * 4 // 5]),
-    }
+async def beside(port: int, seconds: float, long: bool) -> list[float]:
+    """Return the times to the first token of short prompts, one after another, alone or while a long prompt is read."""
+    found: list[float] = []
+    pause = random.Random(0)
+    seeds = itertools.count(10**6)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        reading: asyncio.Task[Reply] | None = None
+        if long:
+            reading = asyncio.create_task(ask(port, LONGEST, 1, next(seeds)))
+            await asyncio.sleep(0.5)
+        while time.perf_counter() < until:
+            reply = await ask(port, SHORT, 4, next(seeds))
+            if reading is not None and reading.done():  # it may have had the server to itself
+                break
+            found.append(reply.first_s)
+            await asyncio.sleep(pause.random() / 2)
+        if reading is not None:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+    return found
+
+
+def measure_beside(server: Served, seconds: float) -> dict[str, object]:
+    cores = CoreTime([os.getpid(), server.pid])
+    asyncio.run(ask(server.port, SHORT, 4, 1))
+    alone = asyncio.run(beside(server.port, seconds / 2, long=False))
+    together = asyncio.run(beside(server.port, seconds, long=True))
+    alone_ms, together_ms = (1e3 * float(np.percentile(times, 99)) for times in (alone, together))
+    row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
+    row |= {"others_share": cores.others_share(), "first_count": len(together)}
+    row |= {"p50_first_ms": round(1e3 * statistics.median(together), 1), "p99_first_ms": round(together_ms, 1)}
+    row |= {"p50_alone_ms": round(1e3 * statistics.median(alone), 1), "p99_alone_ms": round(alone_ms, 1)}
+    return {**row, "ratio": round(together_ms / alone_ms, 2)}
+
+
+async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:
+    """Return the bytes of keys and values that contexts of 32 to 2048 tokens need, what the server reports, and how its memory grows."""
+    await asyncio.gather(*(ask(server.port, SHORT, 2, seed) for seed in range(PLACES)), ask(server.port, LONG, 2, 99))  # scratch memory
+    before = server.anonymous_bytes()
+    replies: list[Reply] = []
+    prompts = [round(value) for value in np.linspace(SHORT, LONG, PLACES)]
+    asking = [asyncio.create_task(ask(server.port, prompt, tokens, 100 + prompt, replies)) for prompt in prompts]
+    while not (len(replies) == PLACES and all(reply.arrived for reply in replies)):
+        done = [task for task in asking if task.done()]
+        assert not done, f"an answer has ended before all have begun: {done[0].exception()}"
+        await asyncio.sleep(0.05)
+    needed = sum(reply.prompt + reply.tokens for reply in replies) * key_value_bytes()
+    reported, after = await used_bytes(server.port), server.anonymous_bytes()
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    return needed, reported, after - before
+
+
+async def used_bytes(port: int) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    body = (await reader.read()).partition(b"\r\n\r\n")[2]
+    writer.close()
+    return int(json.loads(body)["memory"]["used"])
+
+
+def measure_memory(server: Served, tokens: int) -> dict[str, object]:
+    needed, reported, grown = asyncio.run(held_bytes(server, tokens))
+    row: dict[str, object] = {"case": "memory", "server": server.name, "clients": PLACES, "prompt": f"{SHORT} to {LONG}"}
+    row |= {"needed_mib": round(needed / 2**20, 1), "reported_mib": round(reported / 2**20, 1), "grown_mib": round(grown / 2**20, 1)}
+    return {**row, "ratio": round(grown / needed, 3)}
+
+
+def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> dict[str, object]:
+    """Return the slope of the server's memory under load, in bytes per minute of its last three quarters."""
+    samples: list[tuple[float, int]] = []
+
+    async def watch() -> Round:
+        working = asyncio.create_task(load(server, clients, PROMPTS["mixed"], tokens, 60 * minutes, 7))
+        began = time.perf_counter()
+        while not working.done():
+            samples.append((time.perf_counter() - began, server.anonymous_bytes()))
+            await asyncio.wait([working], timeout=max(1.0, 60 * minutes / 200))
+        return await working
+
+    done = asyncio.run(watch())
+    steady = np.array([sample for sample in samples if 15 * minutes <= sample[0] <= 60 * minutes])
+    slope = float(np.polyfit(steady[:, 0], steady[:, 1], 1)[0]) * 60
+    row: dict[str, object] = {"case": "soak", "server": server.name, "clients": clients, "prompt": "mixed", "new_tokens": tokens}
+    row |= {"round_s": 60 * minutes, **figures([done])}
+    row |= {"first_mib": round(steady[0, 1] / 2**20, 1), "grown_mib": round((steady[-1, 1] - steady[0, 1]) / 2**20, 2)}
+    return {**row, "mib_per_minute": round(slope / 2**20, 3)}
+
+
+def add_rows(rows: Sequence[Mapping[str, object]]) -> Path:
+    """Add rows to the results; they replace earlier ones of the same case."""
+    path, key = RESULTS / "serve.csv", ("case", "server", "clients", "prompt")
+    earlier: list[dict[str, object]] = []
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            earlier = [dict(row) for row in csv.DictReader(file)]
+    new = {tuple(str(row[name]) for name in key) for row in rows}
+    kept = [row for row in earlier if tuple(str(row[name]) for name in key) not in new]
+    return write_rows("serve", [*kept, *rows], ("torch", "transformers", "fastapi", "uvicorn"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="maximum number of tokens per answer")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
+    parser.add_argument("--folder", type=Path, help="where the model is, or is written to be used again; default: a temporary folder")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--threads", type=int, default=0, help="threads of a server; use 1 on a shared machine, where threads wait for each other"
-    )
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--threads", type=int, default=2, help="of each server")
+    parser.add_argument("--seconds", type=float, default=30, help="of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
+    parser.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
+    parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    pulse = Pulse()
+    until_s = time.perf_counter() + (arguments.minutes * 60 if arguments.minutes else float("inf"))
+
+    def keep(rows: Sequence[Mapping[str, object]]) -> None:
+        for row in rows:
+            print(row, flush=True)
+        if rows and not arguments.no_write:
+            add_rows([{**row, "threads": arguments.threads} for row in rows])
+
     with ExitStack() as stack:
-        providers, pids = {}, []
-        for name, (most, decode) in SETTINGS.items():
-            one = stack.enter_context(server(stack.enter_context(rules_with(decode)), most, arguments.threads))
-            providers[name] = partial(ask, one.port)
-            pids.append(one.pid)
-        alone = {"generate": Generator("cpu", arguments.threads).ask}
-        for clients in arguments.clients:
-            measured = {**providers, **(alone if clients == 1 else {})}
-            for row in measure(measured, pids, clients, arguments.tokens, arguments.rounds, pulse):
-                rows.append({**row, "threads": arguments.threads})
-                print(rows[-1], flush=True)
-    print(write_rows("serve", rows, ("torch", "transformers", "fastapi", "uvicorn")))
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder)
+        llama_server = None if arguments.memory or arguments.soak else arguments.llama_server
+        context = LONGEST + 64 if arguments.beside else LONG + 512
+        found = stack.enter_context(servers(folder, llama_server, arguments.threads, context, 4 if arguments.beside else PLACES))
+        if arguments.beside:
+            for server in found:
+                keep([measure_beside(server, arguments.seconds)])
+        elif arguments.memory:
+            keep([measure_memory(found[0], 400)])
+        elif arguments.soak:
+            keep([measure_soak(found[0], arguments.soak, 8, arguments.tokens)])
+        else:
+            for clients, prompt in itertools.product(arguments.clients, arguments.prompts):
+                keep(measure_load(found, clients, prompt, arguments.tokens, arguments.seconds, arguments.rounds, until_s))
 
 
 if __name__ == "__main__":

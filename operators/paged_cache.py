@@ -26,7 +26,9 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-PAGE_TOKENS = 16  # half a page is empty in each sequence: 10 % of 80 tokens
+PAGE_TOKENS = (
+    32  # half a page is empty in each sequence; with pages of 16, attention to 8 texts of 2048 tokens takes 5 % longer (EPYC Zen 4)
+)
 
 
 class UnreadPagesError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,27 @@ def test_a_row_has_its_provenance(record: Any) -> None:
     (row,) = rows(record.write_rows("made", [{"x": 1.5}], packages=("numpy", "no-such-package")))
     assert row["x"] == "1.5" and row["commit"] == "new" and "cores" in row["hardware"]
     assert row["versions"].startswith("numpy=") and "no-such" not in row["versions"]
+
+
+def test_new_results_are_no_change_of_the_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import record
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "code").write_text("1")
+    (tmp_path / "benchmarks" / "results" / "a.csv").write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    clean = record.commit()
+    (tmp_path / "benchmarks" / "results" / "a.csv").write_text("2")
+    assert record.commit() == clean != "unknown"
+    (tmp_path / "code").write_text("2")
+    assert record.commit() == clean + "+"
 
 
 @pytest.mark.parametrize("kept_first", [False, True])

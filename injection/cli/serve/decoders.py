@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -312,6 +313,45 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
 
+SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short
+LONGEST_WAIT = 3  # times that a short prompt takes, for which another one waits for a chunk
+LEAST_CHUNK = 32  # tokens, below which a chunk would read the weights for too few
+REMEMBERED = 32  # chunks for which short prompts are expected after the last one
+
+
+class ChunkSize:
+    """The tokens of prompts in one forward pass: at most `most`, and fewer while short prompts come between those of long ones.
+
+    A short prompt waits for the chunk that is computed when it comes. Where a pass takes as long as its tokens, a chunk of 512 takes many
+    times as long as the short prompt itself; where it takes as long as the weights, as when they are transferred to a GPU, chunks of any
+    size take the same time, and a small one gains nothing. So chunks have the size that takes `LONGEST_WAIT` times as long as the last
+    short prompt did.
+
+    Args:
+        most: 0: whole prompts.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._short_s = self._token_s = 0.0
+        self._left = 0  # chunks before short prompts are forgotten
+
+    @property
+    def tokens(self) -> int:
+        if not self._left or not self._token_s:
+            return self._most
+        fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
+        return min(self._most, max(LEAST_CHUNK, fitting))
+
+    def took(self, seconds: float, tokens: int, *, whole: bool) -> None:
+        """Note the time of a pass over `tokens` tokens; `whole`: over one whole prompt."""
+        if whole and tokens * SHORT_SHARE <= self._most:
+            self._short_s, self._left = seconds, REMEMBERED
+        elif 2 * tokens > self.tokens > 0:  # not what is left of a prompt
+            self._token_s = seconds / tokens
+            self._left = max(0, self._left - 1)
+
+
 class BatchedDecoder:
     """Decodes several texts in one forward pass, and computes at most one chunk of prompts between two such passes.
 
@@ -325,7 +365,7 @@ class BatchedDecoder:
     def __init__(self, model: PreTrainedModel, texts: PagedTexts | PaddedTexts, *, most: int, prefill_chunk: int) -> None:
         self._texts = texts
         self._most = most
-        self._chunk = prefill_chunk
+        self._chunk = ChunkSize(prefill_chunk)
         self._decoding: list[tuple[Job, Text]] = []
         self._reading: list[tuple[Job, Text]] = []  # the oldest first
         self._oldest_leads = False
@@ -409,13 +449,14 @@ class BatchedDecoder:
     def _read(self) -> None:
         """Compute a chunk of the prompts that share this step."""
         rest = {job: len(job.token_ids) - text.tokens for job, text in self._reading}
-        self._oldest_leads = not self._oldest_leads
+        self._oldest_leads = len(self._reading) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
         leader = self._reading[0] if self._oldest_leads else min(self._reading, key=lambda each: rest[each[0]])
-        tokens = min(rest[leader[0]], self._chunk or rest[leader[0]])
+        chunk = self._chunk.tokens
+        tokens = min(rest[leader[0]], chunk or rest[leader[0]])
         together = [leader]
         if self._texts.shares_passes and not _scores_prompt(leader[0].ask):
             others = [each for each in self._reading if each is not leader and rest[each[0]] >= tokens and not _scores_prompt(each[0].ask)]
-            together += sorted(others, key=lambda each: rest[each[0]])[: self._chunk // tokens - 1 if self._chunk else 0]
+            together += sorted(others, key=lambda each: rest[each[0]])[: chunk // tokens - 1 if chunk else 0]
         if len(together) > 1:
             try:
                 self._read_chunk(together, tokens)
@@ -433,11 +474,14 @@ class BatchedDecoder:
     def _read_chunk(self, together: list[tuple[Job, Text]], tokens: int) -> None:
         chunks = [job.token_ids[text.tokens : text.tokens + tokens] for job, text in together]
         scored = _scores_prompt(together[0][0].ask)
+        whole = len(together) == 1 and tokens == len(together[0][0].ask.token_ids) - together[0][0].kept_tokens
+        began = time.perf_counter()
         try:
             logits = self._texts.read([text for _, text in together], chunks, **({} if scored else self._last_only))
         except torch.OutOfMemoryError:
             self._texts.drop_kept()
             raise
+        self._chunk.took(time.perf_counter() - began, len(together) * tokens, whole=whole)
         for row, (job, text) in enumerate(together):
             with job.failing_alone():
                 self._go_on(job, text, logits[row], tokens)

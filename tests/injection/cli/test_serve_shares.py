@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ from support.serving import PATIENCE_S, ask, messages, openai, serving, until
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions
 from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.serve import decoders
 from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.service import Limits, Service
 
+SHORT = 16  # tokens of a prompt beside which a chunk is long
 TOKEN_BYTES = 2 * 2 * 16 * 4  # of the tiny model: keys and values of 2 layers, one head of 16 columns in float32
 
 
@@ -162,6 +165,54 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(loaded: LoadedModel, way: C
         wait(long)
         hook.remove()
         assert max(tokens for _, tokens in seen) <= 50
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_short_prompt_is_read_next_after_any_chunk_of_a_lone_one(chunks: int, loaded: LoadedModel) -> None:
+    texts = open_texts(loaded.model, limit=4000 * TOKEN_BYTES, kept_bytes=0, most=4, context=None)
+    decoder = decoders.BatchedDecoder(loaded.model, texts, most=4, prefill_chunk=50)
+    long, short = job(loaded, 3, prompt=1000), job(loaded, 3, prompt=20)
+    with torch.inference_mode():
+        decoder.admit(long)
+        for _ in range(chunks):
+            decoder.step()
+        decoder.admit(short)
+        decoder.step()
+        assert short.completion_tokens == 1
+        decoder.step()  # and then the long one goes on
+    assert texts.memory.used >= (chunks + 1) * 50 * TOKEN_BYTES and long.completion_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("cost", "chunk"), [(lambda tokens: tokens, 32), (lambda tokens: 1000 + tokens, 128), (lambda tokens: 30 + tokens, 96)]
+)
+def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
+    cost: Callable[[int], float], chunk: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which passes take as long as their tokens, as the weights, or as both."""
+    now = 0.0
+
+    def forward(module: object, args: object, kwargs: dict[str, Any]) -> None:
+        nonlocal now
+        now += cost(kwargs["input_ids"].numel())
+
+    monkeypatch.setattr(decoders, "time", SimpleNamespace(perf_counter=lambda: now))
+    decoder = decoders.BatchedDecoder(
+        loaded.model, open_texts(loaded.model, limit=1 << 25, kept_bytes=0, most=4, context=None), most=4, prefill_chunk=128
+    )
+    clock = loaded.model.register_forward_pre_hook(forward, with_kwargs=True)
+    with passes(loaded) as seen, torch.inference_mode():
+        decoder.admit(job(loaded, 1, prompt=8000))
+        for step in range(60):
+            if step in (2, 6, 10):
+                decoder.admit(job(loaded, 1, prompt=SHORT))
+            decoder.step()
+    clock.remove()
+    long = [tokens for _, tokens in seen if tokens != SHORT]
+    assert long[:2] == [128, 128], "nothing waits for the first prompt"
+    assert long[7:30] == [chunk] * 23
+    assert cost(chunk) <= decoders.LONGEST_WAIT * cost(SHORT) or chunk == 128
+    assert long[-2:] == [128, 128], "no other prompt has come for a while"
 
 
 @pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
