@@ -1,9 +1,8 @@
 """How fast does the CPU compute with each stored format? One layer of Qwen3-30B-A3B's shapes, and a whole model from a GGUF file.
 
-Formats are measured one after the other, each interleaved with int8, the probe of reading, and, for one token and where `--ggml` names
-llama.cpp's libggml-cpu.so, ggml's dot product for the same type. That is measured over as many bytes from memory with as many threads, and
-without anything else that a layer needs: activations are converted before, and there are no gates, sums of experts or waits. The package
-`llama-cpp-python` has the library in `llama_cpp/lib`; `llama_cpp_peer.py` explains how to build it.
+Formats are measured one after the other, each interleaved with int8 and the probe of reading. Where `--ggml` names llama.cpp's
+libggml-cpu.so, a linear of one token is measured as well, beside ggml's dot products of the same type over as many rows and with as many
+threads. The package `llama-cpp-python` has the library in `llama_cpp/lib`; `llama_cpp_peer.py` explains how to build it.
 
 The model is one file with gate and up in Q4_K and down in Q6_K, which moegraft reads with the rules 'cpu', and llama.cpp where
 `llama-cpp-python` is installed. The two alternate, each in a process of its own; the row of one that crashes has its `failure`.
@@ -25,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from _probe import ReadProbe
-from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, SETTLE_S, TOP_K, pack, part_type, routings
+from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, SETTLE_S, TOP_K, pack, routings
 from cpu_model import Phases, config, llama_cpp_phases, phases_of, provider_rows
 from llama_cpp_peer import MIXED, LlamaCpp, Sizes, write_model
-from record import percentiles, seconds, write_rows
+from record import commit, hardware, percentiles, seconds, versions, write_rows
 
-from moegraft.cpu_backend import GateSpec, PackedExperts, Runtime
+from moegraft.cpu_backend import GateSpec, PackedExperts, PackedLinear, Runtime
 from moegraft.injection import optimize_and_load
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.weight_formats import FORMATS
@@ -42,11 +41,11 @@ ROUNDS = {1: 40, 512: 8}
 CALLS = {1: 8, 512: 1}
 CHECKED = 2  # experts of the check
 ERROR_LIMIT = 2e-2  # weights are not rounded
-ROWS = TOP_K * 3 * INTERMEDIATE  # of HIDDEN columns: the weights of one token's experts
+ROWS = 4 * TOP_K * 3 * INTERMEDIATE  # of HIDDEN columns, of the linear: more than the last-level cache holds
 
 
 class GgmlDots:
-    """ggml's dot products of a type with ROWS rows of HIDDEN columns; each `run()` returns the seconds of another part of `copies`."""
+    """ggml's dot products of a type with ROWS rows of HIDDEN columns, beside a linear of as many."""
 
     def __init__(self, library: Path, threads: int) -> None:
         self.threads = threads
@@ -65,34 +64,33 @@ class GgmlDots:
         self._x = np.random.default_rng(0).standard_normal(HIDDEN, np.float32)
         self._out = np.empty(ROWS, np.float32)
 
-    def open(self, weight_type: str, held_bytes: int = 256 << 20) -> Callable[[], float] | None:
-        """Return a function that computes with the next rows of random blocks, and returns its seconds; None where ggml has no kernel."""
-        from gguf import GGMLQuantizationType
+    def open(self, weight_type: str, runtime: Runtime) -> dict[str, Callable[[], float]]:
+        """Return what computes with random rows and returns its seconds: `linear`, and `ggml` where it has a kernel."""
+        from gguf import GGMLQuantizationType, quantize
 
-        name = FORMATS[weight_type].gguf
+        found, random = FORMATS[weight_type], np.random.default_rng(0)
+        name, row_bytes = found.gguf, found.nbytes(HIDDEN)
         if name is None:
-            return None
-        kind, row_bytes = int(GGMLQuantizationType[name]), FORMATS[weight_type].nbytes(HIDDEN)
-        some = FORMATS[weight_type].random_blocks((64, HIDDEN), np.random.default_rng(0)) if FORMATS[weight_type].stored else None
-        if some is None:
-            from gguf import quantize
+            return {}
+        kind = GGMLQuantizationType[name]
+        values = random.standard_normal((64, HIDDEN), np.float32)
+        some = found.random_blocks(values.shape, random) if found.stored else quantize(values, kind)
+        rows = np.tile(some.reshape(64, row_bytes), (ROWS // 64, 1))
 
-            values = np.random.default_rng(0).standard_normal((64, HIDDEN), np.float32)
-            some = quantize(values, GGMLQuantizationType[name])
-        copies = max(2, held_bytes // (ROWS * row_bytes))
-        rows = np.tile(some.reshape(64, row_bytes), (ROWS // 64 * copies, 1))
-        place = 0
+        def dots() -> float:
+            arguments = (int(kind), rows.ctypes.data, row_bytes, ROWS, HIDDEN, self._x.ctypes.data, self._out.ctypes.data, self.threads)
+            return float(self._library.ggml_dots(self._traits, *arguments))
 
-        def run() -> float:
-            nonlocal place
-            place = (place + 1) % copies
-            data = rows.ctypes.data + place * ROWS * row_bytes
-            taken = self._library.ggml_dots(
-                self._traits, kind, data, row_bytes, ROWS, HIDDEN, self._x.ctypes.data, self._out.ctypes.data, self.threads
-            )
-            return float(taken)
-
-        return run if run() >= 0.0 else None
+        if dots() < 0.0:
+            return {}
+        linear = PackedLinear(ROWS, HIDDEN, weight_type)
+        linear.pack_blocks(rows) if found.stored else linear.pack(np.tile(values, (ROWS // 64, 1)))
+        x, out = self._x[None], np.empty((1, ROWS), np.float32)
+        runtime.linear(linear, x, out)
+        error = float(np.linalg.norm(out[0] - self._out) / np.linalg.norm(self._out))
+        if not error <= 5e-2:
+            raise SystemExit(f"{weight_type}: the linear differs from ggml's by {error:.2e}; not measured")
+        return {"linear": lambda: seconds(lambda: runtime.linear(linear, x, out)), "ggml": dots}
 
 
 def layer(packed: PackedExperts, runtime: Runtime, tokens: int, seed: int) -> Callable[[], float]:
@@ -123,26 +121,24 @@ def check(packed: PackedExperts, runtime: Runtime) -> float:
     return error
 
 
-def layer_rows(weight_types: tuple[str, ...], isa: str, threads: int, rounds: float, ggml: GgmlDots | None) -> list[dict[str, object]]:
+def layer_rows(weight_types: tuple[str, ...], isa: str, threads: int, rounds: float, ggml: GgmlDots | None) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     sizes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
     weights = {part: (torch.randn(8, *size, generator=generator) * 0.02).bfloat16() for part, size in sizes.items()}
     read, runtime, control = ReadProbe(threads), Runtime(threads, isa), pack(weights, CONTROL)
-    rows: list[dict[str, object]] = []
     for number, weight_type in enumerate(weight_types):
         packed = pack(weights, weight_type)
         error = check(packed, runtime)
         for tokens, most in ROUNDS.items():
             runs = {"ours": layer(packed, runtime, tokens, number), CONTROL: layer(control, runtime, tokens, 1000 + number)}
-            peer = ggml.open(weight_type) if ggml is not None and tokens == 1 and part_type(weight_type, "up") == weight_type else None
-            if peer is not None:
-                runs["ggml"] = peer
+            if ggml is not None and tokens == 1 and "+" not in weight_type:
+                runs |= ggml.open(weight_type, runtime)
             times: dict[str, list[float]] = {name: [] for name in runs}
             rates: list[float] = []
             for turn in range(max(3, int(most * rounds)) + 1):
                 for name, run in runs.items():
                     time.sleep(SETTLE_S)
-                    for call in range(CALLS[tokens] + 1):
+                    for call in range((CALLS[tokens] if name in ("ours", CONTROL) else 2) + 1):
                         if call > 0 or turn == 0:
                             taken = run()
                             if turn > 0:
@@ -163,8 +159,9 @@ def layer_rows(weight_types: tuple[str, ...], isa: str, threads: int, rounds: fl
                 "read_share": round(bytes_read / p50["ours"] / rate, 3) if rates else "",
                 "int8_p50_ms": round(1e3 * p50[CONTROL], 3),
                 "over_int8_time": round(p50["ours"] / p50[CONTROL], 3),
-                "ggml_p50_ms": round(1e3 * p50["ggml"], 3) if peer else "",
-                "over_ggml": round(p50["ggml"] / p50["ours"], 2) if peer else "",
+                "linear_p50_ms": round(1e3 * p50["linear"], 3) if "ggml" in p50 else "",
+                "ggml_p50_ms": round(1e3 * p50["ggml"], 3) if "ggml" in p50 else "",
+                "over_ggml": round(p50["ggml"] / p50["linear"], 2) if "ggml" in p50 else "",
                 "relative_error": f"{error:.1e}",
             }
             print(
@@ -172,8 +169,7 @@ def layer_rows(weight_types: tuple[str, ...], isa: str, threads: int, rounds: fl
                 f"  {row['over_int8_time']} of int8's time  {row['over_ggml'] or '-'} times ggml's speed",
                 flush=True,
             )
-            rows.append(row)
-    return rows
+            yield row
 
 
 @contextmanager
@@ -220,9 +216,12 @@ def main() -> None:
     packages = ("torch", "transformers", "numpy", "gguf", "llama-cpp-python")
     if arguments.only != "model":
         ggml = GgmlDots(arguments.ggml, arguments.threads) if arguments.ggml else None
-        rows = layer_rows(tuple(arguments.weights), arguments.isa, arguments.threads, arguments.rounds, ggml)
-        if not arguments.no_write:
-            print(write_rows("gguf_types", rows, packages))
+        rows: list[dict[str, object]] = []
+        provenance = {"hardware": hardware(), "commit": commit(), "versions": versions(*packages)}  # before results change the tree
+        for row in layer_rows(tuple(arguments.weights), arguments.isa, arguments.threads, arguments.rounds, ggml):
+            rows.append({**row, **provenance})
+            if not arguments.no_write:
+                write_rows("gguf_types", rows, packages)
     if arguments.only != "layer":
         rows = model_rows(arguments.layers, arguments.turns, arguments.threads)
         if not arguments.no_write:
