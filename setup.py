@@ -33,6 +33,7 @@ ISA_FLAGS = {
     "simd/avx2.cpp": AVX2,
     "simd/avx512.cpp": AVX512,
     "simd/avx512_vnni.cpp": VNNI,
+    "simd/avx512_vbmi.cpp": [*VNNI, "-mavx512vbmi"],
     "simd/avx512_bf16.cpp": BF16,
     "simd/amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }

@@ -140,6 +140,17 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
             _float8("fp8", 128, 129, "quarters"),
             _float8("fp8_rows", 256, 260, "float32"),
+            # NVFP4 with a float32 scale of the tensor, which four rows hold together for 128 columns.
+            WeightFormat("nvfp4", 128, 73, None, True, ((0, 1 / 317),), "quarters"),
+            # Indexes into grids, and numbers of -1 to 1.
+            _gguf("iq3_s", 256, 110, (0, 1 / 140)),
+            _gguf("iq3_xxs", 256, 98, (0, 1 / 140)),
+            _gguf("iq2_s", 256, 82, (0, 1 / 56)),
+            _gguf("iq2_xs", 256, 74, (0, 1 / 56)),
+            _gguf("iq2_xxs", 256, 66, (0, 1 / 53)),
+            _gguf("iq1_s", 256, 50, (0, 1 / 7.2)),
+            _gguf("tq2_0", 256, 66, (64, 1 / 1.1)),
+            _gguf("tq1_0", 256, 54, (52, 1 / 0.82)),
         )
     }
 )

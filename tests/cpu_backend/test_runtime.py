@@ -34,6 +34,8 @@ def test_instruction_sets_are_listed() -> None:
 
 
 WIDE = {"int8", "int8_g128", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
+FLOAT8 = {"fp8", "fp8_rows"}
+GRIDS = {"iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "tq1_0"}  # expanded to 8 bits in front of all products
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
 EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 
@@ -43,15 +45,15 @@ EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
     ("features", "wanted", "isa", "matrix"),
     [
         (set(), "", "scalar", set()),
-        ({"avx2"}, "", "avx2", {"bfloat16", *WIDE}),
-        ({"avx2", "avx512"}, "", "avx512", WIDE),
+        ({"avx2"}, "", "avx2", {"bfloat16", *WIDE, *FLOAT8}),
+        ({"avx2", "avx512"}, "", "avx512", WIDE | FLOAT8),
         ({"avx512", "vnni"}, "", "scalar", set()),  # a hypervisor may hide a feature that the others need
-        ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", set()),
-        (ZEN_4, "", "avx512_bf16", set()),
-        (EMERALD_RAPIDS, "", "amx", {"bfloat16", *(name for name, found in FORMATS.items() if found.scaled and not found.floats)}),
-        (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", set()),
-        (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", set()),
-        (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", set()),
+        ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", FLOAT8),
+        (ZEN_4, "", "avx512_bf16", FLOAT8),
+        (EMERALD_RAPIDS, "", "amx", {"bfloat16", *(name for name, found in FORMATS.items() if found.scaled and name not in GRIDS)}),
+        (EMERALD_RAPIDS - {"tile_permission"}, "", "avx512_bf16", FLOAT8),
+        (EMERALD_RAPIDS - {"bf16"}, "", "avx512_vnni", FLOAT8),
+        (EMERALD_RAPIDS, "avx512_bf16", "avx512_bf16", FLOAT8),
         (EMERALD_RAPIDS, "scalar", "scalar", set()),
     ],
 )

@@ -27,6 +27,7 @@ ISA_FLAGS = {
     "simd/avx2.cpp": AVX2,
     "simd/avx512.cpp": AVX512,
     "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "simd/avx512_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
     "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }

@@ -45,7 +45,7 @@ def test_every_bit_of_a_block_is_used(weight_type: str) -> None:
     with np.errstate(all="ignore"):
         expected = dequantised(blocks, weight_type)
     # An exponent is always finite, as are three bytes of a float.
-    assert weight_type in ("mxfp4", "fp8") or not np.isfinite(expected).all()
+    assert weight_type in ("mxfp4", "fp8", "nvfp4") or not np.isfinite(expected).all()
     np.testing.assert_array_equal(linear.unpack(), expected)
 
 
@@ -109,6 +109,20 @@ def test_linears_match_float64(runtime: Runtime, weight_type: str, tokens: int, 
     runtime.linear(linear, as_array(x), as_array(out))
     expected = x.double() @ torch.from_numpy(dequantised(blocks, weight_type)).double().T + bias
     assert relative_error(out, expected) <= TOLERANCE + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("weight_type", [name for name in TYPES if name not in ("fp8", "fp8_rows")])
+def test_many_tokens_have_the_results_of_one_to_the_last_bit(runtimes: dict[str, Runtime], weight_type: str) -> None:
+    """FP8 has another kernel for many tokens."""
+    linear = PackedLinear(45, 768, weight_type)
+    linear.pack_blocks(any_blocks((45, 768), weight_type, seed=4))
+    x = torch.randn(41, 768, generator=torch.Generator().manual_seed(0))
+    for isa in runtimes:
+        tiles, out, single = Runtime(threads=2, isa=isa, matrix_tokens=0), torch.empty(41, 45), torch.empty(1, 45)
+        tiles.linear(linear, as_array(x), as_array(out))
+        for token in (0, 17, 40):
+            tiles.linear(linear, as_array(x[token : token + 1]), as_array(single))
+            assert torch.equal(single[0], out[token]), isa
 
 
 @pytest.mark.parametrize("weight_type", TYPES)

@@ -178,6 +178,21 @@ def gptq(bits: int = 4, group: int = 32, *, symmetric: bool = True, version: str
     return Format(write, {**settings, "checkpoint_format": version})
 
 
+def _e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the values of FP8 codes; 127 and 255 count as 480."""
+    magnitude = np.where(codes & 120, np.exp2((codes >> 3 & 15) - 7.0) * (1 + (codes & 7) / 8), (codes & 7) * 2.0**-9)
+    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
+
+
+def _shared_floats(parts: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return (..., rows, blocks, 1) floats of which each of four rows has a byte; those of rows that a matrix lacks are 0."""
+    rows = parts.shape[-3]
+    parts = np.pad(parts, [(0, 0)] * (parts.ndim - 3) + [(0, -rows % 4), (0, 0), (0, 0)])
+    parts = parts.reshape(*parts.shape[:-3], -1, 4, parts.shape[-2]).swapaxes(-1, -2)
+    parts = np.repeat(parts[..., None, :, :], 4, axis=-3).reshape(*parts.shape[:-3], -1, *parts.shape[-2:])[..., :rows, :, :]
+    return np.ascontiguousarray(parts).view(np.float32)
+
+
 def decoded(blocks: NDArray[np.uint8], weight_type: str) -> NDArray[np.float32]:
     """Return the values (..., rows, columns) of blocks (..., rows, bytes) as the kernels pack them from a safetensors checkpoint."""
     found = FORMATS_OF_KERNELS[weight_type]
@@ -185,14 +200,13 @@ def decoded(blocks: NDArray[np.uint8], weight_type: str) -> NDArray[np.float32]:
     if weight_type.startswith("fp8"):
         size = found.block_bytes - found.block_weights
         header, codes = each[..., :size], each[..., size:]
-        if weight_type == "fp8":  # four rows have a byte of the scale each; those that a matrix lacks are 0
-            rows = header.shape[-3]
-            header = np.pad(header, [(0, 0)] * (header.ndim - 3) + [(0, -rows % 4), (0, 0), (0, 0)])
-            header = header.reshape(*header.shape[:-3], -1, 4, header.shape[-2]).swapaxes(-1, -2)
-            header = np.repeat(header[..., None, :, :], 4, axis=-3).reshape(*header.shape[:-3], -1, *header.shape[-2:])[..., :rows, :, :]
-        scales = np.ascontiguousarray(header).view(np.float32)
-        magnitude = np.where(codes & 120, np.exp2((codes >> 3 & 15) - 7.0) * (1 + (codes & 7) / 8), (codes & 7) * 2.0**-9)
-        values = np.where(codes & 128, -magnitude, magnitude).astype(np.float32) * scales
+        scales = _shared_floats(header) if weight_type == "fp8" else np.ascontiguousarray(header).view(np.float32)
+        values = _e4m3(codes) * scales
+    elif weight_type == "nvfp4":
+        own = _e4m3(each[..., 1:9]) * _shared_floats(each[..., :1]) / 2  # (..., 8): of 16 columns, for codes that are doubled
+        nibbles = each[..., 9:].reshape(*each.shape[:-1], 4, 16)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).reshape(*each.shape[:-1], 8, 16)
+        values = 2 * FP4.numpy()[codes] * own[..., None]
     elif weight_type == "int8_g128":
         values = each[..., 2:].view(np.int8).astype(np.float32) * np.ascontiguousarray(each[..., :2]).view(np.float16)
     else:

@@ -17,6 +17,14 @@
 //   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
 //   Reader<T>              the same for a vector of rows: `block` begins a packed block, and `group` sets `scale` and `minimum`
 //
+// Formats whose codes are not bits of their own but indexes into a grid, or numbers of several columns, have instead of the last seven
+//   kGrid                  true
+//   kLowBits               32-bit words of a group, which are packed as they are; none where the header has all codes
+//   kOffset, kParts        as above
+//   word_offset            of a word in the file's block
+//   codes, scales          of a group, from the packed order of the header's bytes and the words
+// Their groups are expanded, to codes of 8 bits, in front of every product.
+//
 // The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
 #pragma once
 
@@ -26,6 +34,7 @@
 #include <type_traits>
 
 #include "core/float_conversion.h"
+#include "core/grids.h"
 #include "core/types.h"
 
 namespace moegraft {
@@ -494,6 +503,239 @@ struct Fp8Rows : Float8Codes {
   };
 };
 
+// NVIDIA's NVFP4 of safetensors checkpoints: the values of MXFP4, an E4M3 scale for 16 of them, and a float32 scale of the tensor, of which
+// each of four rows holds a byte for 128 columns. A scale of 127 or 255 counts as 480.
+struct Nvfp4 {
+  static constexpr const char* kName = "nvfp4";
+  static constexpr Field kHeader[] = {{0, 1}, {1, 4}, {5, 4}};
+  static constexpr int kColumns = 128, kFileBytes = 73, kLowBits = 4, kHighBits = 0, kParts = 2, kOffset = 12, kScaleRows = 4;
+  static constexpr bool kMinimum = false;
+  static constexpr std::uint8_t kTable[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) { nibbles_of(block + 9 + 16 * group, codes); }
+  static GroupScales scales(const std::uint8_t* header, int group) {
+    const auto scale = [&](int part) { return float_from_e4m3(header[4 + 2 * group + part]) * float_at(header) * 0.5f; };
+    return {{scale(0), scale(1)}, {}};
+  }
+  template <class T>
+  struct Reader {
+    typename T::F scale[2], minimum[2], of_tensor;
+    const std::byte* words;
+    MOEGRAFT_INLINE void block(const std::byte* block, int row) {
+      of_tensor = T::load_quarters(block + row);
+      words = field_at<4>(block, 1, row);
+    }
+    MOEGRAFT_INLINE void group(int index) {
+      const typename T::I two = T::shift_right(T::load_int(words + index / 2 * kWordsBytes), 16 * (index % 2));
+      const typename T::F enlarge = T::set(0x1p120f), half = T::set(0.5f);
+      scale[0] = T::mul(T::mul(T::mul(T::template small_float8<0>(two), enlarge), of_tensor), half);
+      scale[1] = T::mul(T::mul(T::mul(T::template small_float8<1>(two), enlarge), of_tensor), half);
+    }
+  };
+};
+
+// GGUF's TQ2_0: -1, 0 and 1.
+struct Tq20 {
+  static constexpr const char* kName = "tq2_0";
+  static constexpr Field kHeader[] = {{64, 2}};
+  static constexpr int kColumns = 256, kFileBytes = 66, kLowBits = 2, kHighBits = 0, kParts = 1, kOffset = 1;
+  static constexpr bool kMinimum = false;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
+    const std::uint8_t* four = block + group / 4 * kGroup;
+    for (int k = 0; k < kGroup; ++k) codes[k] = four[k] >> 2 * (group % 4) & 3;
+  }
+  static GroupScales scales(const std::uint8_t* header, int) { return {{half_at(header)}, {}}; }
+  template <class T>
+  struct Reader : OneScale::Reader<T> {};
+};
+
+// GGUF's TQ1_0: five numbers of 0 to 2 in a byte, whose first digit in base 3 is the integer part of 3 / 256 times the byte.
+struct Tq10 {
+  static constexpr const char* kName = "tq1_0";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{52, 2}, {48, 4}, {0, 4},  {4, 4},  {8, 4},  {12, 4}, {16, 4},
+                                      {20, 4}, {24, 4}, {28, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 54, kLowBits = 0, kHighBits = 0, kParts = 1, kOffset = 1;
+  static constexpr int word_offset(int, int) { return 0; }
+  static void codes(const std::uint8_t* header, const std::uint32_t*, int group, GroupCodes& codes) {
+    const std::uint8_t *last = header + 2, *first = header + 6;
+    constexpr int kPowers[] = {1, 3, 9, 27, 81};
+    const auto digit = [&](int byte, int place) { return static_cast<std::uint8_t>((byte * kPowers[place] & 255) * 3 >> 8); };
+    for (int k = 0; k < kGroup; ++k) {  // 160 columns in 32 bytes, 80 in 16, and 16 in 4
+      const int column = group * kGroup + k;
+      if (column < 160) codes[k] = digit(first[column % 32], column / 32);
+      else if (column < 240) codes[k] = digit(first[32 + column % 16], (column - 160) / 16);
+      else codes[k] = digit(last[column % 4], (column - 240) / 4);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int) { return {{half_at(header)}, {}}; }
+};
+
+// The bytes of each index's columns, the first in the lowest.
+template <int Count>
+struct GridBytes {
+  std::uint64_t bytes[Count];
+};
+template <int Columns, int Levels, int Count>
+constexpr GridBytes<Count> grid_bytes(const std::uint16_t (&grid)[Count], const std::uint8_t (&levels)[Levels]) {
+  GridBytes<Count> found{};
+  constexpr int kBits = Levels == 3 ? 2 : 3;
+  for (int i = 0; i < Count; ++i)
+    for (int k = 0; k < Columns; ++k)
+      found.bytes[i] |= static_cast<std::uint64_t>(levels[grid[i] >> kBits * k & ((1 << kBits) - 1)]) << 8 * k;
+  return found;
+}
+struct SignMasks {
+  std::uint64_t bytes[256];
+};
+constexpr SignMasks sign_masks() {
+  SignMasks found{};
+  for (int i = 0; i < 256; ++i)
+    for (int k = 0; k < 8; ++k) found.bytes[i] |= i >> k & 1 ? std::uint64_t{255} << 8 * k : 0;
+  return found;
+}
+constexpr SignMasks kSignMasks = sign_masks();
+constexpr std::uint64_t kEachByte = 0x0101010101010101ull;
+
+// Stores eight columns: Offset plus or minus a magnitude of at most that.
+template <int Offset>
+inline void store_signed(std::uint64_t magnitudes, unsigned signs, std::uint8_t* codes) {
+  const std::uint64_t plus = Offset * kEachByte + magnitudes, minus = Offset * kEachByte - magnitudes, mask = kSignMasks.bytes[signs & 255];
+  const std::uint64_t chosen = (plus & ~mask) | (minus & mask);
+  std::memcpy(codes, &chosen, 8);
+}
+// The signs of eight columns: seven bits, and one that makes the number of negative ones even.
+inline unsigned even_signs(unsigned seven) {
+  seven &= 127;
+  return seven | (static_cast<unsigned>(__builtin_popcount(seven)) & 1) << 7;
+}
+inline int byte_of(std::uint32_t word, int index) { return static_cast<int>(word >> 8 * index & 255); }
+
+constexpr std::uint8_t kIq2Levels[] = {8, 25, 43};
+// Of IQ2_XS and IQ2_S: a byte of scales for a group, whose halves are those of 16 columns each.
+inline GroupScales half_byte_scales(float d, int both) {
+  return {{d * (0.5f + static_cast<float>(both & 15)) * 0.25f, d * (0.5f + static_cast<float>(both >> 4)) * 0.25f}, {}};
+}
+
+struct Iq2Xxs {
+  static constexpr const char* kName = "iq2_xxs";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}};
+  static constexpr int kColumns = 256, kFileBytes = 66, kLowBits = 2, kHighBits = 0, kParts = 1, kOffset = 43;
+  static constexpr GridBytes<256> kBytes = grid_bytes<8>(kIq2XxsGrid, kIq2Levels);
+  static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
+  static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) store_signed<kOffset>(kBytes.bytes[byte_of(words[0], i)], even_signs(words[1] >> 7 * i), codes + 8 * i);
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t* words, int) {
+    return {{half_at(header) * (0.5f + static_cast<float>(words[1] >> 28)) * 0.25f}, {}};
+  }
+};
+
+struct Iq2Xs {
+  static constexpr const char* kName = "iq2_xs";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 74, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
+  static constexpr GridBytes<512> kBytes = grid_bytes<8>(kIq2XsGrid, kIq2Levels);
+  static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
+  static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const unsigned both = words[i / 2] >> 16 * (i % 2) & 0xffff;
+      store_signed<kOffset>(kBytes.bytes[both & 511], even_signs(both >> 9), codes + 8 * i);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    return half_byte_scales(half_at(header), header[2 + group]);
+  }
+};
+
+struct Iq2S {
+  static constexpr const char* kName = "iq2_s";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {74, 4}, {78, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 82, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
+  static constexpr GridBytes<1024> kBytes = grid_bytes<8>(kIq2SGrid, kIq2Levels);
+  static constexpr int word_offset(int group, int word) { return 2 + 4 * group + 32 * word; }
+  static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const int index = byte_of(words[0], i) | (header[2 + group] >> 2 * i & 3) << 8;
+      store_signed<kOffset>(kBytes.bytes[index], static_cast<unsigned>(byte_of(words[1], i)), codes + 8 * i);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    return half_byte_scales(half_at(header), header[10 + group]);
+  }
+};
+
+struct Iq3Xxs {
+  static constexpr const char* kName = "iq3_xxs";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}};
+  static constexpr int kColumns = 256, kFileBytes = 98, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 62;
+  static constexpr std::uint8_t kLevels[] = {4, 12, 20, 28, 36, 44, 52, 62};
+  static constexpr GridBytes<256> kBytes = grid_bytes<4>(kIq3XxsGrid, kLevels);
+  static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 66 + 4 * group; }
+  static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t two = words[i / 2] >> 16 * (i % 2);
+      const std::uint64_t magnitudes = kBytes.bytes[byte_of(two, 0)] | kBytes.bytes[byte_of(two, 1)] << 32;
+      store_signed<kOffset>(magnitudes, even_signs(words[2] >> 7 * i), codes + 8 * i);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t* words, int) {
+    return {{half_at(header) * (0.5f + static_cast<float>(words[2] >> 28)) * 0.5f}, {}};
+  }
+};
+
+struct Iq3S {
+  static constexpr const char* kName = "iq3_s";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {106, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 110, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 15;
+  static constexpr std::uint8_t kLevels[] = {1, 3, 5, 7, 9, 11, 13, 15};
+  static constexpr GridBytes<512> kBytes = grid_bytes<4>(kIq3SGrid, kLevels);
+  static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 74 + 4 * group; }
+  static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t two = words[i / 2] >> 16 * (i % 2);
+      const int upper = header[2 + group] >> 2 * i;
+      const std::uint64_t magnitudes =
+          kBytes.bytes[byte_of(two, 0) | (upper & 1) << 8] | kBytes.bytes[byte_of(two, 1) | (upper >> 1 & 1) << 8] << 32;
+      store_signed<kOffset>(magnitudes, static_cast<unsigned>(byte_of(words[2], i)), codes + 8 * i);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    return {{half_at(header) * static_cast<float>(1 + 2 * (header[10 + group / 2] >> 4 * (group % 2) & 15))}, {}};
+  }
+};
+
+// Eight times -1, 0 or 1, plus or minus 1.
+struct Iq1S {
+  static constexpr const char* kName = "iq1_s";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{0, 2}, {34, 4}, {38, 4}, {42, 4}, {46, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 50, kLowBits = 1, kHighBits = 0, kParts = 1, kOffset = 9;
+  static constexpr std::uint8_t kLevels[] = {0, 8, 16};
+  static constexpr GridBytes<2048> kBytes = grid_bytes<8>(kIq1SGrid, kLevels);
+  static constexpr int word_offset(int group, int) { return 2 + 4 * group; }
+  static int upper(const std::uint8_t* header, int group) { return header[2 + 2 * group] | header[3 + 2 * group] << 8; }
+  static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
+    const int bits = upper(header, group);
+    for (int i = 0; i < 4; ++i) {
+      const std::uint64_t eight = kBytes.bytes[byte_of(words[0], i) | (bits >> 3 * i & 7) << 8] + (bits & 0x8000 ? 0 : 2) * kEachByte;
+      std::memcpy(codes + 8 * i, &eight, 8);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    return {{half_at(header) * static_cast<float>(2 * (upper(header, group) >> 12 & 7) + 1) * 0.125f}, {}};
+  }
+};
+
+template <class Coded, class = void>
+constexpr bool kIsGrid = false;
+template <class Coded>
+constexpr bool kIsGrid<Coded, std::void_t<decltype(Coded::kGrid)>> = true;
+
 template <class Coded, class = void>
 constexpr bool kIsFloat8 = false;
 template <class Coded>
@@ -514,7 +756,7 @@ struct FormatList {};
 
 // The order is that of WeightType, from kInt8 on.
 using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
-                                Int8Of128, Fp8, Fp8Rows>;
+                                Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Tq20, Tq10>;
 
 // What derives from a format's description.
 template <class Coded>
@@ -528,6 +770,7 @@ struct Derived {
   static constexpr int kGroups = Coded::kColumns / kGroup;
   static constexpr int kGroupBytes = kGroup / 8 * (Coded::kLowBits + Coded::kHighBits);  // of a row
   static constexpr int most_code() {
+    if constexpr (kIsGrid<Coded>) return 2 * Coded::kOffset;
     int most = (1 << (Coded::kLowBits + Coded::kHighBits)) - 1;
     if constexpr (kHasTable<Coded>) {
       most = 0;
@@ -633,19 +876,39 @@ inline float number_of(int code) {
   else return static_cast<float>(code - Coded::kOffset);
 }
 
-// The scales of a group of a packed block.
+// A row's part of a packed block.
 template <class Coded>
-inline GroupScales scales_at(const std::byte* block, int row, int group) {
-  constexpr int kRows = kRowsOfScale<Coded>;
-  std::uint8_t header[Derived<Coded>::kHeaderBytes * kRows];
-  std::uint8_t* to = header;
-  for (const Field& field : Coded::kHeader) {
-    std::memcpy(to, block + row / kRows * kRows * field.bytes, static_cast<std::size_t>(field.bytes * kRows));
-    to += field.bytes * kRows;
-    block += field.bytes * kBlockRows;
+struct PackedRow {
+  static constexpr int kRows = kRowsOfScale<Coded>;
+  std::uint8_t header[Derived<Coded>::kHeaderBytes + 3];  // with the four bytes of a field that rows share
+  const std::byte* lines;
+  int row;
+  PackedRow(const std::byte* block, int row) : row(row) {
+    std::uint8_t* to = header;
+    for (const Field& field : Coded::kHeader) {
+      const bool shared = kRows > 1 && field.bytes == 1;
+      const int bytes = shared ? kRows : field.bytes;
+      std::memcpy(to, block + (shared ? row / kRows * kRows : row * field.bytes), static_cast<std::size_t>(bytes));
+      to += bytes;
+      block += field.bytes * kBlockRows;
+    }
+    lines = block;
   }
-  return Coded::scales(header, group);
-}
+
+  // The scales of a group, and its unsigned codes.
+  GroupScales group(int index, GroupCodes& codes) const {
+    const std::byte* of_group = lines + index * Derived<Coded>::kLinesBytes;
+    if constexpr (kIsGrid<Coded>) {
+      std::uint32_t words[Coded::kLowBits + 1];
+      for (int word = 0; word < Coded::kLowBits; ++word) std::memcpy(&words[word], of_group + word * kWordsBytes + row * 4, 4);
+      Coded::codes(header, words, index, codes);
+      return Coded::scales(header, words, index);
+    } else {
+      for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(code_at<Coded>(of_group, row, k));
+      return Coded::scales(header, index);
+    }
+  }
+};
 
 // The unsigned codes of columns 8 * Step + 0 to 3, and of the next four, of a vector of rows that begins at `lines`.
 template <class T, class Coded, int Step>

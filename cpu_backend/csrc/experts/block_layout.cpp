@@ -214,9 +214,14 @@ void pack_stored(HalfBlock target, const StoredRowsView& source, int first_row) 
         lines += field.bytes * kBlockRows;
       }
       for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
-        GroupCodes codes;
-        Coded::stored_codes(file, group, codes);
-        store_codes<Coded>(codes, lines, row);
+        if constexpr (kIsGrid<Coded>) {
+          for (int word = 0; word < Coded::kLowBits; ++word)
+            std::memcpy(lines + word * kWordsBytes + row * 4, file + Coded::word_offset(group, word), 4);
+        } else {
+          GroupCodes codes;
+          Coded::stored_codes(file, group, codes);
+          store_codes<Coded>(codes, lines, row);
+        }
       }
     }
   }
@@ -229,12 +234,13 @@ void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int fi
     for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
       const int row = kLanes * source.half + lane;
       float* values = rows_out + static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(cols) + index * Coded::kColumns;
-      const std::byte* lines = block + Derived<Coded>::kLinesOffset;
-      for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
-        const GroupScales scales = scales_at<Coded>(block, row, group);
+      const PackedRow<Coded> packed(block, row);
+      for (int group = 0; group < Derived<Coded>::kGroups; ++group) {
+        GroupCodes codes;
+        const GroupScales scales = packed.group(group, codes);
         for (int k = 0; k < kGroup; ++k, ++values) {
           const int part = k / (kGroup / Coded::kParts);
-          const float product = scales.scale[part] * number_of<Coded>(code_at<Coded>(lines, row, k));
+          const float product = scales.scale[part] * number_of<Coded>(codes[k]);
           *values = Coded::kMinimum ? product + scales.minimum[part] : product;
         }
       }
@@ -247,7 +253,7 @@ template <class Coded>
 void make_small(std::uint8_t* block) {
   constexpr std::uint16_t kHalf = 0x0c00;  // 2^-12
   for (const Field& field : Coded::kHeader) {
-    if (kIsFloat8<Coded>) {
+    if (kIsFloat8<Coded> || (kRowsOfScale<Coded> > 1 && field.bytes == 1)) {
       std::memset(block + field.offset, 0x39, static_cast<std::size_t>(field.bytes));  // four of them are 0.00018
       continue;
     }

@@ -267,7 +267,7 @@ template <int... I>
 void add_coded(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (!kIsFloat8<CodedOf<kKind>>) {
+    if constexpr (!kIsGrid<CodedOf<kKind>>) {
       matrix.least_tokens[static_cast<int>(kKind)] = Derived<CodedOf<kKind>>::kGroups == 1 ? 12 : 10;
       matrix.multiply[static_cast<int>(kKind)] = multiply<kKind>;
     }

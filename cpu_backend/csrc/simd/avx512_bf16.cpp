@@ -3,6 +3,7 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -11,6 +12,8 @@ struct Avx512Bf16 : Avx512Base {
   static constexpr bool kHasBf16 = true;
   static I dot_int8(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
   static I dot_small(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
+  // Floats of eight bits of precision, of which the first goes to the lower half of each word.
+  static I exact_pairs(F low, F high) { return or_int(shifted<-16>(_mm512_castps_si512(low)), _mm512_castps_si512(high)); }
   static F dot_bf16(F sum, I weights, I values) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
   }
@@ -22,8 +25,10 @@ Kernels make() {
   for (int format = kFirstCoded; format < kWeightTypes; ++format) {
     kernels.max_tokens[format] = integers.max_tokens[format];
     kernels.tile[format] = integers.tile[format];
+    kernels.panel[format] = integers.panel[format];
     kernels.encode[format] = integers.encode[format];
   }
+  kernels.matrix = pair_matrix_kernels<Avx512Bf16>(4);
   return kernels;
 }
 

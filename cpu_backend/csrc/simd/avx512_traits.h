@@ -40,6 +40,7 @@ struct Avx512Base {
 
   static I zero_int() { return _mm512_setzero_si512(); }
   static I load_int(const void* p) { return _mm512_loadu_si512(p); }
+  static void store_int(void* p, I x) { _mm512_storeu_si512(p, x); }
   static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
   static int reduce_add(I x) { return _mm512_reduce_add_epi32(x); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }

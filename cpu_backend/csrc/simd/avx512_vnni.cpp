@@ -3,6 +3,7 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -13,10 +14,17 @@ struct Avx512Vnni : Avx512Base {
   static I dot_small(I sum, I weights, I codes) { return _mm512_dpbusd_epi32(sum, weights, codes); }
 };
 
+Kernels make() {
+  Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
+  if (__builtin_cpu_supports("avx512vbmi")) use_vbmi(kernels);
+  kernels.matrix = float_matrix_kernels<Avx512Vnni>(kNeverMatrix, kNeverMatrix, 13);
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels& avx512_vnni_kernels() {
-  static const Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
+  static const Kernels kernels = make();
   return kernels;
 }
 

@@ -98,7 +98,7 @@ struct NibbleCodes {
 };
 
 // A coded format.
-template <Format Kind>
+template <Format Kind, class = void>
 struct Expander {
   using Coded = CodedOf<Kind>;
   // Nibbles need no joining.
@@ -141,6 +141,36 @@ struct Expander {
       load_codes<Avx512Base, Coded, kStep>(lines + kHalf * 64, table, first, second);
       codes(first, scale[kPart][kHalf], shift[kPart][kHalf], target);
       codes(second, scale[kPart][kHalf], shift[kPart][kHalf], target + 2 * kLineStride);
+    }
+  }
+};
+
+// FP8.
+template <Format Kind>
+struct Expander<Kind, std::enable_if_t<kIsFloat8<CodedOf<Kind>>>> {
+  using Coded = CodedOf<Kind>;
+  __m512 scale[2];  // [half]
+  const std::byte* lines;
+  PairMaker pairs;
+  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
+    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+    lines = base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes;
+    for (int half = 0; half < 2; ++half) {
+      typename Coded::template Reader<Avx512Base> reader;
+      reader.block(base, half * kLanes);
+      scale[half] = _mm512_mul_ps(enlarged(reader.scale[0]), _mm512_set1_ps(0x1p120f));
+    }
+  }
+  template <int J>  // eight columns of half the rows
+  MOEGRAFT_INLINE void step(std::byte* out) const {
+    constexpr int kStep = J / 2, kHalf = J % 2;
+    for (int i = 0; i < 2; ++i) {
+      const __m512i codes = words_at(lines + (2 * kStep + i) * kWordsBytes + kHalf * 64);
+      std::byte* target = out + (kStep * 4 + 2 * i) * kLineStride + kHalf * 64;
+      pairs(_mm512_mul_ps(Avx512Base::small_float8<0>(codes), scale[kHalf]),
+            _mm512_mul_ps(Avx512Base::small_float8<1>(codes), scale[kHalf]), target);
+      pairs(_mm512_mul_ps(Avx512Base::small_float8<2>(codes), scale[kHalf]),
+            _mm512_mul_ps(Avx512Base::small_float8<3>(codes), scale[kHalf]), target + kLineStride);
     }
   }
 };

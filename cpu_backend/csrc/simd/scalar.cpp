@@ -58,11 +58,11 @@ void tile_float8(const TileArgs& args) {
     for (int group = 0; group < args.groups; ++group) {
       const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
       const int index = group % Derived<Coded>::kGroups;
-      const std::byte* lines = block + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
       const std::uint32_t* words = group_words(args, F, group, token);
       for (int row = 0; row < kBlockRows; ++row) {
-        const float scale = scales_at<Coded>(block, row, index).scale[0];
-        for (int k = 0; k < kGroup; ++k) sums[row] += number_of<Coded>(code_at<Coded>(lines, row, k)) * scale * float_from_bits(words[k]);
+        GroupCodes weights;
+        const float scale = PackedRow<Coded>(block, row).group(index, weights).scale[0];
+        for (int k = 0; k < kGroup; ++k) sums[row] += number_of<Coded>(weights[k]) * scale * float_from_bits(words[k]);
       }
     }
     std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
@@ -78,17 +78,17 @@ void tile_coded(const TileArgs& args) {
     for (int group = 0; group < args.groups; ++group) {
       const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
       const int index = group % Derived<Coded>::kGroups;
-      const std::byte* lines = block + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
       const std::uint32_t* words = group_words(args, F, group, token);
       const float share = float_from_bits(words[0]);
       std::int8_t codes[kGroup];
       std::memcpy(codes, words + first_code_word(F), kGroup);
       for (int row = 0; row < kBlockRows; ++row) {
-        const GroupScales scales = scales_at<Coded>(block, row, index);
+        GroupCodes weights;
+        const GroupScales scales = PackedRow<Coded>(block, row).group(index, weights);
         for (int part = 0; part < Coded::kParts; ++part) {
           constexpr int kColumns = kGroup / Coded::kParts;
           int dot = 0;
-          for (int k = part * kColumns; k < (part + 1) * kColumns; ++k) dot += (code_at<Coded>(lines, row, k) - Coded::kOffset) * codes[k];
+          for (int k = part * kColumns; k < (part + 1) * kColumns; ++k) dot += (weights[k] - Coded::kOffset) * codes[k];
           if (Coded::kMinimum) sums[row] += scales.minimum[part] * float_from_bits(words[1 + part]);
           sums[row] += static_cast<float>(dot) * (scales.scale[part] * share);
         }

@@ -12,6 +12,7 @@
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"
 #include "simd/vector_attention.h"
+#include "simd/vector_panels.h"
 #include "simd/vector_sparse.h"
 #include "simd/vector_tiles.h"
 
@@ -62,7 +63,13 @@ void add_floats(Kernels& kernels) {
 template <class T, int... I>
 void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
   ((kernels.max_tokens[kFirstCoded + I] = tile_limit<T, coded(I)>()), ...);
-  ((kernels.tile[kFirstCoded + I] = tile<T, coded(I)>), ...);
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[static_cast<int>(kKind)] = panel_tile<T, kKind>;
+    else kernels.tile[static_cast<int>(kKind)] = tile<T, kKind>;
+    if constexpr (needs_panel<kKind>()) kernels.panel[static_cast<int>(kKind)] = panel<T, kKind>;
+  };
+  (add(std::integral_constant<int, I>()), ...);
   ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
 }
 

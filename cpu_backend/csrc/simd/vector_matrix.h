@@ -1,5 +1,8 @@
-// The matrix kernel in float32, for weights whose tiles are slow without the instruction for their products: these are expanded exactly, and
-// activations are not rounded. Templates over the traits of vector_kernels.h, whose rules apply here.
+// The matrix kernels of instruction sets without AMX, templates over the traits of vector_kernels.h, whose rules apply here.
+//
+// In float32, for weights whose tiles are slow without the instruction for their products: these are expanded exactly, and activations are
+// not rounded. FP8 is multiplied in bfloat16 where the CPU has that product: its codes are exact in bfloat16, sums of a scale's columns are
+// multiplied with it, and activations are rounded to bfloat16.
 //
 // With VNNI the tiles of integers are 1.3 to 2.2 times as fast as an expansion to bfloat16 or float32, and with BF16 those of bfloat16 are as
 // fast (EPYC Zen 5, 2026-11, 8 to 64 tokens of an expert): such instruction sets have no matrix kernel.
@@ -7,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd/kernels.h"
 #include "simd/vector_tiles.h"
@@ -32,6 +36,15 @@ MOEGRAFT_INLINE void expand_columns(const typename Coded::template Reader<T>& re
   }
 }
 
+// Writes 4 columns of FP8.
+template <class T>
+MOEGRAFT_INLINE void expand_float8(typename T::I codes, typename T::F scale, float* column) {
+  T::store(column, T::mul(T::template small_float8<0>(codes), scale));
+  T::store(column + kBlockRows, T::mul(T::template small_float8<1>(codes), scale));
+  T::store(column + 2 * kBlockRows, T::mul(T::template small_float8<2>(codes), scale));
+  T::store(column + 3 * kBlockRows, T::mul(T::template small_float8<3>(codes), scale));
+}
+
 // Writes a group of a block as (32 columns, 32 rows) floats. Inlined, as g++ 12 takes a call of it for one without effects.
 template <class T, Format Kind>
 MOEGRAFT_INLINE void expand_to_floats(const std::byte* block, int group, float* out) {
@@ -52,10 +65,16 @@ MOEGRAFT_INLINE void expand_to_floats(const std::byte* block, int group, float* 
       reader.block(base, v * T::kWidth);
       reader.group(index);
       const std::byte* lines = base + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes + v * kStep;
-      expand_columns<T, Coded, 0>(reader, lines, column);
-      expand_columns<T, Coded, 1>(reader, lines, column + 8 * kBlockRows);
-      expand_columns<T, Coded, 2>(reader, lines, column + 16 * kBlockRows);
-      expand_columns<T, Coded, 3>(reader, lines, column + 24 * kBlockRows);
+      if constexpr (kIsFloat8<Coded>) {
+        const typename T::F scale = T::mul(reader.scale[0], T::set(0x1p120f));
+        for (int four = 0; four < kGroup / 4; ++four, lines += kWordsBytes, column += 4 * kBlockRows)
+          expand_float8<T>(T::load_int(lines), scale, column);
+      } else {
+        expand_columns<T, Coded, 0>(reader, lines, column);
+        expand_columns<T, Coded, 1>(reader, lines, column + 8 * kBlockRows);
+        expand_columns<T, Coded, 2>(reader, lines, column + 16 * kBlockRows);
+        expand_columns<T, Coded, 3>(reader, lines, column + 24 * kBlockRows);
+      }
     }
   }
 }
@@ -121,11 +140,114 @@ void matrix_floats(const MatrixArgs& args) {
 
 inline void no_preparation() {}
 
-template <class T, int... I>
-void add_wide(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>) {
+// The panel of FP8 in bfloat16, in pairs of columns, and the scales of its rows.
+struct PairPanel {
+  alignas(64) std::uint32_t pairs[kFloatPanelGroups * kGroup / 2][kBlockRows];
+  float scale[kBlockRows];
+};
+static_assert(sizeof(PairPanel) <= sizeof ExpandedWeights::memory);
+
+template <class T, Format Kind>
+MOEGRAFT_INLINE void expand_to_pairs(const std::byte* block, int group, PairPanel& out) {
+  using Coded = CodedOf<Kind>;
+  static_assert(Derived<Coded>::kGroups % kFloatPanelGroups == 0, "a panel has one scale of each row");
+  const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+  const typename T::F enlarge = T::set(0x1p120f);
+  for (int v = 0; v < T::kVectors; ++v) {
+    const int row = v * T::kWidth;
+    typename Coded::template Reader<T> reader;
+    reader.block(base, row);
+    T::store(out.scale + row, reader.scale[0]);
+    const std::byte* lines = base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes + row * 4;
+    for (int pair = 0; pair < kFloatPanelGroups * kGroup / 2; pair += 2, lines += kWordsBytes) {
+      const typename T::I codes = T::load_int(lines);
+      const auto column = [&](auto index) { return T::mul(T::template small_float8<decltype(index)::value>(codes), enlarge); };
+      T::store_int(&out.pairs[pair][row],
+                   T::exact_pairs(column(std::integral_constant<int, 0>()), column(std::integral_constant<int, 1>())));
+      T::store_int(&out.pairs[pair + 1][row],
+                   T::exact_pairs(column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>())));
+    }
+  }
+}
+
+template <class T, int N>
+inline void multiply_pairs(const std::uint32_t* words, const PairPanel& panel, bool adds, float* out) {
+  constexpr int V = T::kVectors, kWords = words_per_group(Format::kBFloat16Dot);
+  typename T::F sums[N][V] = {};
+  const auto* weights = &panel.pairs[0][0];
+  for (int group = 0; group < kFloatPanelGroups; ++group, words += (T::kFloatTokens - 1) * kWords) {
+    for (int pair = 0; pair < kWords; ++pair, ++words, weights += kBlockRows) {
+      typename T::I factors[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) factors[v] = T::load_int(weights + v * T::kWidth);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const typename T::I values = T::broadcast_int(words + n * kWords);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[n][v] = T::dot_bf16(sums[n][v], factors[v], values);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      float* target = out + n * kBlockRows + v * T::kWidth;
+      const typename T::F scale = T::load(panel.scale + v * T::kWidth);
+      T::store(target, adds ? T::fma(sums[n][v], scale, T::load(target)) : T::mul(sums[n][v], scale));
+    }
+}
+
+template <class T, int N = T::kFloatTokens>
+inline void multiply_pairs_of(int tokens, const std::uint32_t* words, const PairPanel& panel, bool adds, float* out) {
+  if constexpr (N > 1) {
+    if (tokens != N) return multiply_pairs_of<T, N - 1>(tokens, words, panel, adds, out);
+  }
+  multiply_pairs<T, N>(words, panel, adds, out);
+}
+
+template <class T, Format Kind>
+void matrix_pairs(const MatrixArgs& args) {
+  constexpr int kRows = T::kFloatTokens;
+  const int tiles = (args.tokens + kRows - 1) / kRows, base = args.tokens / tiles, longer = args.tokens % tiles;
+  auto& panel = *reinterpret_cast<PairPanel*>(args.expanded->memory);
+  const int parts = args.groups / kFloatPanelGroups * tiles, lines = (args.ahead_lines + parts - 1) / parts;
+  const std::byte* ahead = args.ahead;
+  for (int first = 0; first < args.groups; first += kFloatPanelGroups) {
+    expand_to_pairs<T, Kind>(args.block, first, panel);
+    const std::uint32_t* words = args.records + static_cast<std::size_t>(first) * kRows * words_per_group(Format::kBFloat16Dot);
+    float* out = args.out;
+    for (int tile = 0; tile < tiles; ++tile, words += args.tile_words, out += kRows * kBlockRows) {
+      for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      multiply_pairs_of<T>(base + (tile < longer ? 1 : 0), words, panel, args.adds || first > 0, out);
+    }
+  }
+}
+
+template <class T>
+MatrixKernels no_matrix_kernels(Format records) {
+  MatrixKernels matrix{};
+  matrix.records = records;
+  matrix.tile_tokens = T::kFloatTokens;
+  matrix.segment_bytes = std::size_t{384} << 10;  // the weights of a unit need the remainder of L2
+  for (int& least : matrix.least_tokens) least = kNeverMatrix;
+  matrix.begin = no_preparation;
+  matrix.end = no_preparation;
+  return matrix;
+}
+
+enum class Codes { kBytes, kFloat8, kSmall };
+template <Format Kind>
+constexpr Codes codes_of() {
+  if (kIsFloat8<CodedOf<Kind>>) return Codes::kFloat8;
+  return Derived<CodedOf<Kind>>::kMostCode > kMostSmallCode ? Codes::kBytes : Codes::kSmall;
+}
+
+template <class T, Codes Wanted, int... I>
+void add_floats_of(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (Derived<CodedOf<kKind>>::kMostCode > kMostSmallCode && !kIsFloat8<CodedOf<kKind>>) {
+    if constexpr (codes_of<kKind>() == Wanted) {
       matrix.least_tokens[static_cast<int>(kKind)] = least;
       matrix.multiply[static_cast<int>(kKind)] = matrix_floats<T, kKind>;
     }
@@ -133,19 +255,35 @@ void add_wide(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>
   (add(std::integral_constant<int, I>()), ...);
 }
 
-// From `bf16_tokens` and, for codes of 8 bits, `byte_tokens` on, measured against the tiles.
+// From `bf16_tokens`, for codes of 8 bits `byte_tokens`, and for FP8 `float8_tokens` on, measured against the tiles.
 template <class T>
-MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens) {
-  MatrixKernels matrix{};
-  matrix.records = Format::kFloat32;
-  matrix.tile_tokens = T::kFloatTokens;
-  matrix.segment_bytes = std::size_t{384} << 10;  // the weights of a unit need the remainder of L2
-  for (int& least : matrix.least_tokens) least = kNeverMatrix;
-  matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = bf16_tokens;
-  matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_floats<T, Format::kBFloat16Dot>;
-  add_wide<T>(matrix, byte_tokens, CodedIndexes());
-  matrix.begin = no_preparation;
-  matrix.end = no_preparation;
+MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens, int float8_tokens) {
+  MatrixKernels matrix = no_matrix_kernels<T>(Format::kFloat32);
+  if (bf16_tokens != kNeverMatrix || byte_tokens != kNeverMatrix) {
+    matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = bf16_tokens;
+    matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_floats<T, Format::kBFloat16Dot>;
+    add_floats_of<T, Codes::kBytes>(matrix, byte_tokens, CodedIndexes());
+  }
+  add_floats_of<T, Codes::kFloat8>(matrix, float8_tokens, CodedIndexes());
+  return matrix;
+}
+
+template <class T, int... I>
+void add_pairs(MatrixKernels& matrix, int least, std::integer_sequence<int, I...>) {
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (codes_of<kKind>() == Codes::kFloat8) {
+      matrix.least_tokens[static_cast<int>(kKind)] = least;
+      matrix.multiply[static_cast<int>(kKind)] = matrix_pairs<T, kKind>;
+    }
+  };
+  (add(std::integral_constant<int, I>()), ...);
+}
+
+template <class T>
+MatrixKernels pair_matrix_kernels(int float8_tokens) {
+  MatrixKernels matrix = no_matrix_kernels<T>(Format::kBFloat16Dot);
+  add_pairs<T>(matrix, float8_tokens, CodedIndexes());
   return matrix;
 }
 

@@ -37,9 +37,7 @@ WEIGHT_TYPES = {BlockType.F64: "float32"} | {
 # The types that only the CPU kernel uses without conversion, with its names.
 STORED = {BlockType[found.gguf]: name for name, found in FORMATS.items() if found.gguf is not None and found.stored}
 # The types that are converted through float32 where no kernel has them. The error of int8 is small beside their own.
-CONVERTED = frozenset(STORED) | frozenset(
-    BlockType[name] for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0")
-)
+CONVERTED = frozenset(STORED) | {BlockType.IQ1_M}
 GROUP = 32
 
 
