@@ -29,24 +29,30 @@ AVX512 = [
 ]
 VNNI = [*AVX512, "-mavx512vnni"]
 BF16 = [*VNNI, "-mavx512bf16"]
+DOTPROD = "-march=armv8.2-a+dotprod"
 ISA_FLAGS = {
-    "simd/avx2.cpp": AVX2,
-    "simd/avx512.cpp": AVX512,
-    "simd/avx512_vnni.cpp": VNNI,
-    "simd/avx512_vbmi.cpp": [*VNNI, "-mavx512vbmi"],
-    "simd/avx512_bf16.cpp": BF16,
-    "simd/amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "x86_64": {
+        "simd/avx2.cpp": AVX2,
+        "simd/avx512.cpp": AVX512,
+        "simd/avx512_vnni.cpp": VNNI,
+        "simd/avx512_vbmi.cpp": [*VNNI, "-mavx512vbmi"],
+        "simd/avx512_bf16.cpp": BF16,
+        "simd/amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    },
+    "aarch64": {
+        "simd/neon.cpp": [],
+        "simd/neon_dotprod.cpp": [DOTPROD],
+        "simd/neon_i8mm.cpp": [f"{DOTPROD}+i8mm"],
+        "simd/neon_bf16.cpp": [f"{DOTPROD}+i8mm+bf16"],
+    },
 }
-
-
-def is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 
 
 def sources() -> list[str]:
-    """Return the C++ sources of this architecture. Other architectures than x86-64 build the scalar kernels alone."""
-    found = sorted(CSRC.rglob("*.cpp"))
-    return [path.as_posix() for path in found if is_x86() or path.relative_to(CSRC).as_posix() not in ISA_FLAGS]
+    """Return the C++ sources of this architecture. Other architectures than x86-64 and ARM64 build the scalar kernels alone."""
+    others = {name for machine, flags in ISA_FLAGS.items() if machine != MACHINE for name in flags}
+    return [path.as_posix() for path in sorted(CSRC.rglob("*.cpp")) if path.relative_to(CSRC).as_posix() not in others]
 
 
 class BuildKernel(build_ext):
@@ -60,7 +66,7 @@ class BuildKernel(build_ext):
         compile_one = self.compiler._compile
 
         def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
-            flags = ISA_FLAGS.get(Path(src).relative_to(CSRC).as_posix(), [])
+            flags = ISA_FLAGS.get(MACHINE, {}).get(Path(src).relative_to(CSRC).as_posix(), [])
             compile_one(obj, src, ext, cc_args, [*extra_postargs, *flags], pp_opts)
 
         self.compiler._compile = compile_with_isa_flags

@@ -22,15 +22,21 @@ from moegraft.operators.self_test import InstructionSet, instruction_sets, kerne
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL = ("triton", "matplotlib", "fastapi")
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-# What each instruction set of the kernel needs of the CPU, by the names of /proc/cpuinfo; richest last.
-NEEDS: Mapping[str, tuple[str, ...]] = {
+# What each instruction set of the kernel needs of the CPU beside those before it, by the names of /proc/cpuinfo.
+X86_NEEDS: Mapping[str, tuple[str, ...]] = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx512_vnni": ("avx512_vnni",),
     "avx512_bf16": ("avx512_bf16",),
     "amx": ("amx_tile", "amx_int8", "amx_bf16"),
 }
+ARM64_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "neon": ("asimd",),
+    "neon_dotprod": ("asimddp",),
+    "neon_i8mm": ("i8mm",),
+    "neon_bf16": ("bf16",),
+}
+CPU_FLAGS = frozenset(flag for needs in (X86_NEEDS, ARM64_NEEDS) for flags in needs.values() for flag in flags)
 GIB = 1 << 30
 LITTLE_MEMORY_BYTES = 2 * GIB  # transformers and PyTorch alone take half a gigabyte
 Severity = Literal["error", "warning", "notice"]
@@ -52,7 +58,7 @@ class Facts:
     """The state of the machine and of the installation.
 
     Attributes:
-        cpu_flags: those of CPU_FLAGS and of NEEDS that this CPU has; empty if they cannot be read.
+        cpu_flags: those of CPU_FLAGS that this CPU has; empty if they cannot be read.
         isa: the instruction set in use.
         matrix_tokens: the tokens of an expert from which on the matrix kernel computes, by weight type; others use vector tiles alone.
         default_isa: the instruction set that is used unless MOEGRAFT_ISA forces another.
@@ -106,7 +112,7 @@ def gather() -> Facts:
         cuda=torch.version.cuda,
         compiler=_compiler(),
         cpu=cpu_info("model name") or platform.processor() or "unknown",
-        cpu_flags=frozenset(cpu_info("flags").split()) & {*CPU_FLAGS, *(flag for flags in NEEDS.values() for flag in flags)},
+        cpu_flags=frozenset((cpu_info("flags") or cpu_info("Features")).split()) & CPU_FLAGS,
         instruction_sets=tuple(instruction_sets()),
         isa=kernel.isa,
         matrix_tokens=kernel.matrix_tokens,
@@ -204,17 +210,18 @@ def _kernel(facts: Facts) -> Iterator[Problem]:
                 "set MOEGRAFT_ISA=scalar and report this with the output of moegraft doctor --json",
             )
     compiled = {isa.name for isa in facts.instruction_sets}
-    has: set[str] = set()
-    for name, flags in NEEDS.items():
-        has |= set(flags)
-        if has <= facts.cpu_flags and name not in compiled:
-            yield Problem(
-                "warning",
-                f"this CPU has {name} and the kernel was built without it",
-                "build it again with g++ 12 or newer: pip install --force-reinstall --no-deps --no-binary moegraft moegraft",
-            )
+    for needs in (X86_NEEDS, ARM64_NEEDS):
+        has: set[str] = set()
+        for name, flags in needs.items():
+            has |= set(flags)
+            if has <= facts.cpu_flags and name not in compiled:
+                yield Problem(
+                    "warning",
+                    f"this CPU has {name} and the kernel was built without it",
+                    "build it again with g++ 12 or newer: pip install --force-reinstall --no-deps --no-binary moegraft moegraft",
+                )
     amx = next((isa for isa in facts.instruction_sets if isa.name == "amx"), None)
-    if amx is not None and not amx.usable and has <= facts.cpu_flags:
+    if amx is not None and not amx.usable and set(X86_NEEDS["amx"]) <= facts.cpu_flags:
         yield Problem(
             "warning",
             "this CPU has AMX, and the system does not allow this process to use it: prompts are slower with bfloat16 weights",

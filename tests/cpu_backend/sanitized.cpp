@@ -1,5 +1,9 @@
-// Drives the kernel without Python, for builds with sanitizers: every weight type, instruction set and path, several threads, tickets,
-// errors, a shutdown with work pending, and the schedules. Prints nothing and returns 0 on success.
+// Drives the kernel without Python, for builds with sanitizers and for other architectures: every weight type, instruction set and path,
+// against the scalar kernels; several threads, tickets, errors, a shutdown with work pending, and the schedules. Prints nothing and returns 0
+// on success.
+//
+// With arguments, these are the instruction sets that the CPU is expected to have. Their kernels alone are compared, and of matrix kernels
+// those of the last one.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -7,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -349,6 +354,7 @@ void matrix_paths(const std::string& isa) {
       matrix.forward(call.args);
       tiles.forward(expected.args);
       expect(close(call.out, expected.out), "experts by the matrix kernel");
+      if (kernels.matrix.own_records && is_coded(types.gate_up)) expect(call.out == expected.out, "the bits of the tiles");
     }
   }
   // A token's result does not depend on the others: in one pass of each width and in several.
@@ -388,10 +394,200 @@ void matrix_paths(const std::string& isa) {
            "attention by the matrix kernel");
 }
 
+std::string asserted;  // what is compared, for messages
+
+// Relative to the norm of what is expected. Where a value is not finite, the other has to be the same.
+void expect_close(const float* found, const float* expected, std::size_t count, double limit, const char* what) {
+  double errors = 0.0, squares = 0.0;
+  bool same = true;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!std::isfinite(expected[i]) || !std::isfinite(found[i])) {
+      same = same && (found[i] == expected[i] || (std::isnan(found[i]) && std::isnan(expected[i])));
+      continue;
+    }
+    errors += std::pow(static_cast<double>(found[i]) - expected[i], 2);
+    squares += std::pow(static_cast<double>(expected[i]), 2);
+  }
+  if (same && std::sqrt(errors) <= limit * std::sqrt(squares)) return;
+  std::fprintf(stderr, "%s: %s: relative error %g, limit %g%s\n", asserted.c_str(), what, std::sqrt(errors / squares), limit,
+               same ? "" : ", and values that are not finite differ");
+  std::exit(1);
+}
+void expect_close(const std::vector<float>& found, const std::vector<float>& expected, double limit, const char* what) {
+  expect(found.size() == expected.size(), "equal sizes");
+  expect_close(found.data(), expected.data(), found.size(), limit, what);
+}
+
+// Tiles of every number of tokens, and records, of one format.
+void tiles_agree(const Kernels& kernels, Format format) {
+  const int index = static_cast<int>(format);
+  const WeightType type = weights_of(format);
+  const int cols = is_stored(type) ? 512 : 224, groups = cols / kGroup, words = words_per_group(format);
+  PackedLinear linear(kBlockRows, cols, type);
+  const auto matrix = values(static_cast<std::size_t>(kBlockRows * cols), 11);
+  if (is_stored(type)) linear.pack_blocks({random_blocks(type, kBlockRows, cols, 3).data(), kBlockRows, cols});
+  else linear.pack({matrix.data(), WeightType::kFloat32, kBlockRows, cols});
+  for (int tokens = 1; tokens <= kernels.max_tokens[index]; ++tokens) {
+    std::vector<std::uint32_t> records(static_cast<std::size_t>(groups * tokens * words));
+    std::vector<float> out(static_cast<std::size_t>(tokens * kBlockRows));
+    std::vector<std::vector<std::uint32_t>> rows;
+    for (int token = 0; token < tokens; ++token) {
+      auto x = values(static_cast<std::size_t>(cols), static_cast<unsigned>(20 + token));
+      std::fill_n(x.begin(), token == 1 ? kGroup : 0, 0.0f);  // a group without a scale
+      rows.emplace_back(static_cast<std::size_t>(groups * words));
+      scalar_kernels().encode[index](x.data(), groups, rows.back().data(), static_cast<std::size_t>(words));
+      kernels.encode[index](x.data(), groups, records.data() + token * words, static_cast<std::size_t>(tokens * words));
+      for (int group = 0; group < groups; ++group)
+        expect(std::equal(rows.back().begin() + group * words, rows.back().begin() + (group + 1) * words,
+                          records.begin() + (group * tokens + token) * words),
+               "the bits of a record");
+    }
+    TileArgs args{linear.block(0), records.data(), groups, tokens, out.data(), linear.block(0), 0, 0};
+    kernels.tile[index](args);
+    for (int token = 0; token < tokens; ++token) {
+      float alone[kBlockRows], expected[kBlockRows];
+      TileArgs one{linear.block(0), rows[static_cast<std::size_t>(token)].data(), groups, 1, expected, linear.block(0), 0, 0};
+      scalar_kernels().tile[index](one);
+      one.out = alone;
+      kernels.tile[index](one);
+      expect_close(out.data() + token * kBlockRows, expected, kBlockRows, 2e-6, "a tile");
+      expect(std::equal(alone, alone + kBlockRows, out.data() + token * kBlockRows), "a token beside others");
+    }
+  }
+}
+
+// Gates, sums, conversions, softmax and norms, with values that are not finite where the kernels accept them.
+void small_kernels_agree(const Kernels& kernels) {
+  const Kernels& scalar = scalar_kernels();
+  std::vector<float> rows = values(std::size_t{5} * kBlockRows, 31);
+  for (float& value : rows) value *= 12.0f;
+  const std::vector<float> tame = rows;
+  rows[3] = NAN, rows[20] = NAN, rows[40] = HUGE_VALF, rows[41] = -HUGE_VALF, rows[70] = 300.0f, rows[71] = -300.0f;
+  const auto bias = values(kBlockRows, 32);
+  const auto compare = [&](const char* what, double limit, auto run) {
+    std::vector<float> found(rows.size(), 0.5f), expected = found;
+    run(kernels, found.data());
+    run(scalar, expected.data());
+    expect_close(found, expected, limit, what);
+  };
+  for (int activation = 0; activation < kActivations; ++activation)
+    for (const double limit : {2.0, HUGE_VAL})
+      for (const float* biases : {bias.data(), static_cast<const float*>(nullptr)}) {
+        const GateSpec spec = {static_cast<Activation>(activation), 1.7, limit, limit, limit, limit == 2.0 ? 1.0 : 0.0};
+        for (const bool gated : {true, false})
+          compare("a gate", 2e-6, [&](const Kernels& set, float* out) { set.gate({&spec, rows.data(), biases, biases, 5, gated, out}); });
+        compare("gates alone", 2e-6, [&](const Kernels& set, float* out) { set.act({&spec, rows.data(), biases, nullptr, 5, true, out}); });
+      }
+  for (const float* biases : {bias.data(), static_cast<const float*>(nullptr)})
+    compare("a weighted sum", 1e-6, [&](const Kernels& set, float* out) { set.accumulate(out, tame.data(), biases, 0.3f); });
+
+  std::vector<std::uint16_t> halves(65536 + 5);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16}) {
+    const int count = type == ActivationType::kFloat32 ? 30000 : static_cast<int>(halves.size());
+    std::vector<float> found(halves.size()), expected(halves.size());
+    kernels.widen(type, halves.data(), found.data(), count);
+    scalar.widen(type, halves.data(), expected.data(), count);
+    for (std::size_t i = 0; i < found.size(); ++i)
+      expect(std::memcmp(&found[i], &expected[i], 4) == 0 || (std::isnan(found[i]) && std::isnan(expected[i])), "a widened value");
+    std::vector<float> exact(100003);
+    for (std::size_t i = 0; i < exact.size(); ++i) exact[i] = float_from_bits(static_cast<std::uint32_t>(i) * 42949u + 7u);
+    std::vector<std::uint32_t> narrow(exact.size()), wanted(exact.size());
+    kernels.narrow(type, exact.data(), narrow.data(), static_cast<int>(exact.size()));
+    scalar.narrow(type, exact.data(), wanted.data(), static_cast<int>(exact.size()));
+    const auto* found_bytes = reinterpret_cast<const std::byte*>(narrow.data());
+    const auto* wanted_bytes = reinterpret_cast<const std::byte*>(wanted.data());
+    for (std::size_t i = 0; i < exact.size(); ++i)  // of a NaN, the kernels keep different bits
+      expect(std::isnan(exact[i]) ||
+                 std::memcmp(found_bytes + element_bytes(type) * i, wanted_bytes + element_bytes(type) * i, element_bytes(type)) == 0,
+             "a narrowed value");
+
+    const int cols = 77;
+    const auto x = typed(type, cols, 33), weight = typed(type, cols, 34);
+    for (const bool rounds_first : {true, false}) {
+      std::vector<std::byte> norm(x.size()), reference(x.size());
+      kernels.norm({x.data(), rounds_first ? weight.data() : nullptr, norm.data(), type, cols, {1e-5f, 1.0f, rounds_first}});
+      scalar.norm({x.data(), rounds_first ? weight.data() : nullptr, reference.data(), type, cols, {1e-5f, 1.0f, rounds_first}});
+      std::vector<float> norm_values(cols), reference_values(cols);
+      scalar.widen(type, norm.data(), norm_values.data(), cols);
+      scalar.widen(type, reference.data(), reference_values.data(), cols);
+      expect_close(norm_values, reference_values, type == ActivationType::kFloat32 ? 2e-6 : 2e-3, "a norm");
+    }
+  }
+
+  for (const float softcap : {0.0f, 5.0f})
+    for (const int hidden : {0, 5, 64})  // scores of minus infinity
+      for (const bool nan : {false, true}) {
+        std::vector<float> scores(tame.begin(), tame.begin() + 64);
+        std::fill_n(scores.begin(), hidden, -HUGE_VALF);
+        if (nan) scores[60] = NAN;
+        std::vector<float> expected = scores;
+        SoftmaxArgs args = {scores.data(), 64, 0.3f, softcap, hidden == 64 ? -HUGE_VALF : 1.0f, 0.7f}, reference = args;
+        reference.scores = expected.data();
+        scores.push_back(kernels.attention.softmax(args));
+        expected.push_back(scalar.attention.softmax(reference));
+        scores.push_back(args.sum);
+        expected.push_back(reference.sum);
+        expect_close(scores, expected, 2e-6, "a softmax");
+      }
+}
+
+std::vector<float> floats_of(ActivationType type, const std::vector<std::byte>& elements) {
+  std::vector<float> all(elements.size() / element_bytes(type));
+  scalar_kernels().widen(type, elements.data(), all.data(), static_cast<int>(all.size()));
+  return all;
+}
+
+// The kernels of an instruction set and what is computed with them, by vector tiles, against the scalar kernels.
+void agrees_with_scalar(const std::string& isa) {
+  if (isa == "scalar") return;
+  const Kernels& kernels = select_kernels(detect_cpu(), isa);
+  for (int format = 0; format < kFormats; ++format) {
+    asserted = isa + ", " + name_of(weights_of(static_cast<Format>(format)));
+    tiles_agree(kernels, static_cast<Format>(format));
+  }
+  asserted = isa;
+  small_kernels_agree(kernels);
+  Runtime vector(2, isa, false, 0), scalar(2, "scalar", false, 0);
+  const auto same = [&](const PackedExperts& experts, int tokens, float threshold, double limit) {
+    asserted = isa + ", " + name_of(experts.types());
+    Call call(experts, tokens, 2), expected(experts, tokens, 2);
+    call.args.threshold = expected.args.threshold = threshold;
+    vector.forward(call.args);
+    scalar.forward(expected.args);
+    expect_close(call.out, expected.out, limit, "experts");
+  };
+  for (int index = 0; index < kWeightTypes; ++index) {
+    const auto type = static_cast<WeightType>(index);
+    const bool plain = !is_stored(type);
+    // Where neurons are rounded to 8 bits, a difference in their last bits may round them to another code.
+    same(*make_experts({3, plain ? 41 : 256, 37, true, true}, {type, plain ? type : WeightType::kInt8}), 13, 0.0f,
+         is_coded(type) ? 5e-3 : 2e-6);
+  }
+  for (const WeightType type : kPlainTypes)
+    for (const bool gated : {true, false})
+      same(*make_experts({3, 600, 37, gated, true}, {type, type}, LayoutKind::kSparse), 13, 0.4f, 1e-2);
+  for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16})
+    for (const int queries : {1, 20}) {
+      const auto found = attention_of(vector, type, queries, MaskKind::kCausal);
+      asserted = isa + ", attention";
+      expect_close(floats_of(type, found), floats_of(type, attention_of(scalar, type, queries, MaskKind::kCausal)),
+                   type == ActivationType::kFloat32 ? 2e-6 : 1e-2, "attention");
+    }
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) {
+    const std::vector<std::string> expected(arguments + 1, arguments + count);
+    expect(available_isas() == expected, "the instruction sets of this CPU");
+    for (const std::string& isa : expected) agrees_with_scalar(isa);
+    matrix_paths(expected.back());
+    return 0;
+  }
   for (const std::string& isa : available_isas()) {
+    agrees_with_scalar(isa);
     every_path(isa);
     sparse_paths(isa);
     stored_down(isa);

@@ -40,7 +40,12 @@ ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
 EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 
 
-@pytest.mark.skipif("amx" not in Runtime.compiled_isas(), reason="this architecture has one instruction set")
+INTEGERS = {name for name, found in FORMATS.items() if found.scaled and not found.floats}
+on_x86 = pytest.mark.skipif("amx" not in Runtime.compiled_isas(), reason="this is not x86-64")
+on_arm64 = pytest.mark.skipif("neon" not in Runtime.compiled_isas(), reason="this is not ARM64")
+
+
+@on_x86
 @pytest.mark.parametrize(
     ("features", "wanted", "isa", "matrix"),
     [
@@ -63,6 +68,26 @@ def test_each_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, mat
     assert all(least > 1 for least in tokens.values())  # single tokens are decoded by vector tiles
 
 
+@on_arm64
+@pytest.mark.parametrize(
+    ("features", "wanted", "isa", "matrix"),
+    [
+        ({"neon"}, "", "neon", {"bfloat16", *WIDE}),
+        ({"neon", "dotprod"}, "", "neon_dotprod", {"bfloat16"}),
+        ({"neon", "dotprod", "bf16"}, "", "neon_dotprod", {"bfloat16"}),
+        ({"neon", "dotprod", "i8mm"}, "", "neon_i8mm", INTEGERS),
+        ({"neon", "dotprod", "i8mm", "bf16"}, "", "neon_bf16", {"bfloat16", *INTEGERS}),
+        ({"neon", "dotprod", "i8mm", "bf16"}, "neon", "neon", {"bfloat16", *WIDE}),
+    ],
+)
+def test_each_arm64_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, matrix: set[str]) -> None:
+    name, tokens = select_isa(features, wanted)
+    assert name == isa and set(tokens) == matrix
+    with pytest.raises(ValueError, match=r"instruction set 'neon_dotprod' is not on this CPU; it has scalar, neon$"):
+        select_isa({"neon"}, "neon_dotprod")
+
+
+@on_x86
 def test_an_unavailable_instruction_set_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"instruction set 'amx' is not on this CPU; it has scalar, avx2, avx512, avx512_vnni, avx512_bf16$"

@@ -1,4 +1,4 @@
-"""The C++ sources under address, undefined-behaviour and thread sanitizers, driven by sanitized.cpp."""
+"""The C++ sources under address, undefined-behaviour and thread sanitizers, and those of ARM64 in an emulator, driven by sanitized.cpp."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,29 +24,45 @@ MAIN = Path(__file__).with_name("sanitized.cpp")
 OPTIMUM = ROOT / "tests" / "support" / "optimum.cpp"
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+NEON = "-march=armv8.2-a+dotprod"
+# By architecture: the sources of its instruction sets.
 ISA_FLAGS = {
-    "simd/avx2.cpp": AVX2,
-    "simd/avx512.cpp": AVX512,
-    "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
-    "simd/avx512_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
-    "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
-    "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "x86_64": {
+        "simd/avx2.cpp": AVX2,
+        "simd/avx512.cpp": AVX512,
+        "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+        "simd/avx512_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
+        "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+        "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    },
+    "aarch64": {
+        "simd/neon.cpp": [],
+        "simd/neon_dotprod.cpp": [NEON],
+        "simd/neon_i8mm.cpp": [f"{NEON}+i8mm"],
+        "simd/neon_bf16.cpp": [f"{NEON}+i8mm+bf16"],
+    },
 }
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-def build(folder: Path, flags: list[str], vector: bool) -> Path:
+def sources_for(isa_flags: Mapping[str, list[str]]) -> list[str]:
+    """Return the C++ sources, those of other instruction sets left out."""
+    others = {name for flags in ISA_FLAGS.values() for name in flags} - set(isa_flags)
+    return [name for source in CSRC.rglob("*.cpp") if (name := source.relative_to(CSRC).as_posix()) not in others]
+
+
+def build(folder: Path, flags: list[str], vector: bool, compiler: str = "g++", machine: str = MACHINE) -> Path:
     """Compile the sources and the driver; without `vector` only the scalar kernels, for tests that do not depend on them."""
-    vector = vector and platform.machine() in ("x86_64", "AMD64")
-    names = [source.relative_to(CSRC).as_posix() for source in CSRC.rglob("*.cpp")]
-    sources = [CSRC / name for name in names if not name.startswith("bindings/") and (vector or name not in ISA_FLAGS)]
-    common = ["g++", "-std=c++17", "-O1", "-g1", "-pthread", f"-I{CSRC}", *flags]
+    isa_flags = ISA_FLAGS.get(machine, {}) if vector else {}
+    sources = [CSRC / name for name in sources_for(isa_flags) if not name.startswith(("bindings/", "program/"))]
+    common = [compiler, "-std=c++17", "-O1", "-g1", "-pthread", f"-I{CSRC}", *flags]
     if not vector:
         common.append("-DMOEGRAFT_SCALAR_ONLY")
 
     def compile_one(source: Path) -> Path:
         name = source.relative_to(CSRC).as_posix() if source.is_relative_to(CSRC) else source.name
         target = folder / f"{name.replace('/', '-')}.o"
-        subprocess.run([*common, *ISA_FLAGS.get(name, []), "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run([*common, *isa_flags.get(name, []), "-c", str(source), "-o", str(target)], check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
@@ -98,13 +115,31 @@ def test_no_sanitizer_reports_an_error(flag: str, vector: bool, long: bool, tmp_
 
 
 def test_vector_kernels_and_emulated_tiles_agree_with_the_scalar_ones(tmp_path: Path) -> None:
-    if platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None:
-        pytest.skip("needs an x86-64 CPU and g++")
+    if MACHINE not in ISA_FLAGS or shutil.which("g++") is None:
+        pytest.skip("needs an x86-64 or ARM64 CPU and g++")
     run(build(tmp_path, [EMULATED_AMX, "-g0"], True))
 
 
-def run(program: Path) -> None:
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+NEON_SETS = ("scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
+
+
+def test_the_kernels_of_arm64_agree_with_the_scalar_ones_in_an_emulator(long: bool, tmp_path: Path) -> None:
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if compiler is None or emulator is None:
+        pytest.skip("no ARM64 compiler and emulator (Debian's packages g++-aarch64-linux-gnu and qemu-user bring them)")
+    flags = ["-O3", "-fsanitize=undefined", "-fno-sanitize-recover=all"] if long else ["-g0"]
+    program = build(tmp_path, ["-static", *flags], True, compiler, "aarch64")
+    run(program, *NEON_SETS, emulator=(emulator, "-cpu", "max"))
+    if long:
+        run(program, emulator=(emulator, "-cpu", "max"))  # also what does not depend on the instruction set
+        run(program, *NEON_SETS[:3], emulator=(emulator, "-cpu", "neoverse-n1"))
+        run(program, *NEON_SETS[:2], emulator=(emulator, "-cpu", "cortex-a72"))
+
+
+def run(program: Path, *arguments: str, emulator: Sequence[str] = ()) -> None:
+    limit = 1800 if emulator else 120
+    done = subprocess.run([*emulator, str(program), *arguments], capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -116,18 +151,17 @@ def sanitized_package(folder: Path, flags: list[str]) -> Path:
         (package / name).symlink_to(ROOT / name)
     for file in (ROOT / "cpu_backend").glob("*.py*"):
         (package / "cpu_backend" / file.name).symlink_to(file)
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    names = [source.relative_to(CSRC).as_posix() for source in CSRC.rglob("*.cpp")]
+    isa_flags = ISA_FLAGS.get(MACHINE, {})
     includes = [f"-I{CSRC}", f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
     common = ["g++", "-std=c++17", "-O1", "-g1", "-pthread", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", *includes, *flags]
 
     def compile_one(name: str) -> Path:
         target = folder / f"{name.replace('/', '-')}.o"
-        subprocess.run([*common, *ISA_FLAGS.get(name, []), "-c", str(CSRC / name), "-o", str(target)], check=True)
+        subprocess.run([*common, *isa_flags.get(name, []), "-c", str(CSRC / name), "-o", str(target)], check=True)
         return target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, [name for name in names if x86 or name not in ISA_FLAGS]))
+        objects = list(pool.map(compile_one, sources_for(isa_flags)))
     library = package / "cpu_backend" / f"_kernel{sysconfig.get_config_var('EXT_SUFFIX')}"
     subprocess.run([*common, "-shared", *map(str, objects), "-o", str(library), "-ldl"], check=True)
     return package.parent

@@ -144,8 +144,9 @@ std::map<std::string, int> matrix_tokens(const Kernels& kernels) {
 
 CpuFeatures cpu_with(const std::set<std::string>& features) {
   CpuFeatures cpu;
-  const std::map<std::string, bool*> fields = {{"avx2", &cpu.avx2}, {"avx512", &cpu.avx512}, {"vnni", &cpu.vnni},
-                                               {"bf16", &cpu.bf16}, {"amx", &cpu.amx},       {"tile_permission", &cpu.tile_permission}};
+  const std::map<std::string, bool*> fields = {{"avx2", &cpu.avx2}, {"avx512", &cpu.avx512},   {"vnni", &cpu.vnni},
+                                               {"bf16", &cpu.bf16}, {"amx", &cpu.amx},         {"tile_permission", &cpu.tile_permission},
+                                               {"neon", &cpu.neon}, {"dotprod", &cpu.dotprod}, {"i8mm", &cpu.i8mm}};
   for (const std::string& feature : features) {
     if (fields.count(feature) == 0) raise_value_error("unknown CPU feature '" + feature + "'");
     *fields.at(feature) = true;

@@ -45,7 +45,7 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records)) {}
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))) {}
 
 int ExpertsJob::segment_pairs() const {
   const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
@@ -129,7 +129,7 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
     encode(format_, hidden_words_);
     records += whole_lines(static_cast<std::size_t>(batch_.tokens) * hidden_words_);
   }
-  if (by_matrix_) encode(kernels_.matrix.records, matrix_words_);
+  if (by_matrix_) encode(kernels_.matrix.records_of(format_), matrix_words_);
 }
 
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {

@@ -23,7 +23,7 @@ class SegmentProduct {
         tiling_(tokens, by_matrix_ ? kernels.matrix.tile_tokens : kernels.max_tokens[static_cast<int>(format)]) {}
 
   bool by_matrix() const { return by_matrix_; }
-  Format records() const { return by_matrix_ ? kernels_.matrix.records : format_; }
+  Format records() const { return by_matrix_ ? kernels_.matrix.records_of(format_) : format_; }
   const Tiling& tiling() const { return tiling_; }
 
   // Of all tokens' records; tiles of the matrix kernel have rows without a token.

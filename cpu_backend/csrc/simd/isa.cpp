@@ -10,6 +10,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace moegraft {
@@ -23,17 +27,25 @@ struct InstructionSet {
 // In ascending order: each instruction set needs all features of those before it.
 std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
   std::vector<InstructionSet> sets = {{scalar_kernels, true}};
-#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
+#if !defined(MOEGRAFT_SCALAR_ONLY)
   bool available = true;
-  const auto add = [&](const Kernels& (*kernels)(), bool feature) { sets.push_back({kernels, available = available && feature}); };
+  [[maybe_unused]] const auto add = [&](const Kernels& (*kernels)(), bool feature) {
+    sets.push_back({kernels, available = available && feature});
+  };
+#if defined(__x86_64__)
   add(avx2_kernels, cpu.avx2);
   add(avx512_kernels, cpu.avx512);
   add(avx512_vnni_kernels, cpu.vnni);
   add(avx512_bf16_kernels, cpu.bf16);
   add(amx_kernels, cpu.amx && cpu.tile_permission);
-#else
-  (void)cpu;
+#elif defined(__aarch64__)
+  add(neon_kernels, cpu.neon);
+  add(neon_dotprod_kernels, cpu.dotprod);
+  add(neon_i8mm_kernels, cpu.i8mm);
+  add(neon_bf16_kernels, cpu.bf16);
 #endif
+#endif
+  (void)cpu;
   return sets;
 }
 
@@ -61,6 +73,24 @@ CpuFeatures detect_cpu() {
     static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     cpu.tile_permission = granted;
   }
+#endif
+#elif defined(__aarch64__) && !defined(MOEGRAFT_SCALAR_ONLY)
+  cpu.neon = true;
+#if defined(__linux__)
+  // By number: older headers lack the names of newer features.
+  constexpr unsigned long kHwcap2 = 26, kDotprod = 1ul << 20, kI8mm = 1ul << 13, kBf16 = 1ul << 14;
+  cpu.dotprod = (getauxval(AT_HWCAP) & kDotprod) != 0;
+  cpu.i8mm = (getauxval(kHwcap2) & kI8mm) != 0;
+  cpu.bf16 = (getauxval(kHwcap2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  const auto has = [](const char* name) {
+    int value = 0;
+    std::size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  cpu.dotprod = has("hw.optional.arm.FEAT_DotProd");
+  cpu.i8mm = has("hw.optional.arm.FEAT_I8MM");
+  cpu.bf16 = has("hw.optional.arm.FEAT_BF16");
 #endif
 #endif
   return cpu;

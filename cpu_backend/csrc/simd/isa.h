@@ -14,9 +14,12 @@ struct CpuFeatures {
   bool avx2 = false;             // with FMA, F16C and BMI2
   bool avx512 = false;           // F, BW, DQ and VL
   bool vnni = false;
-  bool bf16 = false;
+  bool bf16 = false;             // of AVX-512, or of NEON
   bool amx = false;              // tiles, with products of int8 and of bfloat16
   bool tile_permission = false;  // the system lets this process use the tile registers
+  bool neon = false;
+  bool dotprod = false;
+  bool i8mm = false;
 };
 CpuFeatures detect_cpu();  // requests the tile registers from the system where the CPU has them
 

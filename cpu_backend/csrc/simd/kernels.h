@@ -2,8 +2,9 @@
 // selection.
 //
 // Tables are immutable and filled once; a Runtime copies those that isa.h selects for its CPU. Kernels run on the calling worker, own no
-// memory and share no state. scalar.cpp is built everywhere and is the oracle of the others. avx2.cpp to amx.cpp instantiate the templates
-// of vector_*.h over a traits struct; each is compiled with the flags of its instruction set and called only on a CPU that supports it.
+// memory and share no state. scalar.cpp is built everywhere and is the oracle of the others. avx2.cpp to amx.cpp and neon*.cpp instantiate
+// the templates of vector_*.h over a traits struct; each is compiled with the flags of its instruction set and called only on a CPU that
+// supports it.
 //
 // Activations are stored as records of 32-bit words, a group of 32 columns at a time; the records of the n tokens of a tile are interleaved
 // group by group (group g of token t begins at (g * n + t) * words), so that a kernel reads one stream at constant offsets.
@@ -350,19 +351,21 @@ struct ElementwiseArgs {
 // The kernels of prompts: weights of any format are expanded to one type in front of one product, some columns at a time, and every token of
 // a segment is multiplied with them while they are in the first-level cache.
 //
-// Activations are records of the format `records` in tiles of `tile_tokens` rows: group g of row r begins at word
-// (g * tile_tokens + r) * words_per_group(records) of its tile. Tokens are spread evenly over the tiles (Tiling); the other rows may hold
-// anything. A token's result does not depend on the other tokens, but differs from that of `tile`, which rounds activations to 8 bits where
-// weights are integers.
+// Activations are records of the format records_of(format) in tiles of `tile_tokens` rows: group g of row r begins at word
+// (g * tile_tokens + r) * words_per_group of its tile. Tokens are spread evenly over the tiles (Tiling); the other rows may hold anything. A
+// token's result does not depend on the other tokens, but differs from that of `tile`: in the order of sums, and, unless own_records, because
+// `tile` rounds activations to 8 bits where weights are integers.
 struct MatrixKernels {
-  Format records;
+  Format records;  // for all formats, unless own_records
   int tile_tokens;
   std::size_t segment_bytes;  // of a segment's activations, which stay in a core's second-level cache
   int least_tokens[kFormats];  // of a segment, from which on it is faster than `tile`
+  bool own_records;  // each format has the records of its tiles
   void (*multiply[kFormats])(const MatrixArgs& args);  // null where a format has none
   void (*begin)();  // on every thread, before its first product of a job
   void (*end)();  // and after its last
 
+  Format records_of(Format format) const { return own_records ? format : records; }
   bool serves(Format format, int tokens) const {
     return multiply[static_cast<int>(format)] != nullptr && tokens >= least_tokens[static_cast<int>(format)];
   }
@@ -402,6 +405,11 @@ const Kernels& avx512_bf16_kernels();
 const Kernels& amx_kernels();
 // Replaces kernels by those that need AVX-512 with VBMI.
 void use_vbmi(Kernels& kernels);
+#elif defined(__aarch64__)
+const Kernels& neon_kernels();
+const Kernels& neon_dotprod_kernels();
+const Kernels& neon_i8mm_kernels();
+const Kernels& neon_bf16_kernels();
 #endif
 
 }  // namespace moegraft

@@ -74,6 +74,7 @@ AMX_MACHINE: dict[str, Any] = {
     "default_isa": "amx",
     "matrix_tokens": {"bfloat16": 2, "int4": 12},
 }
+NEON = (InstructionSet("scalar", True, RIGHT), InstructionSet("neon", True, RIGHT))
 GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
 
 
@@ -93,6 +94,12 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
             {"cpu_flags": AVX512},
             "warning",
             "has avx512",
+            "g++ 12",
+        ),
+        (
+            {"cpu_flags": frozenset({"asimd", "asimddp"}), "instruction_sets": NEON},
+            "warning",
+            "has neon_dotprod",
             "g++ 12",
         ),
         ({"isa": "scalar", "forced_isa": "scalar"}, "warning", "MOEGRAFT_ISA forces the kernel to run as scalar", "unset MOEGRAFT_ISA"),

@@ -1,0 +1,29 @@
+// NEON with dot products of int8: Neoverse N1 (Graviton 2, Ampere Altra), Cortex-A75 and later, Apple M1.
+#include <math.h>
+
+#include "simd/neon_traits.h"
+#include "simd/vector_kernels.h"
+#include "simd/vector_matrix.h"
+
+namespace moegraft {
+namespace {
+
+Kernels make() {
+  Kernels kernels = neon_kernels();
+  kernels.isa = "neon_dotprod";
+  add_coded<Neon>(kernels, CodedIndexes());
+  kernels.sparse.dot_rows[static_cast<int>(Format::kInt8)] = dot_rows<Neon, Format::kInt8>;
+  kernels.sparse.dot_rows[static_cast<int>(Format::kInt4)] = dot_rows<Neon, Format::kInt4>;
+  // Five products of integers by the instruction, four in float32: codes of 8 bits have no matrix kernel.
+  kernels.matrix = float_matrix_kernels<Neon>(12, kNeverMatrix);
+  return kernels;
+}
+
+}  // namespace
+
+const Kernels& neon_dotprod_kernels() {
+  static const Kernels kernels = make();
+  return kernels;
+}
+
+}  // namespace moegraft
