@@ -21,7 +21,7 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, narrowest, widest
+from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
 
 logger = logging.getLogger(__name__)
 
@@ -457,7 +457,7 @@ class CheckpointWeights:
         converted = dict(self._quantised)
         for path, name in weight_types.items():
             for parameter, target in self.keymap.under(path).items():
-                weight_type = name.rpartition("+")[2] if parameter.startswith("down") else name.partition("+")[0]
+                weight_type = apart(name)[parameter.startswith("down")]
                 for key in target.all_keys:
                     if key in converted and weight_type in converted[key].held_by:
                         del converted[key]
