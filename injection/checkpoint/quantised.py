@@ -37,6 +37,8 @@ KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
 # Of activations and of keys and values, which are not quantised here.
 ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point")
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+# In configs; the second one is that of the first versions of compressed-tensors.
+SETTINGS_KEYS = ("quantization_config", "compression_config")
 INSTEAD = "load the floating-point checkpoint or a GGUF file instead"
 
 
@@ -46,13 +48,14 @@ def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     Raises:
         CheckpointError: the settings are no mapping.
     """
-    found: Any = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    places = [(part, key) for key in SETTINGS_KEYS for part in (config, config.get_text_config())]
+    key, found = next(((key, each) for part, key in places if (each := getattr(part, key, None))), ("", None))
     if not found:
         return None
     if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
-        raise CheckpointError(f"{config.name_or_path}/config.json: quantization_config must be a mapping, not {found!r:.100}")
+        raise CheckpointError(f"{config.name_or_path}/config.json: {key} must be a mapping, not {found!r:.100}")
     settings: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    return settings
+    return settings if key == SETTINGS_KEYS[0] else {"quant_method": "compressed-tensors", **settings}
 
 
 def why_unreadable(settings: Mapping[str, Any]) -> str | None:
