@@ -71,12 +71,15 @@ def cpu_experts() -> str:
     )
 
 
+LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8, DeepSeek-V2-Lite's shapes, 4 layers"}
+
+
 def load_memory() -> str:
     rows = read("load_memory")
     body = [
         [
-            row["provider"].replace("cpu", "moegraft cpu"),
-            row["checkpoint_dtype"],
+            row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
+            LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
             row["checkpoint_mib"],
             row["held_mib"],
             row["peak_mib"],

@@ -33,6 +33,7 @@ MXFP4_CODE_BYTES = 16  # that share a scale
 MXFP4_BLOCK = (1, 32)
 NVFP4_BLOCK = (1, 16)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places of eight columns in an integer of AutoAWQ's `gemm` version
+ROWS_AT_A_TIME = 512
 KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
 # Of activations and of keys and values, which are not quantised here.
 ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point")
@@ -152,9 +153,17 @@ class ScaledCodes:
         """
         if weight_type in ("int4", "int8"):
             return self._in_groups(bits=4 if weight_type == "int4" else 8)
-        layout = _BLOCKS.get(weight_type)
-        packed = None if layout is None or self.codes.shape[1] % FORMATS[weight_type].block_weights else layout(self)
-        return None if packed is None else StoredBlocks(np.ascontiguousarray(packed.reshape(len(self.codes), -1)), weight_type)
+        layout, form = _BLOCKS.get(weight_type), FORMATS[weight_type]
+        rows, columns = self.codes.shape
+        if layout is None or columns % form.block_weights:
+            return None
+        packed = np.empty((rows, form.nbytes(columns)), np.uint8)
+        for first in range(0, rows, ROWS_AT_A_TIME):  # intermediate tensors take several times the memory of the blocks
+            found = layout(self.rows(slice(first, first + ROWS_AT_A_TIME)))
+            if found is None:
+                return None
+            packed[first : first + ROWS_AT_A_TIME] = found.reshape(len(found), -1)
+        return StoredBlocks(packed, weight_type)
 
     def _in_groups(self, bits: Literal[4, 8]) -> Codes | None:
         scales = self.of_columns(self.scales, KERNEL_GROUP)
@@ -484,7 +493,10 @@ def _powers(exponents: LazyTensor, expert: int | None) -> torch.Tensor:
 
 def _read_fp4(codes: LazyTensor, scales: Callable[[int | None], torch.Tensor], block: Block, expert: int | None) -> ScaledCodes:
     pairs = _at(codes, expert).flatten(1)  # the low half of a byte first
-    return ScaledCodes(torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1), scales(expert), None, block)
+    places = torch.empty((*pairs.shape, 2), dtype=torch.uint8)
+    torch.bitwise_and(pairs, 15, out=places[..., 0])
+    torch.bitwise_right_shift(pairs, 4, out=places[..., 1])
+    return ScaledCodes(places.flatten(1), scales(expert), None, block)
 
 
 def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor, two_level: LazyTensor | None, *, divides: bool) -> None:

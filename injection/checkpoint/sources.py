@@ -142,6 +142,7 @@ class _Fused:
     def piece(self, part: Part, expert: int) -> torch.Tensor:
         # Gate and up share a slice, which is kept after the first one is read.
         if self._held is None or self._held[0] != expert:
+            self._held = None  # before the memory of the next one is needed
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
 
@@ -151,6 +152,7 @@ class _Fused:
         quantised = _quantised(self._tensor)
         assert quantised is not None, "only these have codes"
         if self._codes is None or self._codes[0] != expert:
+            self._codes = None
             self._codes = (expert, quantised.read(expert))
         return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert))
 
