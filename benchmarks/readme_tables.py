@@ -285,6 +285,33 @@ def kv_cache() -> str:
     )
 
 
+def format_quality() -> str:
+    """Return the cost of each format of files, with an importance matrix, without one, and by llama.cpp's quantiser."""
+    rows = read("format_quality")
+    found = {(row["provider"], row["types"]): row for row in rows}
+    body = []
+    for types in dict.fromkeys(row["types"] for row in rows):
+        own = found["moegraft", types]
+        others = [found.get((provider, types)) for provider in ("moegraft, no imatrix", "llama.cpp, no imatrix")]
+        costs = [f"{float(row['kl_nats']):.4f}" if row else "-" for row in (own, *others)]
+        body.append([types, own["bytes_per_weight"], f"{float(own['perplexity']):.2f}", f"{float(own['same_next_token']):.1%}", *costs])
+    head = [
+        "types",
+        "bytes per weight",
+        "perplexity",
+        "same next token",
+        "KL, nats",
+        "KL without imatrix",
+        "KL, llama.cpp's quantiser, without imatrix",
+    ]
+    return (
+        f"The bundled model, all matrices in one type, on {rows[0]['tokens']} tokens of held-out text, on which its own perplexity is "
+        f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
+        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole file; "
+        f"[plot](../benchmarks/results/format_quality.png)):\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
@@ -299,6 +326,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sparse_cpu": sparse_cpu,
     "families": families,
     "kv_cache": kv_cache,
+    "format_quality": format_quality,
 }
 
 
