@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
+from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
 from moegraft.injection.checkpoint.identity import stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
-from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
+from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
 from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
