@@ -151,6 +151,8 @@ def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     figure, panel = plt.subplots(figsize=(9, 5))
     for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp, no imatrix", "x")):
         own = [row for row in rows if row["provider"] == provider]
+        if not own:
+            continue
         panel.scatter(
             [float(row["bytes_per_weight"]) for row in own], [float(row["kl_nats"]) for row in own], marker=marker, label=provider
         )
