@@ -1,7 +1,9 @@
 """How much memory does loading take? Peak anonymous memory of stock `from_pretrained` and of `optimize_and_load`, side by side.
 
 Each provider loads the same checkpoint in a process of its own, whose RssAnon is sampled. Mapped file pages do not count, since the
-operating system may drop them at any time. The required bound is 110% of the packed experts and the other weights.
+operating system may drop them at any time. The required bound is 110% of the packed experts and the other weights, and 105% for
+checkpoints whose weights stay in the format of the file: MXFP4 in the shapes of gpt-oss-20b, FP8 in those of DeepSeek-V2-Lite, of four
+layers each and with a small vocabulary (`--stored-scale` makes them smaller).
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from record import write_rows
 
 MIB = 1 << 20
 PROVIDERS = ("stock", "cpu-exact", "cpu")
+MODEL_TYPES = {"gpt_oss": "mxfp4", "deepseek_v2": "fp8"}
+FORMATS = tuple(MODEL_TYPES.values())
 
 
 def make_checkpoint(folder: Path, layers: int, dtype: torch.dtype) -> None:
@@ -32,6 +37,72 @@ def make_checkpoint(folder: Path, layers: int, dtype: torch.dtype) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder, max_shard_size="200MB")
+
+
+STORED_RULES = """
+rules:
+- match: {kind: experts}
+  replace: {class: hybrid_experts, kwargs: {weights: stored}}
+- match: {kind: linear, name: '\\.([qkvo]|q_[ab]|kv_a|gate|up|down)_proj(_with_mqa)?$'}
+  replace: {class: quantized_linear, kwargs: {weights: stored}}
+"""
+
+
+def make_stored(folder: Path, name: str, scale: int, layers: int = 4) -> None:
+    """Write a random checkpoint in a format of its own, a file for each layer: `mxfp4` with gpt-oss's shapes or `fp8` with DeepSeek's."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, DeepseekV2Config, GptOssConfig
+
+    def size(full: int, multiple: int) -> int:
+        return max(full // scale // multiple, 1) * multiple
+
+    common = {"num_hidden_layers": layers, "vocab_size": 4096, "max_position_embeddings": 4096, "dtype": torch.bfloat16}
+    if name == "mxfp4":
+        config: Any = GptOssConfig(**common, hidden_size=size(2880, 64), intermediate_size=size(2880, 64), num_local_experts=32)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 150000.0}
+        settings: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    else:
+        config = DeepseekV2Config(
+            **common, hidden_size=size(2048, 128), moe_intermediate_size=size(1408, 128), intermediate_size=size(10944, 128),
+            n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=512,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_attention_heads=16, num_key_value_heads=16,
+        )  # fmt: skip
+        settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    random = torch.Generator().manual_seed(0)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 120, shape, dtype=torch.uint8, generator=random)
+
+    def stored(key: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        if name == "mxfp4" and key.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, rows = shape
+            return {f"{key}_blocks": codes(experts, rows, inputs // 32, 16), f"{key}_scales": codes(experts, rows, inputs // 32)}
+        if name == "fp8" and key.endswith("_proj.weight") and len(shape) == 2:
+            blocks = [-(-each // 128) for each in shape]
+            return {key: codes(*shape).view(torch.float8_e4m3fn), f"{key}_scale_inv": torch.full(blocks, 0.01)}
+        if name == "fp8" and key.endswith(("gate_up_proj", "down_proj")):
+            module, _, last = key.rpartition(".")
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            each = shape[1] // len(parts), shape[2]
+            names = (f"{module}.{expert}.{part}.weight" for expert in range(shape[0]) for part in parts)
+            return {name: tensor for key in names for name, tensor in stored(key, each).items()}
+        return {key: torch.full(shape, 0.01, dtype=torch.bfloat16)}
+
+    files: dict[str, dict[str, torch.Size]] = {}
+    for key, tensor in model.state_dict().items():
+        layer = key.split(".")[2] if ".layers." in key else "rest"
+        files.setdefault(f"model-{layer}.safetensors", {})[key] = tensor.shape
+    index = {}
+    for file, shapes in files.items():
+        tensors = {key: tensor for name, shape in shapes.items() for key, tensor in stored(name, tuple(shape)).items()}
+        save_file(tensors, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    body = json.loads(config.to_json_string()) | {"quantization_config": settings, "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(body))
+    (folder / "rules.yaml").write_text(STORED_RULES)
 
 
 def rss_anon_bytes() -> int:
@@ -68,13 +139,18 @@ def measure(provider: str, folder: Path) -> dict[str, float]:
     from moegraft.injection import optimize_and_load
 
     AutoModelForCausalLM.from_config  # noqa: B018 (the import's own memory belongs to the baseline)
+    if provider == "stored":  # which imports much more, on first use
+        with tempfile.TemporaryDirectory() as small:
+            make_stored(Path(small), MODEL_TYPES[json.loads((folder / "config.json").read_text())["model_type"]], 64, layers=2)
+            optimize_and_load(small, Path(small) / "rules.yaml", progress=False)
     baseline = rss_anon_bytes()
     start = time.perf_counter()
     with PeakSampler() as sampler:
         if provider == "stock":
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         else:
-            model = optimize_and_load(folder, provider, progress=False)
+            rules = folder / "rules.yaml" if provider == "stored" else provider
+            model = optimize_and_load(folder, rules, progress=False)
     seconds = time.perf_counter() - start
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(swap.footprint.total_bytes for swap in model.moegraft.plan.swaps) if provider != "stock" else 0
@@ -84,24 +160,28 @@ def measure(provider: str, folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--provider", choices=PROVIDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--stored-scale", type=int, default=1)
+    parser.add_argument("--provider", choices=(*PROVIDERS, "stored"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.provider:
         print(json.dumps(measure(arguments.provider, arguments.folder)))
         return
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for name in ("float32", "bfloat16", *FORMATS):
         with tempfile.TemporaryDirectory() as folder:
-            make_checkpoint(Path(folder), arguments.layers, dtype)
+            if name in FORMATS:
+                make_stored(Path(folder), name, arguments.stored_scale)
+            else:
+                make_checkpoint(Path(folder), arguments.layers, getattr(torch, name))
             checkpoint_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-            for provider in PROVIDERS:
+            for provider in ("stored",) if name in FORMATS else PROVIDERS:
                 command = [sys.executable, __file__, "--provider", provider, "--folder", folder]
                 found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
                 rows.append(
                     {
                         "provider": provider,
-                        "checkpoint_dtype": str(dtype).removeprefix("torch."),
+                        "checkpoint_dtype": name,
                         "checkpoint_mib": round(checkpoint_bytes / MIB),
                         "held_mib": round(found["held_bytes"] / MIB),
                         "peak_mib": round(found["peak_bytes"] / MIB),

@@ -71,12 +71,15 @@ def cpu_experts() -> str:
     )
 
 
+LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8, DeepSeek-V2-Lite's shapes, 4 layers"}
+
+
 def load_memory() -> str:
     rows = read("load_memory")
     body = [
         [
-            row["provider"].replace("cpu", "moegraft cpu"),
-            row["checkpoint_dtype"],
+            row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
+            LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
             row["checkpoint_mib"],
             row["held_mib"],
             row["peak_mib"],
@@ -322,6 +325,27 @@ def kv_cache() -> str:
     )
 
 
+def format_quality() -> str:
+    """Return the cost of each format of files, with an importance matrix, without one, and by llama.cpp's quantiser."""
+    rows = read("format_quality")
+    found = {(row["provider"], row["types"]): row for row in rows}
+    names = {"moegraft": "", "moegraft, no imatrix": ", no imatrix", "llama.cpp, no imatrix": ", llama.cpp's quantiser, no imatrix"}
+    names = {provider: name for provider, name in names.items() if any(row["provider"] == provider for row in rows)}
+    body = []
+    for types in dict.fromkeys(row["types"] for row in rows):
+        own = found["moegraft", types]
+        costs = [f"{float(row['kl_nats']):.4f}" if (row := found.get((provider, types))) else "-" for provider in names]
+        body.append([types, own["bytes_per_weight"], f"{float(own['perplexity']):.2f}", f"{float(own['same_next_token']):.1%}", *costs])
+    head = ["types", "bytes per weight", "perplexity", "same next token", *(f"KL, nats{name}" for name in names.values())]
+    return (
+        "The bundled model, all matrices in the given type or roles in theirs and the rest in Q8_0, on "
+        f"{rows[0]['tokens']} tokens of held-out text, on which its own perplexity is "
+        f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
+        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole file; "
+        f"[plot](../benchmarks/results/format_quality.png)):\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
@@ -336,6 +360,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sparse_cpu": sparse_cpu,
     "families": families,
     "kv_cache": kv_cache,
+    "format_quality": format_quality,
 }
 
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.injection.checkpoint.files import weight_files
-from moegraft.injection.checkpoint.quantised import quantisation_of, why_unreadable
+from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, quantisation_of, why_unreadable
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _check_config(path: Path) -> None:
     waiting: list[tuple[str, object]] = list(body.items())
     while waiting:
         name, value = waiting.pop()
-        if name == "quantization_config" and value is not None and not isinstance(value, dict):
+        if name in SETTINGS_KEYS and value is not None and not isinstance(value, dict):
             raise CheckpointError(f"{path}: '{name}' must be a mapping; download the file again")
         if isinstance(value, dict):
             waiting += value.items()
@@ -212,8 +212,9 @@ def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy without quantisation settings, which transformers would act on."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
-        if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
+        for key in SETTINGS_KEYS:
+            if getattr(part, key, None) is not None:
+                delattr(part, key)
     return config
 
 

@@ -173,7 +173,8 @@ def _resolve_weights(path: str, operator: type[Operator], options: Any, weights:
     stored = weights.stored_types(path) if weights is not None and operator.weight_types else None
     if stored is None:
         return options
-    resolved = resolve_weight_type(options.weights, stored, operator.weight_types, partial(operator.supports_weight_type, options))
+    supports = partial(operator.supports_weight_type, options)
+    resolved = resolve_weight_type(str(options.weights), stored, operator.weight_types, supports)
     return replace(options, weights=resolved)
 
 

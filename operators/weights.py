@@ -135,6 +135,16 @@ def narrowest(weight_types: Set[str]) -> str:
     return "int8" if weight_types <= {"int4", "int8"} | STORED_FORMATS else "float32"
 
 
+def joined(gate_up: str, down: str) -> str:
+    """Return the name of a weight type for gate and up and one for down: `q4_k+q6_k`, or one name for both."""
+    return gate_up if gate_up == down else f"{gate_up}+{down}"
+
+
+def apart(weight_type: str) -> tuple[str, str]:
+    """Return the weight types of gate and up, and of down."""
+    return weight_type.partition("+")[0], weight_type.rpartition("+")[2]
+
+
 def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
     """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
 
@@ -142,20 +152,20 @@ def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[s
     bytes.
 
     Args:
-        requested: the value of `weights` in the rule.
+        requested: the value of `weights` in the rule, or two of them as by `joined`.
         known: the types that the operator packs weights to.
         supports: whether the operator can compute with a stored format, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
 
-    def is_kept(own: str) -> bool:
-        return own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(requested, 0)
+    def kept(wanted: str, own: str) -> str:
+        integers = own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(wanted, 0)
+        return own if wanted == "stored" or integers else wanted
 
-    kept = [own if requested == "stored" or is_kept(own) else requested for own in (stored.gate_up, stored.down)]
-    if any(own in STORED_FORMATS for own in kept):
-        weight_type = kept[0] if kept[0] == kept[1] else "+".join(kept)
-        if supports(weight_type):
-            return weight_type
-    return stored.whole if requested == "stored" and stored.whole in known else requested
+    wanted = apart(requested)
+    found = [kept(*pair) for pair in zip(wanted, (stored.gate_up, stored.down), strict=True)]
+    if any(own in STORED_FORMATS for own in found) and supports(joined(*found)):
+        return joined(*found)
+    return joined(*(stored.whole if each == "stored" and stored.whole in known else each for each in wanted))
 
 
 STRIPES, STRIPE_BYTES = 64, 256

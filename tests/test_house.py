@@ -60,6 +60,7 @@ INTERFACE = {
     "layout",
     "machine",
     "paged_cache",
+    "reference",
     "registry",
     "routing_trace",
     "self_test",

@@ -1,7 +1,7 @@
-"""Checkpoints with a quantisation config: which tensors together are one weight, and how it is read as values or as codes.
+"""Checkpoints with a quantisation config: the reading of the settings, and which tensors together are one weight.
 
-Every format is read as `ScaledCodes`: one number for each weight, and a scale and zero point for each block of rows and columns. The
-tensors of a weight are found by their names, dtypes and shapes; the settings decide what these leave open.
+Every format is read as `ScaledCodes` (`coded_matrices.py`). The tensors of a weight are found by their names, dtypes and shapes; the
+settings decide what these leave open.
 """
 
 from __future__ import annotations
@@ -12,31 +12,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, KERNEL_GROUP, MXFP4_BLOCK, Block, ScaledCodes
 from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
 from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import Codes, StoredBlocks
 
-Block = tuple[int, int]  # rows and columns; 0 means all of them
 DEFAULT_BLOCK = (128, 128)  # transformers', for FP8 settings without a block size
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# The 16 values of a float of 1 sign, 2 exponent and 1 mantissa bits (OCP Microscaling Formats 1.0, section 5.3.3).
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-EXPONENT_BIAS = 127
 MXFP4_CODE_BYTES = 16  # that share a scale
-MXFP4_BLOCK = (1, 32)
 NVFP4_BLOCK = (1, 16)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places of eight columns in an integer of AutoAWQ's `gemm` version
-KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
 # Of activations and of keys and values, which are not quantised here.
 ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point")
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+# In configs; the second one is that of the first versions of compressed-tensors.
+SETTINGS_KEYS = ("quantization_config", "compression_config")
 INSTEAD = "load the floating-point checkpoint or a GGUF file instead"
 
 
@@ -46,13 +39,14 @@ def quantisation_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     Raises:
         CheckpointError: the settings are no mapping.
     """
-    found: Any = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    places = [(part, key) for key in SETTINGS_KEYS for part in (config, config.get_text_config())]
+    key, found = next(((key, each) for part, key in places if (each := getattr(part, key, None))), ("", None))
     if not found:
         return None
     if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
-        raise CheckpointError(f"{config.name_or_path}/config.json: quantization_config must be a mapping, not {found!r:.100}")
+        raise CheckpointError(f"{config.name_or_path}/config.json: {key} must be a mapping, not {found!r:.100}")
     settings: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    return settings
+    return settings if key == SETTINGS_KEYS[0] else {"quant_method": "compressed-tensors", **settings}
 
 
 def why_unreadable(settings: Mapping[str, Any]) -> str | None:
@@ -103,153 +97,6 @@ def paired(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
     pairing = _Pairing(checkpoint, settings)
     _PAIR[_method(settings)](pairing)
     return Checkpoint(checkpoint.folder, pairing.without_unused())
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledCodes:
-    """A matrix in `nn.Linear` orientation: value = (code - zero) * scale.
-
-    Attributes:
-        codes: (rows, columns): int8; float8; or uint8, places in `FP4_VALUES`.
-        scales: (blocks of rows, blocks of columns), floating point.
-        zeros: int8 of the same shape; None for symmetric codes.
-        block: the rows and columns of a block; the last one may be cut off.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    block: Block
-
-    def values(self) -> torch.Tensor:
-        """Return float32; exact for integers and E2M1 with 16-bit scales, else rounded once."""
-        codes = torch.tensor(FP4_VALUES)[self.codes.int()] if self.codes.dtype == torch.uint8 else self.codes.float()
-        if self.zeros is not None:
-            codes -= self._spread(self.zeros.float())
-        return codes.mul_(self._spread(self.scales.float()))
-
-    def _spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """Return what each weight has of its block; one row if all rows have the same."""
-        rows, columns = self.codes.shape
-        if of_blocks.shape[1] > 1:
-            of_blocks = of_blocks.repeat_interleave(self.block[1], 1)[:, :columns]
-        return of_blocks.repeat_interleave(self.block[0], 0)[:rows] if 1 < of_blocks.shape[0] < rows else of_blocks
-
-    def rows(self, chosen: slice) -> ScaledCodes:
-        """Return the matrix of some rows, with scales of each row."""
-        count = self.codes.shape[0]
-        own = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
-        assert own[0] is not None
-        return ScaledCodes(self.codes[chosen], own[0], own[1], (1, self.block[1]))
-
-    def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
-        """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
-
-        Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits.
-        """
-        if weight_type in ("int4", "int8"):
-            return self._in_groups(bits=4 if weight_type == "int4" else 8)
-        layout = _BLOCKS.get(weight_type)
-        packed = None if layout is None or self.codes.shape[1] % FORMATS[weight_type].block_weights else layout(self)
-        return None if packed is None else StoredBlocks(np.ascontiguousarray(packed.reshape(len(self.codes), -1)), weight_type)
-
-    def _in_groups(self, bits: Literal[4, 8]) -> Codes | None:
-        scales = self.of_columns(self.scales, KERNEL_GROUP)
-        if self.codes.dtype != torch.int8 or scales is None:
-            return None
-        codes = self.codes.short()
-        if self.zeros is not None:
-            codes -= self._spread(self.zeros.short())
-        low, high = torch.aminmax(codes)
-        scales = scales.half()
-        if low < -(1 << bits - 1) or high >= 1 << bits - 1 or not scales.isfinite().all():
-            return None
-        return Codes(codes.to(torch.int8).contiguous().numpy(), scales.contiguous().numpy(), bits)
-
-    def of_columns(self, of_blocks: torch.Tensor, size: int) -> torch.Tensor | None:
-        """Return what each row has for each `size` columns, (rows, columns / size); None if these are not within a block."""
-        rows, columns = self.codes.shape
-        if self.block[1] % size or columns % size:
-            return None
-        wide = of_blocks.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1] // size, 1)
-        return wide[:, : columns // size]
-
-
-def _nibbles(codes: torch.Tensor) -> NDArray[np.uint8]:
-    """Return codes from 0 to 15 (rows, columns) as GGUF's nibbles: 16 bytes of 32 columns, the first half of which is in the low bits."""
-    halves = codes.numpy().view(np.uint8).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
-    return halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
-
-
-def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of (rows, n) numbers as (rows, n, bytes of a number)."""
-    found: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
-    return found
-
-
-def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
-    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; coded_formats.h has the same."""
-    scales = matrix.of_columns(matrix.scales, group)
-    if matrix.codes.dtype != torch.int8 or scales is None or not scales.half().isfinite().all():
-        return None
-    low, high = torch.aminmax(matrix.codes)
-    if low < -8 or high > 7:
-        return None
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
-    if matrix.zeros is not None:
-        found = matrix.of_columns(matrix.zeros, group)
-        assert found is not None, "zero points have the blocks of the scales"
-        zeros = (found + 8).to(torch.uint8)
-    rows, blocks = len(scales), scales.shape[1] // groups
-    points = zeros.reshape(rows, blocks, groups)
-    of_block = points[..., :1] if groups == 1 else points[..., :1] | points[..., 1:] << 4
-    halves = _bytes_of(scales.half()).reshape(rows, blocks, -1)
-    return np.concatenate([halves, of_block.numpy(), _nibbles((matrix.codes + 8).contiguous()).reshape(rows, blocks, -1)], axis=-1)
-
-
-def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return GGUF's blocks: the exponent with its bias, then the nibbles."""
-    scales = matrix.of_columns(matrix.scales, MXFP4_BLOCK[1])
-    if matrix.codes.dtype != torch.uint8 or matrix.block[1] != MXFP4_BLOCK[1] or scales is None:
-        return None
-    mantissa, exponents = torch.frexp(scales)
-    if not (mantissa == 0.5).all():  # the largest exponent means NaN
-        return None
-    exponent = _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8))
-    return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
-
-
-def _float8_blocks(matrix: ScaledCodes, columns: int, rows: int) -> NDArray[np.uint8] | None:
-    """Return blocks of codes behind a float32 scale, of whose bytes each of `rows` rows has some."""
-    scales = matrix.of_columns(matrix.scales.float(), columns)
-    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or len(scales) % rows:
-        return None
-    shared = scales.reshape(-1, rows, scales.shape[1])
-    codes = matrix.codes.contiguous().view(torch.uint8)
-    # The kernel computes with 2^120 times the scale.
-    if (codes & 127 == 127).any() or not (scales.abs() < 128).all() or not torch.equal(shared, shared[:, :1].expand_as(shared)):
-        return None
-    header = _bytes_of(shared[:, 0]).reshape(len(shared), -1, rows, 4 // rows).swapaxes(1, 2)
-    return np.concatenate([header.reshape(*scales.shape, 4 // rows), codes.numpy().reshape(*scales.shape, columns)], axis=-1)
-
-
-def _int8_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return blocks of 128 codes behind a float16 scale."""
-    scales = matrix.of_columns(matrix.scales, 128)
-    if matrix.codes.dtype != torch.int8 or matrix.zeros is not None or scales is None or not scales.half().isfinite().all():
-        return None
-    return np.concatenate([_bytes_of(scales.half()), matrix.codes.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 128)], axis=-1)
-
-
-_BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
-    "mxfp4": _mxfp4_blocks,
-    "int4_g32": partial(_int4_blocks, group=32, groups=2),
-    "int4_g64": partial(_int4_blocks, group=64, groups=2),
-    "int4_g128": partial(_int4_blocks, group=128, groups=1),
-    "int8_g128": _int8_blocks,
-    "fp8": partial(_float8_blocks, columns=128, rows=4),
-    "fp8_rows": partial(_float8_blocks, columns=256, rows=1),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +328,10 @@ def _powers(exponents: LazyTensor, expert: int | None) -> torch.Tensor:
 
 def _read_fp4(codes: LazyTensor, scales: Callable[[int | None], torch.Tensor], block: Block, expert: int | None) -> ScaledCodes:
     pairs = _at(codes, expert).flatten(1)  # the low half of a byte first
-    return ScaledCodes(torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1), scales(expert), None, block)
+    places = torch.empty((*pairs.shape, 2), dtype=torch.uint8)
+    torch.bitwise_and(pairs, 15, out=places[..., 0])
+    torch.bitwise_right_shift(pairs, 4, out=places[..., 1])
+    return ScaledCodes(places.flatten(1), scales(expert), None, block)
 
 
 def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor, two_level: LazyTensor | None, *, divides: bool) -> None:

@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
+from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
 from moegraft.injection.checkpoint.identity import stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
-from moegraft.injection.checkpoint.quantised import Quantised, ScaledCodes
+from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, narrowest, widest
+from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class _Fused:
     def piece(self, part: Part, expert: int) -> torch.Tensor:
         # Gate and up share a slice, which is kept after the first one is read.
         if self._held is None or self._held[0] != expert:
+            self._held = None  # before the memory of the next one is needed
             self._held = (expert, self._tensor[expert])
         return self._layout.cut(part, self._held[1])
 
@@ -151,6 +153,7 @@ class _Fused:
         quantised = _quantised(self._tensor)
         assert quantised is not None, "only these have codes"
         if self._codes is None or self._codes[0] != expert:
+            self._codes = None
             self._codes = (expert, quantised.read(expert))
         return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert))
 
@@ -457,7 +460,7 @@ class CheckpointWeights:
         converted = dict(self._quantised)
         for path, name in weight_types.items():
             for parameter, target in self.keymap.under(path).items():
-                weight_type = name.rpartition("+")[2] if parameter.startswith("down") else name.partition("+")[0]
+                weight_type = apart(name)[parameter.startswith("down")]
                 for key in target.all_keys:
                     if key in converted and weight_type in converted[key].held_by:
                         del converted[key]

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +117,13 @@ def text_ids(loaded: LoadedModel, content: bytes, name: str, tokens: int) -> tor
 def model_of(options: ModelOptions) -> str:
     """Return the hub id or folder of the model; by default the bundled model's folder."""
     return os.fspath(demo_path()) if options.model is None else options.model
+
+
+def short_name(model: str | None) -> str:
+    """Return a model's name without the path of its folder."""
+    if model is None:
+        return BUNDLED
+    return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
 
 
 def _load_arguments(options: ModelOptions) -> dict[str, Any]:

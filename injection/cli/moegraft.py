@@ -14,6 +14,7 @@ from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.explain import explain
 from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.plan import plan
+from moegraft.injection.cli.commands.quantize import quantize
 from moegraft.injection.cli.commands.schema import schema
 from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import verify
@@ -43,7 +44,10 @@ def moegraft(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Write, check and explain rule files, and predict, verify, calibrate and serve models. To chat with a model, see local_chat."""
+    """Write, check and explain rule files, and predict, verify, calibrate, quantise and serve models.
+
+    To chat with a model, see local_chat.
+    """
 
 
 app.command(epilog="Example: moegraft check rules.yaml --model Qwen/Qwen3-30B-A3B")(check)
@@ -53,6 +57,7 @@ app.command(epilog="Example: moegraft init --model Qwen/Qwen3-30B-A3B --goal qua
 app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
 app.command(epilog="Example: moegraft calibrate --model Qwen/Qwen3-30B-A3B --text mine.txt --out thresholds.json")(calibrate)
+app.command(epilog="Example: moegraft quantize --model Qwen/Qwen3-30B-A3B --weights Q4_K,down=Q6_K --out model.gguf")(quantize)
 app.command(epilog="Example: moegraft serve --model Qwen/Qwen3-30B-A3B --rules cpu --port 8000")(serve)
 app.command(epilog="Example: moegraft doctor --measure")(doctor)
 app.command(epilog="Example: moegraft schema > moegraft.schema.json")(schema)

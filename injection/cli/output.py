@@ -114,6 +114,15 @@ def open_terminal(*, quiet: bool = False) -> Terminal:
     return Terminal(sys.stdout, Console(stderr=True, color_system=None if plain else "auto"), quiet)
 
 
+@contextmanager
+def token_bar(total: int, text: str, terminal: Terminal, unit: str = " tokens") -> Iterator[Callable[[int], None]]:
+    """Yield `advance(tokens)` of a progress bar on stderr."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, desc=text, disable=not terminal.notices.is_terminal) as bar:
+        yield lambda done: bar.update(done) and None
+
+
 class _TerminalHandler(logging.Handler):
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.forecast import SharedSlots
@@ -39,7 +39,7 @@ from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,11 +58,34 @@ SMALLER_TYPES: tuple[WEIGHT_TYPES, ...] = ("bfloat16", "int8", "int4")  # those 
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The types of an expert's matrices, each as in `weights`.
+
+    Attributes:
+        gate: of the gate projection.
+        up: of the up projection; it shares blocks in memory with the gate projection, so that both must have one type.
+        down: of the down projection.
+    """
+
+    gate: WEIGHT_TYPES = "stored"
+    up: WEIGHT_TYPES = "stored"
+    down: WEIGHT_TYPES = "stored"
+
+    def __post_init__(self) -> None:
+        if self.gate != self.up:
+            raise ValueError(f"gate and up share blocks in memory and must have one type; they have {self.gate} and {self.up}")
+
+    def __str__(self) -> str:
+        return joined(self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
 class HybridExpertsOptions:
     """Options of `hybrid_experts`.
 
     Attributes:
-        weights: the type the experts are packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
+        weights: the type the experts are packed to, or a mapping such as `{gate: int4, up: int4, down: int8}`, on the CPU without
+            sparsity; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Blocks of GGUF files and of quantised
             checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, on the
             CPU without sparsity.
@@ -85,7 +108,7 @@ class HybridExpertsOptions:
             without one, `eager` runs and the reason is logged.
     """
 
-    weights: WEIGHT_TYPES = "stored"
+    weights: WEIGHT_TYPES | ExpertWeights = "stored"
     cache_dir: str | None = None
     sparsity: SparsityOptions | None = None
     gpu: str = "none"
@@ -97,6 +120,11 @@ class HybridExpertsOptions:
     def __post_init__(self) -> None:
         check_gpu(self.gpu)
         check_decode(self.decode, self.schedule)
+        mixed = isinstance(self.weights, ExpertWeights) and self.weights.up != self.weights.down
+        if mixed and self.gpu != "none":
+            raise ValueError("weights of several types need gpu: none, as all slots of a GPU have the size of one expert in one type")
+        if mixed and self.sparsity is not None:
+            raise ValueError("weights of several types cannot be combined with sparsity, whose layout has one type")
         if self.cache_dir is not None:
             check_folder(self.cache_dir)
 
@@ -107,7 +135,8 @@ class HybridExpertsOptions:
 
 
 def _weight_type(options: HybridExpertsOptions, dtype: torch.dtype) -> str:
-    return STORED_TYPES[dtype] if options.weights == "stored" else options.weights
+    gate_up, down = apart(str(options.weights))
+    return joined(*(STORED_TYPES[dtype] if each == "stored" else each for each in (gate_up, down)))
 
 
 class HybridExperts(Operator):
@@ -241,7 +270,10 @@ class HybridExperts(Operator):
 
     @classmethod
     def with_sparsity(cls, options: HybridExpertsOptions, sparsity: SparsityOptions) -> HybridExpertsOptions:
-        return replace(options, sparsity=sparsity)
+        try:
+            return replace(options, sparsity=sparsity)
+        except ValueError as error:
+            raise UnsupportedModelError(str(error)) from error
 
     def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext() if self.sparsity is None else whole([self.sparsity])

@@ -34,7 +34,7 @@ from moegraft.injection.checkpoint.gguf.parameters import (
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import Part, StoredTypes, WeightSource, narrowest
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, apart, narrowest
 
 # transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
 # `GgufWeights` does not undo must not be listed.
@@ -251,7 +251,7 @@ class GgufWeights:
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         kept = set()
         for path, name in weight_types.items():
-            for tensors, weight_type in zip(self._matrices(path), (name.partition("+")[0], name.rpartition("+")[2]), strict=True):
+            for tensors, weight_type in zip(self._matrices(path), apart(name), strict=True):
                 kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
         log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)

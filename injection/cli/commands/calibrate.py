@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.options import BUNDLED, PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, token_bar, user_errors, write_json
 
 if TYPE_CHECKING:
     from moegraft.operators.routing_trace import Trace
@@ -76,7 +74,7 @@ def calibrate(
     content = text.read_bytes() if text is not None else None
     from moegraft.injection.calibration import CalibrationOptions, describe_source, record_routing, sparse_rules, work_tokens
     from moegraft.injection.calibration import calibrate as find_thresholds
-    from moegraft.injection.cli.models import load_model, model_of, text_ids
+    from moegraft.injection.cli.models import load_model, model_of, short_name, text_ids
     from moegraft.injection.model_source import find_model
     from moegraft.injection.plots import plot_activations, require_matplotlib
     from moegraft.injection.rules import DEFAULT_RULES, read_rules
@@ -100,8 +98,8 @@ def calibrate(
     lines: list[str] = []
     data: dict[str, object] = {}
     if out is not None:
-        about = describe_source(loaded.model, source, name=_short(model), text_sha256=hashlib.sha256(content).hexdigest())
-        with _token_bar(work_tokens(loaded.model, ids, run), "Calibrating", terminal) as advance:
+        about = describe_source(loaded.model, source, name=short_name(model), text_sha256=hashlib.sha256(content).hexdigest())
+        with token_bar(work_tokens(loaded.model, ids, run), "Calibrating", terminal) as advance:
             found, calibration = find_thresholds(loaded.model, about, ids, run, advance)
         write_thresholds(found, out)
         if report is not None:
@@ -109,8 +107,8 @@ def calibrate(
         lines += _thresholds_lines(found, out)
         data |= _thresholds_json(found, out)
     if routing is not None:
-        name = f"{_short(model)}, {text.name if text is not None else 'the bundled text'}"
-        with _token_bar(len(ids), "Recording", terminal) as advance:
+        name = f"{short_name(model)}, {text.name if text is not None else 'the bundled text'}"
+        with token_bar(len(ids), "Recording", terminal) as advance:
             trace = record_routing(loaded.model, ids, window, name, advance)
         trace.save(routing)
         lines += _routing_lines(trace, routing)
@@ -119,22 +117,6 @@ def calibrate(
         write_json(terminal, data)
     else:
         terminal.write("\n".join(lines) + "\n")
-
-
-def _short(model: str | None) -> str:
-    """Return a model's name without the path of its folder."""
-    if model is None:
-        return BUNDLED
-    return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
-
-
-@contextmanager
-def _token_bar(total_tokens: int, text: str, terminal: Terminal) -> Iterator[Callable[[int], None]]:
-    """Yield `advance(tokens)` of a progress bar on stderr."""
-    from tqdm import tqdm
-
-    with tqdm(total=total_tokens, unit=" tokens", unit_scale=True, desc=text, disable=not terminal.notices.is_terminal) as bar:
-        yield lambda tokens: bar.update(tokens) and None
 
 
 def _thresholds_lines(found: Thresholds, out: Path) -> list[str]:

@@ -346,6 +346,24 @@ def test_schemes_that_cannot_be_read(change: dict[str, object], expected: str, t
     assert expected in refusal(tmp_path)
 
 
+def test_settings_under_their_older_key(tmp_path: Path) -> None:
+    """The first versions of compressed-tensors called them `compression_config`, without a method."""
+    form = FORMATS["compressed int4"]
+    save(form, tmp_path)
+
+    def rename(config: dict[str, Any]) -> None:
+        config["compression_config"] = config.pop("quantization_config")
+        config["compression_config"].pop("quant_method")
+
+    reconfigure(tmp_path, rename)
+    stock, found = stock_of(form), load(tmp_path, HEAD)
+    assert all(torch.equal(found.get_parameter(name), each) for name, each in stock.named_parameters() if name != "lm_head.weight")
+    planned = optimize_and_load(tmp_path, rules(tmp_path, EXPERTS), dry_run=True)
+    assert {swap.weight_type for swap in planned.swaps} == {"int4"}
+    reconfigure(tmp_path, lambda config: config.update(compression_config=[1]))
+    assert "'compression_config' must be a mapping" in refusal(tmp_path)
+
+
 def test_two_schemes_in_one_checkpoint(tmp_path: Path) -> None:
     """As Kimi's: each weight is of the scheme that fits its tensors."""
     save(FORMATS["compressed int4"], tmp_path)

@@ -1,0 +1,191 @@
+"""What does each weight format cost in quality? Perplexity, divergence and bytes per weight; by default the bundled model on held-out text.
+
+    python benchmarks/format_quality.py                                   # the bundled model
+    python benchmarks/format_quality.py --model FOLDER --text FILE
+
+Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
+only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
+calibration text, and by llama.cpp's quantiser (all matrices in one type, without an importance matrix) where `llama-cpp-python` is
+installed. The bundled model has rows of 64 weights in its experts' last projections, which super-blocks of 256 do not divide: those
+matrices are in the type that takes their place (q4_k: q5_0), and the bytes are those of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_recipe import split_text
+from record import RESULTS, write_rows
+from sparse_quality import TEXT
+from transformers import AutoTokenizer, PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
+from moegraft.injection.demo import demo_path
+from moegraft.injection.importance import measure_importance
+from moegraft.injection.meta_model import MetaModel, build_meta_model
+from moegraft.injection.texts import read_text
+from moegraft.injection.verify import compare_logits, logits_of
+
+RULES = """
+rules:
+- match: {kind: experts}
+  replace: {class: hybrid_experts, kwargs: {weights: stored}}
+- match: {kind: linear}
+  replace: {class: quantized_linear, kwargs: {weights: stored}}
+"""
+TYPES = ("BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q2_K")
+MIXTURES = ("Q4_K,down=Q8_0", "Q3_K,down=Q8_0,attention=Q8_0,output=Q8_0", "gate=Q2_K,up=Q2_K,down=Q4_K")
+# llama.cpp's numbers of its types with one type for all matrices.
+THEIRS = {
+    "Q8_0": 7,
+    "Q6_K": 18,
+    "Q5_K": 16,
+    "Q5_1": 9,
+    "Q5_0": 8,
+    "Q4_K": 14,
+    "Q4_1": 3,
+    "Q4_0": 2,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "Q3_K": 11,
+    "Q2_K": 10,
+}
+Row = dict[str, object]
+
+
+def files(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[str, str, Path]]:
+    """Write one file after the other, and yield its provider and types."""
+    assert meta.weights is not None, "loaded with its weights"
+    for provider, weights in (("moegraft", importance), ("moegraft, no imatrix", {})):
+        for types in (*TYPES, *MIXTURES):
+            if types == "BF16" and not weights:
+                continue
+            path = folder / "ours.gguf"
+            plan = plan_export(meta.weights, meta.skeleton, read_types(types))
+            write_export(plan, path, meta.source.folder, "model", weights, lambda size: None, replace=True)
+            yield provider, types, path
+    if find_spec("llama_cpp"):
+        import llama_cpp
+
+        whole, path = folder / "whole.gguf", folder / "theirs.gguf"
+        plan = plan_export(meta.weights, meta.skeleton, read_types("BF16"))
+        write_export(plan, whole, meta.source.folder, "model", {}, lambda size: None)
+        for types, number in THEIRS.items():
+            settings = llama_cpp.llama_model_quantize_default_params()
+            settings.ftype, settings.pure = number, True
+            if llama_cpp.llama_model_quantize(str(whole).encode(), str(path).encode(), settings) == 0:
+                yield "llama.cpp, no imatrix", types, path
+
+
+def loaded(folder: Path | str, rules: Path, gguf: Path | None) -> PreTrainedModel:
+    return optimize_and_load(folder, rules, gguf=gguf, dtype="float32", progress=False)
+
+
+def stored_bytes(path: Path) -> tuple[int, int]:
+    """Return the bytes and the number of weights of a file's tensors."""
+    import gguf
+
+    tensors = gguf.GGUFReader(path).tensors
+    return sum(int(tensor.n_bytes) for tensor in tensors), sum(int(tensor.n_elements) for tensor in tensors)
+
+
+def measure(model: str | Path, text: str, tokens: int, window: int) -> None:
+    meta = build_meta_model(model, weights=True)
+    tokenizer = AutoTokenizer.from_pretrained(meta.source.folder)
+    windows = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:tokens]).split(window)
+    windows = [each for each in windows if len(each) == window]
+    calibration = torch.tensor(tokenizer(read_text("calibration"))["input_ids"])
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rules = folder / "rules.yaml"
+        rules.write_text(RULES)
+        stock = loaded(model, rules, None)
+        assert meta.weights is not None, "loaded with its weights"
+        importance = measure_importance(stock, meta.weights, meta.skeleton, calibration, window, lambda count: None)
+        whole = [logits_of(stock, each) for each in windows]
+        for provider, types, path in files(meta, importance, folder):
+            quantised = loaded(model, rules, path)
+            found = [
+                compare_logits(stock_logits, logits_of(quantised, each), each) for stock_logits, each in zip(whole, windows, strict=True)
+            ]
+            size, weights = stored_bytes(path)
+            mean = {name: sum(getattr(each, name) for each in found) / len(found) for name in ("kl_nats", "top1_agreement")}
+            nats = [
+                sum(torch.tensor(getattr(each, side)).log().item() for each in found) / len(found)
+                for side in ("stock_perplexity", "injected_perplexity")
+            ]
+            row: Row = {
+                "provider": provider,
+                "types": types,
+                "tokens": sum(map(len, windows)),
+                "bytes": size,
+                "bytes_per_weight": round(size / weights, 4),
+                "perplexity": round(float(torch.tensor(nats[1]).exp()), 4),
+                "full_perplexity": round(float(torch.tensor(nats[0]).exp()), 4),
+                "kl_nats": round(mean["kl_nats"], 6),
+                "same_next_token": round(mean["top1_agreement"], 4),
+            }
+            print(row, flush=True)
+            rows.append(row)
+            write_rows(
+                "format_quality", rows, ("torch", "transformers", "gguf", "llama_cpp_python")
+            )  # an interrupted run keeps what it has
+
+
+def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
+    """Plot the divergence from the full model by bytes per weight."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 5))
+    for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp, no imatrix", "x")):
+        own = [row for row in rows if row["provider"] == provider]
+        if not own:
+            continue
+        panel.scatter(
+            [float(row["bytes_per_weight"]) for row in own], [float(row["kl_nats"]) for row in own], marker=marker, label=provider
+        )
+        for row in own if provider == "moegraft" else ():
+            place = float(row["bytes_per_weight"]), float(row["kl_nats"])
+            panel.annotate(
+                str(row["types"]).split(",")[0] + ("+" if "," in str(row["types"]) else ""),
+                place,
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    panel.set(yscale="log", xlabel="bytes per weight, whole file", ylabel="KL to the full model, nats per token")
+    panel.legend()
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--plot-only", action="store_true")
+    args = parser.parse_args()
+    if not args.plot_only:
+        text = split_text(TEXT.read_text(encoding="utf-8"))[1] if args.text is None else args.text.read_text(encoding="utf-8")
+        measure(args.model or str(demo_path()), text, args.tokens, args.window)
+    with (RESULTS / "format_quality.csv").open(encoding="utf-8", newline="") as file:
+        plot(list(csv.DictReader(file)), RESULTS / "format_quality.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Writing a model to a GGUF file: which tensors it has, the type of each, the keys that describe the model, and the streaming of weights.
+
+Names, orders of dimensions and keys are those of llama.cpp's converter, so that llama.cpp loads the file, and so does this package.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import yaml
+from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType
+from gguf import GGMLQuantizationType as BlockType
+from gguf.gguf_writer import WriterState
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from moegraft.injection.checkpoint.gguf.encode import ENCODED, FLOATS, encode, fitting_type, row_bytes
+from moegraft.injection.checkpoint.gguf.model import ARCHITECTURES, Names, experts_name, layer_of
+from moegraft.injection.checkpoint.gguf.parameters import rope_rows
+from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
+from moegraft.injection.checkpoint.keymap import KeyMap, Target
+from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
+from moegraft.injection.rules.rule import Layers, parse_layers
+from moegraft.operators.atomic_file import new_file
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.layout import read_layout, why_unsupported
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import Part
+
+ALIGNMENT = 32
+Advance = Callable[[int], None]
+
+# What may have a type of its own. `attention` and `dense` are linear layers, `dense` also those of shared experts.
+ROLES = ("gate", "up", "down", "attention", "dense", "embedding", "output")
+OTHER_TYPE = "Q8_0"  # of the roles that only experts' types are given for
+# As rule files spell them.
+_OWN_NAMES = {name: found.gguf for name, found in FORMATS.items() if found.gguf is not None}
+_CHOICE = re.compile(r"(?:(?P<role>[a-z]+)(?:@(?P<layers>[0-9,\-]+))?=)?(?P<type>\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TypeChoice:
+    """The type of matrices of one role, or of all; in some layers, or in all. Of the choices for a matrix the last counts."""
+
+    role: str | None
+    layers: Layers | None
+    type: str
+
+
+def read_types(text: str) -> tuple[TypeChoice, ...]:
+    """Read the types of a file's matrices: `Q4_K`, `gate=Q4_K,up=Q4_K,down=Q6_K,down@0-3=Q8_0`, or a YAML file with such a mapping.
+
+    Raises:
+        ValueError: a type or a role is unknown, or layers are written in another form.
+        OSError: the YAML file cannot be read.
+    """
+    if not text.endswith((".yaml", ".yml")):
+        return tuple(_choice(part.strip()) for part in text.split(","))
+    try:
+        found = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{text}: expected a mapping of {', '.join(ROLES)} or all to types, such as 'down: Q6_K' or 'down@0-3: Q8_0'")
+    try:
+        return tuple(_choice(f"{role}={name}" if role != "all" else str(name)) for role, name in found.items())
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+
+
+def _choice(text: str) -> TypeChoice:
+    found = _CHOICE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r}: give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE, as in Q4_K, down=Q6_K or down@0-3=Q8_0")
+    role, name = found["role"], _OWN_NAMES.get(found["type"].lower(), found["type"].upper())
+    if role is not None and role not in ROLES:
+        raise ValueError(f"unknown role '{role}' in '{text}'; the roles are {', '.join(ROLES)}")
+    if name not in ENCODED:
+        raise ValueError(f"type '{found['type']}' cannot be written; the types are {', '.join(ENCODED)}")
+    return TypeChoice(role, None if found["layers"] is None else parse_layers(found["layers"]), name)
+
+
+def _wanted(choices: Sequence[TypeChoice], role: str, layer: int | None) -> str:
+    fitting = [each for each in choices if each.role in (None, role) and (each.layers is None or layer in each.layers)]
+    return fitting[-1].type if fitting else OTHER_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """One tensor of the file.
+
+    Attributes:
+        shape: as in PyTorch.
+        wanted: the type that was asked for; another than `type` where rows are no whole number of its blocks.
+        matrices: how many matrices are read and written one after the other: experts, or 1.
+        read: returns a matrix or vector by its number.
+        importance: the key of the importance of its inputs; None if it has none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    wanted: str
+    matrices: int
+    read: Callable[[int], torch.Tensor]
+    importance: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape[:-1], dtype=np.int64)) * row_bytes(self.type, self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """A file before its weights are read."""
+
+    config: PretrainedConfig
+    tensors: tuple[ExportTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def weights(self) -> int:
+        return sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in self.tensors)
+
+    def by_type(self) -> Mapping[str, int]:
+        """Return the bytes in each type."""
+        found: Counter[str] = Counter()
+        for tensor in self.tensors:
+            found[tensor.type] += tensor.nbytes
+        return dict(found.most_common())
+
+    def fallbacks(self) -> list[ExportTensor]:
+        """Return the tensors that are stored in another type than the one asked for."""
+        return [tensor for tensor in self.tensors if tensor.type != tensor.wanted]
+
+
+def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequence[TypeChoice]) -> ExportPlan:
+    """Return the tensors of a model's GGUF file.
+
+    Raises:
+        UnsupportedModelError: llama.cpp computes this model otherwise, or this package cannot describe it.
+        CheckpointError: a parameter is missing.
+    """
+    config = skeleton.config.get_text_config()
+    reason = why_not_exportable(config)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    tensors: list[ExportTensor] = []
+    experts = [path for path, module in skeleton.named_modules() if why_unsupported(module) is None]
+    for path in experts:
+        tensors += _expert_tensors(path, skeleton.get_submodule(path), weights, choices)
+    inside = tuple(f"{path}." for path in experts)
+    names = Names(config)
+    for parameter, value in skeleton.state_dict().items():
+        if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside):
+            continue
+        name = names.stored(parameter)
+        if name is None:
+            raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
+        tensors.append(
+            _tensor(name, parameter, tuple(value.shape), _target(parameter, weights.keymap, skeleton), weights, skeleton, choices)
+        )
+    return ExportPlan(config, tuple(tensors))
+
+
+def _target(parameter: str, keymap: KeyMap, skeleton: PreTrainedModel) -> Target:
+    """Return the stored keys of a parameter, or of one that is tied to it."""
+    same = [parameter, *(name for name, other in skeleton.all_tied_weights_keys.items() if other == parameter)]
+    found = next((keymap.targets[name] for name in same if name in keymap.targets), None)
+    if found is None:
+        raise CheckpointError(f"no key of this checkpoint provides {parameter}; a shard or keys are missing")
+    return found
+
+
+def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choices: Sequence[TypeChoice]) -> Iterator[ExportTensor]:
+    layout, source, layer = read_layout(module), weights.source(path, "experts"), layer_of(path)
+    for part in layout.parts():
+        shape = (layout.num_experts, *layout.part_shape(part))
+        bias = part.endswith("_bias")
+        wanted = "F32" if bias else _wanted(choices, part, layer)
+
+        def read(expert: int, part: Part = part) -> torch.Tensor:
+            return source.read(part, expert)
+
+        key = None if bias else f"{path}.{part}"
+        yield ExportTensor(experts_name(layer, part), shape, fitting_type(wanted, shape[-1]), wanted, layout.num_experts, read, key)
+
+
+def _tensor(
+    name: str,
+    parameter: str,
+    shape: tuple[int, ...],
+    target: Target,
+    weights: StoredWeights,
+    skeleton: PreTrainedModel,
+    choices: Sequence[TypeChoice],
+) -> ExportTensor:
+    config = skeleton.config.get_text_config()
+    tied = parameter in skeleton.all_tied_weights_keys.values()
+    role = _role(name, tied=tied)
+    if name.endswith("ffn_gate_inp_shexp.weight"):
+        shape = shape[-1:]
+    wanted = "F32" if role is None or len(shape) == 1 else _wanted(choices, role, layer_of(parameter) if ".layers." in parameter else None)
+    heads = {".q_proj.weight": "num_attention_heads", ".k_proj.weight": "num_key_value_heads"}
+    turned = next((getattr(config, count) for suffix, count in heads.items() if parameter.endswith(suffix)), None)
+    rows = np.argsort(rope_rows(shape[0], turned)) if turned is not None and config.model_type == "mixtral" else None
+
+    def read(_: int) -> torch.Tensor:
+        values = read_parameter(target, weights.tensors, skeleton).reshape(shape)
+        return values if rows is None else values[torch.from_numpy(rows)]
+
+    module = parameter.rpartition(".")[0]
+    key = None if len(shape) == 1 or (role == "embedding") else "output" if role == "output" else module
+    return ExportTensor(name, shape, fitting_type(wanted, shape[-1]), wanted, 1, read, key)
+
+
+def _role(name: str, *, tied: bool) -> str | None:
+    """Return the role of a matrix; None for those that keep float32. An embedding that is also the output has the output's type."""
+    if name == "token_embd.weight":
+        return "output" if tied else "embedding"
+    if name == "output.weight":
+        return "output"
+    kind = name.split(".")[2] if name.startswith("blk.") else ""
+    if kind.startswith("attn_") and not kind.endswith(("_norm", "_sinks")):
+        return "attention"
+    return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
+
+
+# How llama.cpp computes the families: whether it divides the weights of a token's experts by their sum.
+_NORMALISES = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
+_EXPORTED = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
+_ROPE_TYPES = ("default", "linear", "yarn")
+
+
+def why_not_exportable(config: PretrainedConfig) -> str | None:
+    """Return why no GGUF file of a model can be written that llama.cpp computes as transformers does; None if one can."""
+    family = config.model_type
+    if family not in _EXPORTED:
+        return f"model type '{family}' cannot be written to GGUF files; supported are {', '.join(_EXPORTED)}"
+    if family in _NORMALISES and bool(config.norm_topk_prob) != _NORMALISES[family]:
+        return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {family} models as if it were not"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {family} models"
+    if getattr(config, "clip_qkv", None) is not None:
+        return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {family} models"
+    if family == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
+        return "llama.cpp requires as many key-value heads as attention heads in olmoe models"
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
+    if kinds != (alternating if family == "gpt_oss" else ["full_attention"] * len(kinds)):
+        return f"llama.cpp does not support these layer_types in {family} models: {', '.join(dict.fromkeys(kinds))}"
+    if family == "mixtral" and getattr(config, "sliding_window", None) is not None:
+        return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {family} models"
+    rope = str(_rope(config).get("rope_type", "default"))
+    return (
+        None if rope in _ROPE_TYPES else f"rotary embeddings of the type {rope} cannot be described; supported are {', '.join(_ROPE_TYPES)}"
+    )
+
+
+def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return found
+
+
+def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
+    """Add the keys that describe the model."""
+    writer.add_name(name)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    each = getattr(config, "moe_intermediate_size", None) or (config.intermediate_size if config.model_type == "gpt_oss" else None)
+    if each is not None:
+        writer.add_expert_feed_forward_length(each)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+    rope = _rope(config)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR if rope["rope_type"] == "linear" else RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
+        if rope.get("beta_slow") is not None:
+            writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
+
+
+def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:
+    """Return everything before the weights, and notices."""
+    writer = GGUFWriter(None, ARCHITECTURES[plan.config.model_type])
+    _describe(writer, plan.config, name)
+    notices = add_vocabulary(writer, folder, plan.config.vocab_size)
+    for tensor in plan.tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
+    header = io.BytesIO()
+    writer.fout, writer.state = [header], WriterState.EMPTY  # type: ignore[list-item]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    content = header.getvalue()
+    return content + bytes(-len(content) % ALIGNMENT), notices
+
+
+def write_export(
+    plan: ExportPlan,
+    path: str | os.PathLike[str],
+    folder: Path,
+    name: str,
+    importance: Mapping[str, torch.Tensor],
+    advance: Advance,
+    *,
+    replace: bool = False,
+) -> list[str]:
+    """Write the file; one matrix is in memory at a time. Return notices for the user.
+
+    Args:
+        folder: with the tokenizer.
+        name: of the model, for the file's description.
+        importance: by the keys of the plan's tensors, (columns,) or (experts, columns); inputs of other tensors matter equally.
+        advance: called with a number of bytes written; the sum is `plan.nbytes`.
+
+    Raises:
+        CheckpointError: a weight cannot be read, or is not finite.
+        OSError: the file cannot be written; what was at `path` is unchanged.
+    """
+    header, notices = _header(plan, folder, name)
+    with new_file(path, replace=replace) as file:
+        padded = len(header) + sum(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in plan.tensors)
+        os.posix_fallocate(file.fileno(), 0, padded)  # a full disk shows before hours of work
+        file.write(header)
+        for tensor in plan.tensors:
+            _write_tensor(file, tensor, importance.get(tensor.importance or ""), advance)
+    return notices
+
+
+def _write_tensor(file: BinaryIO, tensor: ExportTensor, importance: torch.Tensor | None, advance: Advance) -> None:
+    for number in range(tensor.matrices):
+        values = tensor.read(number)
+        rows = values.reshape(-1, values.shape[-1])
+        if not bool(rows.sum(dtype=torch.float32).isfinite()) and not bool(rows.isfinite().all()):
+            where = f"{tensor.name}[{number}]" if tensor.matrices > 1 else tensor.name
+            raise CheckpointError(f"{where}: a weight is NaN or infinite; download the checkpoint again")
+        own = importance if importance is None or importance.ndim == 1 else importance[number]
+        packed = encode(rows, tensor.type, None if tensor.type in FLOATS else own)
+        file.write(packed.tobytes())
+        advance(packed.nbytes)
+    file.write(bytes(-tensor.nbytes % ALIGNMENT))

@@ -1,0 +1,94 @@
+"""The vocabulary of a GGUF file, from a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, SpecialVocab, TokenType
+from gguf.vocab import LlamaHfVocab
+
+from moegraft.operators.errors import CheckpointError
+
+# The regular expressions by which tokenizers split text, and llama.cpp's names for them.
+_SPLITS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+}
+
+
+def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> list[str]:
+    """Add the tokens, merges, special tokens and chat template of a folder's tokenizer, and return notices.
+
+    Without a tokenizer.json the file has no vocabulary: it loads here, where the tokenizer comes from the model's folder, and in
+    llama.cpp for programs that give it token ids.
+
+    Raises:
+        CheckpointError: tokenizer.json is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        writer.add_tokenizer_model("none")
+        return [f"{folder}: no tokenizer.json in this folder: the file has no vocabulary, and llama.cpp cannot read text with it"]
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        model, added = body["model"], {token["id"]: token for token in body.get("added_tokens") or ()}
+        tokens: dict[int, str] = {number: text for text, number in model["vocab"].items()} if model.get("type") == "BPE" else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a readable tokenizer ({error}); download it again") from error
+    if not tokens:
+        writer.add_tokenizer_model("none")
+        return [f"{path}: a tokenizer of the type {model.get('type')}, not BPE: the file has no vocabulary"]
+    special = SpecialVocab(folder, load_merges=True, n_vocab=size)
+    if model.get("byte_fallback"):
+        _add_sentencepiece(writer, folder, size)
+        special.merges = []
+        special.load_merges = False
+        special.add_to_gguf(writer, quiet=True)
+        return []
+    split = _split_of(body.get("pre_tokenizer"))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split or "gpt-2")
+    texts, kinds = [], []
+    for number in range(size):
+        token = added.get(number)
+        texts.append(token["content"] if token is not None else tokens.get(number, f"[PAD{number}]"))
+        known = TokenType.NORMAL if number in tokens else TokenType.UNUSED
+        kinds.append(known if token is None else TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    special.add_to_gguf(writer, quiet=True)
+    if split is not None:
+        return []
+    return [f"{path}: how this tokenizer splits text has no name in llama.cpp, which will split text as GPT-2 does"]
+
+
+def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """Return llama.cpp's name of the way in which a tokenizer splits text; None if it has none."""
+    if pre_tokenizer is None:
+        return None
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    if not patterns and len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0].get("use_regex", True):
+        return "gpt-2"
+    return _SPLITS.get(patterns[0]) if len(patterns) == 1 else None
+
+
+def _add_sentencepiece(writer: GGUFWriter, folder: Path, size: int) -> None:
+    """Add a BPE vocabulary with bytes as fallback, as of Llama 2 and Mixtral."""
+    try:
+        found = list(LlamaHfVocab(folder).all_tokens())
+    except (FileNotFoundError, TypeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be written to a GGUF file ({error})") from error
+    more = [(f"[PAD{number}]".encode(), -1000.0, TokenType.UNUSED) for number in range(len(found), size)]
+    texts, scores, kinds = zip(*found[:size], *more, strict=True)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(texts)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)

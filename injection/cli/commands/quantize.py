@@ -1,0 +1,146 @@
+"""`moegraft quantize`: write a model to a GGUF file, its matrices in types of a few bits, which this program and llama.cpp load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, token_bar, user_errors, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from moegraft.injection.checkpoint.gguf.export import ExportPlan
+    from moegraft.injection.meta_model import MetaModel
+
+NO_IMATRIX = "none"
+DEFAULT_TYPE = "Q4_K"
+
+
+@user_errors(PROGRAM)
+def quantize(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.gguf", help="The file to write.")],
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            metavar="TYPES",
+            help="Types: Q4_K for all matrices, or gate=Q4_K,up=Q4_K,down=Q6_K,down@0-3=Q8_0, or a YAML file with such a mapping.",
+        ),
+    ] = DEFAULT_TYPE,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
+    imatrix: Annotated[
+        str | None,
+        typer.Option(
+            "--imatrix",
+            metavar="TEXT",
+            help="A text file like the model's later use: errors are weighted by what its tokens feed into each weight; "
+            "none: all count equally; default: a short bundled text.",
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules", metavar="FILE", help="Rules that the model is run with over that text, where memory is short; default: cpu."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = 16384,
+    window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
+    gguf: GgufOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Quantise a model's weights, and write them to a GGUF file.
+
+    The file loads here, with --gguf FILE beside --model, and in llama.cpp. Roles are gate, up and down of experts, attention, dense
+    (other layers between, shared experts too), embedding and output; of the types for a matrix the last counts, and roles without one
+    get Q8_0. Norms, biases and routers stay float32. Where rows are no whole number of a type's blocks, the same type as in llama.cpp
+    takes its place, which is reported. Weights are read one matrix at a time; memory is needed to run the model over the text of
+    --imatrix. Exit code 0: the file is written; 2: a file or the model cannot be read or written, or the command is wrong.
+    """
+    if out.exists() and not force:
+        raise OptionsError(f"{out} exists; give --force to overwrite it, or --out with another FILE")
+    if out.suffix != ".gguf":
+        raise OptionsError(f"--out {out}: the name of a GGUF file ends with .gguf")
+    if not out.parent.is_dir():
+        raise OptionsError(f"{out}: the folder {out.parent} does not exist; create it first")
+    options = ModelOptions(model, rules, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
+    from moegraft.injection.checkpoint.gguf.encode import FLOATS
+    from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
+    from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
+    from moegraft.injection.meta_model import build_meta_model
+
+    try:
+        choices = read_types(weights)
+    except ValueError as error:
+        raise OptionsError(f"--weights: {error}") from error
+    text = None if imatrix in (None, NO_IMATRIX) else Path(imatrix).read_bytes()
+    terminal = open_terminal()
+    quiet_libraries()
+    meta = build_meta_model(model_of(options), weights=True, gguf=gguf, trust_remote_code=trust_remote_code)
+    assert meta.weights is not None, "a model that is built with its weights has them"
+    plan = plan_export(meta.weights, meta.skeleton, choices)
+    importance: Mapping[str, torch.Tensor] = {}
+    if imatrix != NO_IMATRIX and not set(plan.by_type()) <= set(FLOATS):
+        importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
+    name = short_name(model)
+    with token_bar(plan.nbytes, "Quantising", terminal, unit="B") as advance:
+        notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
+    for notice in (*_fallbacks(plan), *notices):
+        terminal.notice(notice)
+    if json:
+        write_json(terminal, _as_json(plan, out, importance))
+    else:
+        terminal.write("\n".join(_lines(plan, out, options)) + "\n")
+
+
+def _importance(
+    options: ModelOptions, meta: MetaModel, text: bytes | None, name: str, tokens: int, window: int, terminal: Terminal
+) -> Mapping[str, torch.Tensor]:
+    from moegraft.injection.cli.models import load_model, text_ids
+    from moegraft.injection.importance import measure_importance
+    from moegraft.injection.texts import read_text
+
+    loaded = load_model(options, terminal)
+    ids = text_ids(loaded, read_text("calibration").encode() if text is None else text, name, tokens)
+    assert meta.weights is not None, "a model that is built with its weights has them"
+    with token_bar(len(ids), "Measuring importance", terminal) as advance:
+        return measure_importance(loaded.model, meta.weights, meta.skeleton, ids, window, advance)
+
+
+def _fallbacks(plan: ExportPlan) -> list[str]:
+    """Return one notice for each pair of types."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for tensor in plan.fallbacks():
+        found.setdefault((tensor.wanted, tensor.type), []).append(f"{tensor.name} (rows of {tensor.shape[-1]})")
+    return [
+        f"{plural(len(names), 'tensor')} in {used} instead of {wanted}, whose blocks do not divide their rows: {names[0]}"
+        + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for (wanted, used), names in found.items()
+    ]
+
+
+def _lines(plan: ExportPlan, out: Path, options: ModelOptions) -> list[str]:
+    rows = [("type", "bytes")] + [(kind, f"{size:,}") for kind, size in plan.by_type().items()]
+    model = "" if options.model is None else f"--model {options.model} "
+    return [
+        *columns(rows, right=(1,)),
+        f"{out}: written, {plan.nbytes / plan.weights * 8:.2f} bits per weight; to chat: local_chat {model}--gguf {out}",
+    ]
+
+
+def _as_json(plan: ExportPlan, out: Path, importance: Mapping[str, object]) -> Json:
+    return {
+        "file": out,
+        "bytes": plan.nbytes,
+        "weights": plan.weights,
+        "bytes_by_type": plan.by_type(),
+        "importance": bool(importance),
+        "fallbacks": [{"tensor": tensor.name, "wanted": tensor.wanted, "type": tensor.type} for tensor in plan.fallbacks()],
+    }

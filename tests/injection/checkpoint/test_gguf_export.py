@@ -1,0 +1,359 @@
+"""Models written to GGUF files: every type, family and role, loaded here and in llama.cpp, and the files that are not written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.families import SMALL_TEXT, build_model, family_cases, prompt
+from support.gguf_files import BlockType, gguf
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.gguf import export
+from moegraft.injection.checkpoint.gguf.encode import ENCODED, FLOATS, encode, fitting_type
+from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
+from moegraft.injection.importance import measure_importance
+from moegraft.injection.meta_model import MetaModel, build_meta_model
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that are shared by 32 or rounded
+    "Q8_0": 45.0,
+    "Q6_K": 34.0,
+    "Q5_1": 28.5,
+    "Q5_0": 27.0,
+    "Q5_K": 28.5,
+    "Q4_1": 22.0,
+    "Q4_0": 21.0,
+    "Q4_K": 22.5,
+    "IQ4_NL": 22.0,
+    "IQ4_XS": 22.0,
+    "MXFP4": 18.5,
+    "Q3_K": 16.0,
+    "Q2_K": 11.0,
+}
+FLOAT_RULES = "rules:\n- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
+
+
+def matrix(rows: int = 24, columns: int = 512) -> torch.Tensor:
+    """Normal weights in rows of different sizes, with rows of zeros, of one sign and of one large weight."""
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 2, rows)[:, None]
+    found[0] = 0
+    found[1, 256:] = 0
+    found[2], found[3] = found[2].abs(), -found[3].abs()
+    found[4, 17] = 100 * found[4].abs().max()
+    return found
+
+
+def decoded(blocks: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    return torch.from_numpy(gguf.dequantize(blocks, BlockType[name]))
+
+
+def decibels(values: torch.Tensor, stored: torch.Tensor, weight: torch.Tensor | float = 1.0) -> float:
+    noise = (weight * (values - stored).square()).sum()
+    return float(10 * torch.log10((weight * values.square()).sum() / noise))
+
+
+@pytest.mark.parametrize("name", SQNR)
+def test_blocks_are_close_by_the_reference_decoder(name: str) -> None:
+    values = matrix()
+    found = decoded(encode(values, name), name)
+    assert bool(found.isfinite().all())
+    assert not found[0].any() and not found[1, 256:].any()
+    assert decibels(values[8:], found[8:]) >= SQNR[name]  # the first rows are subnormal in float16, or of other distributions
+    try:
+        theirs = decoded(gguf.quantize(values.numpy(), BlockType[name]), name)
+    except NotImplementedError:
+        return
+    assert decibels(values[8:], found[8:]) >= decibels(values[8:], theirs[8:])
+
+
+@pytest.mark.parametrize("name", SQNR)
+def test_importance_moves_the_error_to_where_it_matters_less(name: str) -> None:
+    values = matrix()[8:]
+    weight = torch.logspace(-3, 0, values.shape[1])[torch.randperm(values.shape[1], generator=torch.Generator().manual_seed(1))]
+    plain, weighted = (decoded(encode(values, name, given), name) for given in (None, weight))
+    assert decibels(values, weighted, weight) > decibels(values, plain, weight)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_are_rounded_once(name: str) -> None:
+    values = matrix()
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+    assert torch.equal(decoded(encode(values, name), name), values.to(dtype).float())
+
+
+def test_mxfp4_weights_stay_as_they_are() -> None:
+    values = decoded(encode(matrix(), "MXFP4"), "MXFP4")
+    assert torch.equal(decoded(encode(values, "MXFP4"), "MXFP4"), values)
+
+
+def test_rows_that_blocks_do_not_divide_have_another_type() -> None:
+    assert [fitting_type("Q4_K", columns) for columns in (512, 96, 40)] == ["Q4_K", "Q5_0", "F16"]
+    assert fitting_type("Q8_0", 40) == "F16"
+
+
+def test_types_by_role_and_layer() -> None:
+    choices = read_types("q4_k,down=int8,down@1-2=Q6_K")
+    assert [export._wanted(choices, *place) for place in (("up", 1), ("down", 0), ("down", 2), ("output", None))] == [
+        "Q4_K",
+        "Q8_0",
+        "Q6_K",
+        "Q4_K",
+    ]
+    assert export._wanted(read_types("gate=Q4_K"), "attention", 0) == "Q8_0"
+
+
+def test_types_from_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "types.yaml"
+    file.write_text("all: Q4_K\ndown@0,3-4: Q6_K\n")
+    of_layers = export.TypeChoice("down", export.parse_layers("0,3-4"), "Q6_K")
+    assert read_types(str(file)) == (export.TypeChoice(None, None, "Q4_K"), of_layers)
+    file.write_text("[Q4_K]")
+    with pytest.raises(ValueError, match=r"types\.yaml: expected a mapping"):
+        read_types(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Q4_L", "type 'Q4_L' cannot be written; the types are F32, F16"),
+        ("IQ2_XXS", "type 'IQ2_XXS' cannot be written"),
+        ("middle=Q4_K", "unknown role 'middle' in 'middle=Q4_K'; the roles are gate, up, down"),
+        ("down@x=Q4_K", "give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE"),
+        ("down@3-1=Q4_K", "range 3-1 runs backwards"),
+        ("", "give TYPE"),
+    ],
+)
+def test_wrong_types_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_types(text)
+
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
+
+
+def family(model_type: str) -> PreTrainedModel:
+    case = next(case for case in family_cases() if case.model_type == model_type)
+    more: dict[str, Any] = {"mlp_only_layers": []} if model_type.startswith("qwen") else {}
+    if model_type == "qwen3_moe":
+        more["norm_topk_prob"] = True
+    if model_type == "mixtral":
+        more["sliding_window"] = None
+    if model_type == "olmoe":
+        more["num_key_value_heads"] = case.text.get("num_attention_heads", SMALL_TEXT["num_attention_heads"])
+    return build_model(dataclasses.replace(case, text={**case.text, **more}))
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    """Rows of whole super-blocks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 160}
+    config = Qwen3MoeConfig(**sizes, **more, initializer_range=0.1, norm_topk_prob=True, **changes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def saved(model: PreTrainedModel, folder: Path) -> MetaModel:
+    model.save_pretrained(folder)
+    return build_meta_model(folder, weights=True)
+
+
+def exported(meta: MetaModel, types: str, path: Path, importance: Mapping[str, torch.Tensor] | None = None) -> ExportPlan:
+    assert meta.weights is not None
+    plan = plan_export(meta.weights, meta.skeleton, read_types(types))
+    written: list[int] = []
+    write_export(plan, path, meta.source.folder, "tiny", importance or {}, written.append, replace=True)
+    assert sum(written) == plan.nbytes
+    return plan
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=ids).logits.float()
+
+
+def stored_values(path: Path) -> dict[str, torch.Tensor]:
+    read = gguf.GGUFReader(path)
+    return {tensor.name: torch.from_numpy(gguf.dequantize(np.array(tensor.data), tensor.tensor_type)) for tensor in read.tensors}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path) -> None:
+    model = family(model_type)
+    meta = saved(model, tmp_path)
+    exported(meta, "F32", tmp_path / "model.gguf")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FLOAT_RULES)
+    loaded = optimize_and_load(tmp_path, rules, gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
+    ids = prompt(24)
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("types", ["gate=Q4_K,up=Q4_K,down=Q6_K,down@1=Q3_K,attention=F32,output=F32,embedding=F32", "Q5_K,down=IQ4_XS"])
+def test_a_quantised_file_computes_what_its_values_do(types: str, tmp_path: Path) -> None:
+    model = qwen3()
+    meta = saved(model, tmp_path)
+    path = tmp_path / "model.gguf"
+    plan = exported(meta, types, path)
+    assert path.stat().st_size - plan.nbytes < 20_000
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FLOAT_RULES)
+    stored = optimize_and_load(tmp_path, rules, gguf=path, dtype="float32", progress=False)
+    rules.write_text(FLOAT_RULES.replace("stored", "float32"))
+    loaded = optimize_and_load(tmp_path, rules, gguf=path, dtype="float32", progress=False)
+    values = stored_values(path)
+    rounded = model.state_dict()
+    names = export.Names(model.config)
+    for key, value in rounded.items():
+        if ".experts." not in key:
+            value.copy_(values[names.stored(key) or key].reshape(value.shape))
+            continue
+        block = f"blk.{key.split('.')[2]}.ffn_"
+        parts = ("gate", "up") if key.endswith("gate_up_proj") else ("down",)
+        value.copy_(torch.cat([values[f"{block}{part}_exps.weight"] for part in parts], dim=1))
+    ids = torch.arange(40)[None] * 3
+    expected = logits(model, ids)
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=1e-4, atol=1e-4)
+    errors = (logits(stored, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(errors.median()) < 4e-2  # kernels of stored formats round activations to 8 bits
+
+
+def test_importance_of_every_matrix_is_measured_and_used(tmp_path: Path) -> None:
+    model = qwen3()
+    meta = saved(model, tmp_path)
+    assert meta.weights is not None
+    loaded = optimize_and_load(tmp_path, "cpu", dtype="float32", progress=False)
+    ids = torch.arange(64) % 160
+    found = measure_importance(loaded, meta.weights, meta.skeleton, ids, 32, lambda tokens: None)
+    plan = exported(meta, "Q4_0", tmp_path / "weighted.gguf", found)
+    needed = {tensor.importance for tensor in plan.tensors if tensor.importance is not None}
+    assert needed <= set(found) | {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}  # routers stay float32
+    # What the layer's input is, its projections see.
+    inputs: list[torch.Tensor] = []
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for part in ids.split(32):
+        logits(model, part[None])
+    expected = torch.cat(inputs).square().sum((0, 1))
+    # int8 projections before it
+    torch.testing.assert_close(found["model.layers.1.self_attn.o_proj"], expected, rtol=0.2, atol=float(expected.mean()) * 0.05)
+    exported(meta, "Q4_0", tmp_path / "plain.gguf")
+    assert (tmp_path / "weighted.gguf").read_bytes() != (tmp_path / "plain.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"mlp_only_layers": [0]}, "some layers have no experts"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "the type dynamic cannot be described"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = qwen3().config
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert message in str(export.why_not_exportable(config))
+
+
+def test_other_families_are_refused() -> None:
+    case = next(case for case in family_cases() if case.model_type == "deepseek_v3")
+    assert "'deepseek_v3' cannot be written to GGUF files; supported are qwen3_moe" in str(
+        export.why_not_exportable(build_model(case).config)
+    )
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = saved(qwen3(), tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"No space left on device: .*model\.gguf"):
+        exported(meta, "Q4_K", out / "model.gguf")
+    assert not list(out.iterdir())
+
+
+def test_a_weight_that_is_not_finite_leaves_no_file(tmp_path: Path) -> None:
+    model = qwen3()
+    model.model.layers[1].mlp.experts.down_proj.data[2, 3, 4] = torch.nan
+    meta = saved(model, tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down_exps\.weight\[2\]: a weight is NaN"):
+        exported(meta, "Q4_K", out / "model.gguf")
+    assert not list(out.iterdir())
+
+
+def llama_cpp() -> Any:
+    return pytest.importorskip("llama_cpp", reason="llama.cpp is used through the package llama-cpp-python, which is not installed")
+
+
+def their_logits(path: Path, ids: list[int]) -> torch.Tensor:
+    model = llama_cpp().Llama(str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1)
+    model.eval(ids)
+    return torch.from_numpy(np.array(model.scores[: len(ids)]))
+
+
+@pytest.mark.parametrize("types", ["F32", "Q4_K,down=Q6_K,output=Q5_K,attention=IQ4_NL"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_llama_cpp_computes_the_same(model_type: str, types: str, tmp_path: Path) -> None:
+    llama_cpp()
+    model = family(model_type) if types == "F32" or model_type != "qwen3_moe" else qwen3()
+    exported(saved(model, tmp_path), types, tmp_path / "model.gguf")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FLOAT_RULES)
+    loaded = optimize_and_load(tmp_path, rules, gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
+    ids = torch.arange(1, 33)[None] * 2 % model.config.vocab_size
+    ours, theirs = logits(loaded, ids)[0], their_logits(tmp_path / "model.gguf", ids[0].tolist())
+    errors = (ours - theirs).norm(dim=-1) / ours.norm(dim=-1)
+    # Activations are rounded to 16 or 8 bits, and where two experts score alike, another one may be chosen: not for most tokens.
+    # llama.cpp rounds the bounds of YaRN's ramp, which gpt-oss does not (truncate: false).
+    assert float(errors.median()) < (1e-1 if types != "F32" else 1e-2 if model_type == "gpt_oss" else 1e-3)
+    if types == "F32":
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_a_file_of_llama_cpps_quantiser_loads_here(tmp_path: Path) -> None:
+    api = llama_cpp()
+    model = qwen3()
+    exported(saved(model, tmp_path), "F32", tmp_path / "whole.gguf")
+    params = api.llama_model_quantize_default_params()
+    params.ftype, params.nthread = api.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    path = tmp_path / "model.gguf"
+    assert api.llama_model_quantize(str(tmp_path / "whole.gguf").encode(), str(path).encode(), params) == 0
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FLOAT_RULES)
+    loaded = optimize_and_load(tmp_path, rules, gguf=path, dtype="float32", progress=False)
+    ids = torch.arange(1, 33)[None]
+    ours, theirs = logits(loaded, ids)[0], their_logits(path, ids[0].tolist())
+    assert float(((ours - theirs).norm(dim=-1) / ours.norm(dim=-1)).median()) < 1e-1  # linear layers here become int8
+
+
+def test_types_are_those_of_the_reader() -> None:
+    """What is written can be read."""
+    from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, WEIGHT_TYPES
+
+    assert {BlockType[name] for name in ENCODED} <= set(WEIGHT_TYPES) | set(CONVERTED)
+
+
+def test_a_model_without_a_gguf_name_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    meta = saved(qwen3(), tmp_path)
+    meta.skeleton.config.model_type = "another"
+    assert meta.weights is not None
+    with pytest.raises(UnsupportedModelError, match="model type 'another' cannot be written to GGUF files"):
+        plan_export(meta.weights, meta.skeleton, read_types("Q4_K"))

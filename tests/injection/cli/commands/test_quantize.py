@@ -1,0 +1,64 @@
+"""`moegraft quantize`: the file loads with the other commands, and every mistake is one sentence and leaves no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from moegraft.injection.texts import read_text
+
+Run = Callable[..., Result]
+RunJson = Callable[..., dict[str, Any]]
+
+
+def test_the_file_loads_and_verifies(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    out, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    text.write_text(read_text("calibration")[:400])
+    found = run_json("quantize", "--out", out, "--weights", "Q4_K,down=Q8_0,attention=Q8_0", "--imatrix", text)
+    assert found["exit_code"] == 0 and found["importance"]
+    assert set(found["bytes_by_type"]) == {"Q4_K", "Q8_0", "F32"} and found["fallbacks"] == []
+    assert sum(found["bytes_by_type"].values()) == found["bytes"] < out.stat().st_size
+    checked = run_json("verify", "--gguf", out, "--rules", "cpu", "--tokens", 32)
+    assert checked["exit_code"] == 0
+    assert any(layer["weight_type"] == "q4_k+int8" for layer in checked["layers"])
+    again = run("quantize", "--out", out)
+    assert (
+        again.exit_code == 2
+        and again.stderr == f"moegraft: error: {out} exists; give --force to overwrite it, or --out with another FILE\n"
+    )
+
+
+def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "model.gguf"
+    done = run("quantize", "--out", out, "--weights", "Q6_K", "--imatrix", "none")
+    assert done.exit_code == 0, done.stderr
+    assert "bits per weight; to chat: local_chat --gguf" in done.stdout
+    assert (
+        "5 tensors in Q8_0 instead of Q6_K, whose blocks do not divide their rows: blk.0.ffn_down_exps.weight (rows of 64) and 4 more"
+        in (done.stderr)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", "model.gguf", "--weights", "Q9"), "--weights: type 'Q9' cannot be written; the types are F32, F16, BF16, Q8_0"),
+        (("--out", "model.gguf", "--weights", "middle=Q4_K"), "--weights: unknown role 'middle'"),
+        (("--out", "model.bin"), "the name of a GGUF file ends with .gguf"),
+        (("--out", "absent/model.gguf"), "the folder absent does not exist; create it first"),
+        (("--out", "model.gguf", "--imatrix", "absent.txt"), "absent.txt: No such file or directory"),
+        (("--out", "model.gguf", "--weights", "absent.yaml"), "absent.yaml: No such file or directory"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("quantize", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
