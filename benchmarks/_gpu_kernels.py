@@ -25,11 +25,13 @@ from gpu_day import TUNED, Row, Session, SkippedError
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.offload.devices.cuda import why_no_cuda
 from moegraft.operators.reference import reference_experts
+from moegraft.operators.weight_formats import FORMATS
 
 QWEN3 = Shape(2048, 768, 128, 8, 0)  # Qwen3-30B-A3B
 TINY = Shape(64, 64, 8, 2, 0)
 TOKENS = (1, 4, 8, 64, 512, 2048)
 WEIGHTS = ("int4", "bfloat16", "int8", "float16", "float32")
+STORED = ("mxfp4", "fp8", "int4_g128", "q4_k", "q6_k", "iq4_xs", "q3_k")  # one of each way to unpack
 SPARSITY = 0.85
 DISTINCT = 4  # experts that are drawn and packed; slots repeat them
 ROUTINGS = 4
@@ -69,7 +71,7 @@ def kernels(session: Session) -> None:
         session.case(f"tune {weights}", partial(tune, session, weights), limit_s=150)
     for weights in types[1:2] if session.emulated else ("bfloat16", "int4", "int8"):
         session.case(f"sparse {weights}", partial(sparse, session, weights, tokens[:1] if session.emulated else tokens), limit_s=90)
-    for weights in types[3:]:
+    for weights in types[3:] if session.emulated else (*STORED, *types[3:]):
         session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
 
 
@@ -164,9 +166,13 @@ def packed_layer(shape: Shape, weight_type: str, device: torch.device, *, rows: 
         "down": (shape.hidden, shape.intermediate),
     }
     seen: dict[str, list[torch.Tensor]] = {part: [] for part in sizes}
+    random = np.random.default_rng(0)
     for expert in range(DISTINCT):
         for part, size in sizes.items():
-            packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
+            if FORMATS[weight_type].stored:
+                packed.pack_blocks(expert, part, FORMATS[weight_type].random_blocks(size, random))
+            else:
+                packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
             seen[part].append(torch.from_numpy(packed.unpack(expert, part)))
     distinct = torch.from_numpy(packed.buffer.reshape(DISTINCT, -1)).to(device)
     arena = distinct.repeat(shape.num_experts // DISTINCT, 1)

@@ -98,8 +98,8 @@ class ExpertSlots(ABC):
         """Return a copy with slots for this share of the experts."""
 
     @abstractmethod
-    def count(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int) -> SlotCount:
-        """Return the slots of `layers` layers on a GPU with `free_bytes` of memory for slots."""
+    def count(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int, share: float = 1.0) -> SlotCount:
+        """Return the slots of `layers` layers on a GPU with `free_bytes` of memory for slots, of which they may take `share`."""
 
     @abstractmethod
     def layer_ms(self, layer: RoutedExperts, tokens: int, cpu: Rate, gpu: GpuRates, shared_ms: float) -> float:

@@ -18,6 +18,7 @@ from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
+from moegraft.operators.weight_formats import has_gpu_kernels
 from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class QuantizedLinearOptions:
     Attributes:
         weights: the type the weight is packed to; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32 inputs with one
             16-bit scale (GGUF's Q8_0 and Q4_0); blocks of integers from a GGUF file or a quantised checkpoint that have no more bits
-            stay as they are on the CPU. bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at
+            stay as they are. bfloat16 and float16 round nothing that is stored so, and a single token's product reads them at
             the memory's speed.
         gpu: the device that holds and computes it: `none`, the CPU; `auto`, the first GPU; or one such as `cuda:1`. Without a CUDA GPU
             and Triton it is the CPU, which is logged. The GPU kernels have not run on a GPU yet.
@@ -95,7 +96,7 @@ class QuantizedLinear(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
-        return options.gpu == "none"
+        return options.gpu == "none" or has_gpu_kernels(weight_type)
 
     @classmethod
     def identity(cls, options: QuantizedLinearOptions) -> str:

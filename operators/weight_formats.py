@@ -22,15 +22,21 @@ class GpuFormat:
         unit_columns: consecutive input columns in one unit.
         step_columns: input columns per step of a matrix product: 32 or 64 units, enough for one tensor-core instruction per column of a
             unit.
-        element_dtype: the dtype that tensor-core kernels view rows of the sparse layout as.
+        element_dtype: the dtype that tensor-core kernels view rows of the sparse layout as; None without such a layout.
         element_columns: input columns in one such element.
+        high_bits: bits of each code that are packed apart from its unit.
+        scales: of 32 columns, 1 or 2.
+        minima: whether each scale has a minimum.
     """
 
     unit_dtype: torch.dtype
     unit_columns: int
     step_columns: int
-    element_dtype: torch.dtype
+    element_dtype: torch.dtype | None = None
     element_columns: int = 1
+    high_bits: int = 0
+    scales: int = 1
+    minima: bool = False
 
 
 ScaleForm = Literal["float16", "float32", "exponent", "quarters"]
@@ -96,18 +102,30 @@ class WeightFormat:
         return blocks.reshape(*shape[:-1], -1)
 
 
-def _gguf(name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], form: ScaleForm = "float16") -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form)
+def _gguf(
+    name: str,
+    block_weights: int,
+    block_bytes: int,
+    *unit_scales: tuple[int, float],
+    form: ScaleForm = "float16",
+    gpu: GpuFormat | None = None,
+) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, name.upper(), True, unit_scales, form, gpu=gpu)
 
 
 def _integers(
-    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], zero_points: int | None = None
+    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], gpu: GpuFormat, zero_points: int | None = None
 ) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, zero_points=zero_points)
+    return WeightFormat(name, block_weights, block_bytes, None, True, unit_scales, zero_points=zero_points, gpu=gpu)
 
 
-def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, None, True, ((0, 1 / 110),), form, floats=True)
+def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm, gpu: GpuFormat) -> WeightFormat:
+    return WeightFormat(name, block_weights, block_bytes, None, True, ((0, 1 / 110),), form, floats=True, gpu=gpu)
+
+
+def _codes(bits: int, step_columns: int, high_bits: int = 0, scales: int = 1, *, minima: bool = False) -> GpuFormat:
+    """Words of codes of 8, 4 or 2 bits; a step has whole blocks."""
+    return GpuFormat(torch.int32, 32 // bits, step_columns, high_bits=high_bits, scales=scales, minima=minima)
 
 
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
@@ -121,25 +139,25 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             WeightFormat("int8", 32, 34, "Q8_0", gpu=GpuFormat(torch.int32, 4, 128, torch.uint8)),
             WeightFormat("int4", 32, 18, "Q4_0", gpu=GpuFormat(torch.int32, 8, 256, torch.uint8, element_columns=2)),
             # Formats of files: a row here is a struct in coded_formats.h.
-            _gguf("q4_k", 256, 144, (0, 1 / 200), (2, 7.5 / 200)),
-            _gguf("q6_k", 256, 210, (208, 1 / 1400)),
-            _gguf("mxfp4", 32, 17, (0, 1 / 2.9), form="exponent"),
-            _gguf("iq4_nl", 32, 18, (0, 1 / 66)),
-            _gguf("iq4_xs", 256, 136, (0, 1 / 1200)),
-            _gguf("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6)),
-            _gguf("q5_0", 32, 22, (0, 1 / 9.2)),
-            _gguf("q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2)),
-            _gguf("q5_k", 256, 176, (0, 1 / 530), (2, 15.5 / 530)),
-            _gguf("q3_k", 256, 110, (108, 1 / 43)),
-            _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14)),
+            _gguf("q4_k", 256, 144, (0, 1 / 200), (2, 7.5 / 200), gpu=_codes(4, 256, minima=True)),
+            _gguf("q6_k", 256, 210, (208, 1 / 1400), gpu=_codes(4, 256, 2, 2)),
+            _gguf("mxfp4", 32, 17, (0, 1 / 2.9), form="exponent", gpu=_codes(4, 256)),
+            _gguf("iq4_nl", 32, 18, (0, 1 / 66), gpu=_codes(4, 256)),
+            _gguf("iq4_xs", 256, 136, (0, 1 / 1200), gpu=_codes(4, 256)),
+            _gguf("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6), gpu=_codes(4, 256, minima=True)),
+            _gguf("q5_0", 32, 22, (0, 1 / 9.2), gpu=_codes(4, 256, 1)),
+            _gguf("q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2), gpu=_codes(4, 256, 1, minima=True)),
+            _gguf("q5_k", 256, 176, (0, 1 / 530), (2, 15.5 / 530), gpu=_codes(4, 256, 1, minima=True)),
+            _gguf("q3_k", 256, 110, (108, 1 / 43), gpu=_codes(2, 256, 1, 2)),
+            _gguf("q2_k", 256, 84, (80, 1 / 14), (82, 1.5 / 14), gpu=_codes(2, 256, 0, 2, minima=True)),
             # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
-            _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
-            _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
-            _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2),
-            _integers("int8_g128", 128, 130, (0, 1 / 74)),
+            _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
+            _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
+            _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2, gpu=_codes(4, 256, minima=True)),
+            _integers("int8_g128", 128, 130, (0, 1 / 74), gpu=_codes(8, 128)),
             # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
-            _float8("fp8", 128, 129, "quarters"),
-            _float8("fp8_rows", 256, 260, "float32"),
+            _float8("fp8", 128, 129, "quarters", gpu=_codes(8, 128)),
+            _float8("fp8_rows", 256, 260, "float32", gpu=_codes(8, 256)),
             # NVFP4 with a float32 scale of the tensor, which four rows hold together for 128 columns.
             WeightFormat("nvfp4", 128, 73, None, True, ((0, 1 / 317),), "quarters"),
             # Indexes into grids, and numbers of -1 to 1.
@@ -154,3 +172,8 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
         )
     }
 )
+
+
+def has_gpu_kernels(weight_type: str) -> bool:
+    """Return whether Triton kernels compute with a type, or with both types of `q4_k+q6_k`."""
+    return all(name in FORMATS and FORMATS[name].gpu is not None for name in weight_type.split("+"))

@@ -268,21 +268,31 @@ def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget:
 
 
 def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
-    """Yield the groups in the order in which they are allocated: each takes the memory that earlier ones leave."""
-    alike: dict[tuple[ExpertSlots, int], list[Swap]] = {}
+    """Yield the groups in the order in which they are allocated.
+
+    Rules take the memory that earlier ones leave; layers of one rule whose experts differ in size share it by their bytes.
+    """
+    alike: dict[ExpertSlots, dict[tuple[int, str], list[Swap]]] = {}
     for swap in planned.plan.swaps:
         slots = planned.slots(swap)
         if slots is not None:
-            host_bytes = sum(swap.footprint.by_device.get(device, 0) for device in ("cpu", "disk"))
-            alike.setdefault((slots, host_bytes), []).append(swap)
+            kind = _host_bytes(swap), planned.weight_type(swap)
+            alike.setdefault(slots, {}).setdefault(kind, []).append(swap)
     meta_model = planned.meta_model
-    for (slots, host_bytes), swaps in alike.items():
-        num_experts = _num_experts(meta_model, swaps)
-        expert_bytes = host_bytes // num_experts
+    for slots, sizes in alike.items():
         kv_bytes = kv_cache_bytes(meta_model.source.config, slots.context, meta_model.dtype, planned.cache_form())
-        count = slots.count(len(swaps), num_experts, expert_bytes, max(0, free_bytes - kv_bytes))
-        yield SlotGroup(slots, tuple(swaps), num_experts, expert_bytes, count.resident, count.total * expert_bytes)
-        free_bytes -= count.total * expert_bytes
+        room = max(0, free_bytes - kv_bytes)
+        every = sum(host_bytes * len(swaps) for (host_bytes, _), swaps in sizes.items())
+        for (host_bytes, _), swaps in sizes.items():
+            num_experts = _num_experts(meta_model, swaps)
+            expert_bytes = host_bytes // num_experts
+            count = slots.count(len(swaps), num_experts, expert_bytes, room, host_bytes * len(swaps) / every)
+            yield SlotGroup(slots, tuple(swaps), num_experts, expert_bytes, count.resident, count.total * expert_bytes)
+            free_bytes -= count.total * expert_bytes
+
+
+def _host_bytes(swap: Swap) -> int:
+    return sum(swap.footprint.by_device.get(device, 0) for device in ("cpu", "disk"))
 
 
 def _num_experts(meta_model: MetaModel, swaps: Sequence[Swap]) -> int:

@@ -35,8 +35,8 @@ class SharedSlots(ExpertSlots):
     def with_ratio(self, ratio: float) -> SharedSlots:
         return SharedSlots(replace(self.gpu, cache=replace(self.gpu.cache, ratio=ratio, slots=None, gpu_memory=None)))
 
-    def count(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int) -> SlotCount:
-        plan = self.gpu.cache.plan(layers, num_experts, expert_bytes, free_bytes, captured=self.gpu.captures)
+    def count(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int, share: float = 1.0) -> SlotCount:
+        plan = self.gpu.cache.plan(layers, num_experts, expert_bytes, free_bytes, captured=self.gpu.captures, share=share)
         return SlotCount(plan.total, plan.slots)
 
     def layer_ms(self, layer: RoutedExperts, tokens: int, cpu: Rate, gpu: GpuRates, shared_ms: float) -> float:

@@ -39,6 +39,7 @@ from moegraft.operators.offload.shared_overlap import shared_experts_of
 from moegraft.operators.routing import router_of
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.weight_formats import has_gpu_kernels
 from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class HybridExpertsOptions:
         weights: the type the experts are packed to, or a mapping such as `{gate: int4, up: int4, down: int8}`, on the CPU without
             sparsity; `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Blocks of GGUF files and of quantised
-            checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, on the
-            CPU without sparsity.
+            checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, without
+            sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory. Where the
             folder cannot be written, experts are packed in memory, which is logged.
@@ -188,8 +189,8 @@ class HybridExperts(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The GPU's kernels and the sparse layout have none. Whether this machine has a GPU does not matter: a plan may be for another.
-        return options.gpu == "none" and options.sparsity is None
+        # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
+        return options.sparsity is None and (options.gpu == "none" or has_gpu_kernels(weight_type))
 
     @classmethod
     def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:

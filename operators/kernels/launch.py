@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,7 +45,7 @@ class PackedBytes:
 
     @classmethod
     def of(cls, packed: torch.Tensor, weight_type: str) -> PackedBytes:
-        """Return views of contiguous uint8.
+        """Return views of contiguous uint8, with units as those of `weight_type`.
 
         Raises:
             ValueError: the bytes are not contiguous, or do not begin at a multiple of 16.
@@ -56,3 +56,7 @@ class PackedBytes:
             raise ValueError("packed bytes must begin at a multiple of 16 bytes: the kernels read 16 at a time")
         flat = packed.view(-1)
         return cls(flat.view(gpu_format(weight_type).unit_dtype), flat.view(torch.float16), flat.view(torch.float32))
+
+    def units_as(self, weight_type: str) -> PackedBytes:
+        """Return views for matrices of another weight type in the same bytes."""
+        return replace(self, units=self.biases.view(gpu_format(weight_type).unit_dtype))

@@ -11,7 +11,7 @@ import triton.language as tl
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, on
 from moegraft.operators.kernels.packed_layout import BLOCK_ROWS, PackedMatrix, block_bytes, packed_matrix, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
-from moegraft.operators.kernels.slots import UNITS, WARPS, row_products
+from moegraft.operators.kernels.slots import UNITS, WARPS, row_products, tile_spans
 
 # Up to here every token streams the weights itself; an estimate, no GPU has measured it.
 DECODE_TOKENS = 4
@@ -30,12 +30,12 @@ def _linear_decode_kernel(
     out_ptr,  # (T, outputs) floating
     M: tl.constexpr,
     ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
     """Grid (rows / ROWS, T)."""
     first_row = tl.program_id(0) * ROWS
     token = tl.program_id(1).to(tl.int64)
-    sums = tl.sum(row_products(units_ptr, scales_ptr, x_ptr + token * M.columns, first_row, 1.0, M, ROWS, UNITS), 0)
+    sums = tl.sum(row_products(units_ptr, scales_ptr, x_ptr + token * M.columns, first_row, 1.0, M, ROWS, SPANS), 0)
     lanes = first_row + tl.arange(0, ROWS)
     if M.bias_word >= 0:
         sums += tl.load(biases_ptr + lanes, mask=lanes < M.outputs, other=0.0)
@@ -86,5 +86,5 @@ class PackedLinearOnGpu:
         rows = 32 if self.matrix.rows >= 32 * MANY_BLOCKS else 16
         _linear_decode_kernel[self.matrix.rows // rows, len(tokens)](
             tokens, self._bytes.units, self._bytes.scales, self._bytes.biases, out,
-            M=self.matrix, ROWS=rows, UNITS=UNITS, num_warps=WARPS, **LAUNCH,
+            M=self.matrix, ROWS=rows, SPANS=tile_spans(self.matrix, rows, UNITS), num_warps=WARPS, **LAUNCH,
         )  # fmt: skip

@@ -2,8 +2,9 @@
 
 Both devices compute from the same bytes. In the *dense* layout a matrix is a row of blocks of 32 output rows. A block consists of groups
 of 32 input columns, and a group holds the 32 rows of one *unit* side by side: a unit is a 4-byte word with 1, 2, 4 or 8 consecutive
-columns of one row (float16: a half with one column). int8 and int4 groups begin with a line of 32 float16 scales. So consecutive threads
-read consecutive bytes.
+columns of one row (float16: a half with one column). So consecutive threads read consecutive bytes. Of formats with scales, groups form
+column blocks of one (int8, int4) to eight groups, which begin with the scales of the 32 rows, field by field; the upper bits of codes whose
+bits are no power of two follow a group's units.
 
 In the *sparse* layout the gates (of ungated experts the ups) are stored in such blocks, but up and down neuron by neuron, each neuron a row
 of H columns, so that those of inactive neurons need not be read. A row is its scales, for int8 and int4, and then chunks of 512 columns:
@@ -25,6 +26,7 @@ from moegraft.operators.weight_formats import FORMATS, GpuFormat
 
 BLOCK_ROWS = 32
 GROUP_COLUMNS = 32
+LINE_BYTES = 64  # which blocks of rows are whole multiples of
 CHUNK_COLUMNS = 512
 LANES = 16  # of a chunk
 MOST_LANES = 2048  # neurons that a program looks at in one go: 16 a thread
@@ -76,10 +78,16 @@ class PackedMatrix(NamedTuple):
     outputs: int  # true outputs: neurons or hidden size
     columns: int  # true inputs
     columns_a_unit: int
-    step_columns: int
+    step_columns: int  # whole column blocks
     units_a_group: int
+    units_a_span: int  # that a thread of the decode kernels reads together, with one scale
+    spans_a_scale: int
+    scales_a_block: int  # of a row of a column block
     group_stride: int
-    header: int  # scales before a group's units
+    header: int  # scales before a column block's units
+    high_bits: int
+    minima: bool
+    column_stride: int  # of column blocks
     block_stride: int
     expert_stride: int
     first: int
@@ -100,11 +108,15 @@ def packed_matrix(
 ) -> PackedMatrix:
     """Describe a matrix of `rows` (a multiple of 32) whose bytes begin `first_byte` into an expert; `biases` are byte offsets."""
     assert rows % BLOCK_ROWS == 0, f"{rows} rows are not whole blocks"
-    read = gpu_format(weight_type)
+    read, found = gpu_format(weight_type), FORMATS[weight_type]
     size = read.unit_dtype.itemsize
     units_a_group = GROUP_COLUMNS // read.unit_columns
-    header = BLOCK_ROWS * 2 // size if FORMATS[weight_type].scaled else 0
-    group_stride = header + units_a_group * BLOCK_ROWS
+    groups = max(1, found.block_weights // GROUP_COLUMNS)
+    group_stride = (units_a_group + read.high_bits) * BLOCK_ROWS
+    column_stride = groups * group_stride if not found.scaled else found.block_bytes * BLOCK_ROWS // size
+    column_blocks = round_up(columns, GROUP_COLUMNS * groups) // (GROUP_COLUMNS * groups)
+    assert read.step_columns % (GROUP_COLUMNS * groups) == 0, f"steps of {weight_type} are no whole blocks"
+    units_a_span = units_a_group // read.scales if found.stored else 1
     return PackedMatrix(
         weights=weight_type,
         rows=rows,
@@ -113,9 +125,15 @@ def packed_matrix(
         columns_a_unit=read.unit_columns,
         step_columns=read.step_columns,
         units_a_group=units_a_group,
+        units_a_span=units_a_span,
+        spans_a_scale=units_a_group // read.scales // units_a_span,
+        scales_a_block=groups * read.scales,
         group_stride=group_stride,
-        header=header,
-        block_stride=group_stride * (round_up(columns, GROUP_COLUMNS) // GROUP_COLUMNS),
+        header=column_stride - groups * group_stride,
+        high_bits=read.high_bits,
+        minima=read.minima,
+        column_stride=column_stride,
+        block_stride=round_up(column_stride * column_blocks, LINE_BYTES // size),
         expert_stride=expert_bytes // size,
         first=first_byte // size,
         expert_words=expert_bytes // 4,
@@ -144,19 +162,23 @@ class ExpertMatrices:
 def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
     """Return where the matrices and biases of each expert are in the dense layout.
 
+    Args:
+        weight_type: one type, or that of gate and up, and that of down, as in `q4_k+q6_k`.
+
     Raises:
         ValueError: an unknown weight type.
     """
-    gpu_format(weight_type)
+    gate_up, _, down = weight_type.partition("+")
+    down = down or gate_up
     neurons = round_up(shape.intermediate, BLOCK_ROWS)
     up_rows = neurons * (2 if shape.gated else 1)
     down_rows = round_up(shape.hidden, BLOCK_ROWS)
-    down_at = block_bytes(weight_type, shape.hidden) * (up_rows // BLOCK_ROWS)
-    biases = _Biases.after(down_at + block_bytes(weight_type, shape.intermediate) * (down_rows // BLOCK_ROWS), shape)
+    down_at = block_bytes(gate_up, shape.hidden) * (up_rows // BLOCK_ROWS)
+    biases = _Biases.after(down_at + block_bytes(down, shape.intermediate) * (down_rows // BLOCK_ROWS), shape)
     assert biases.end == PackedExperts.expert_bytes_for(shape, weight_type), "this layout is not the CPU kernel's"
     return ExpertMatrices(
         gate_up=packed_matrix(
-            weight_type,
+            gate_up,
             up_rows,
             shape.hidden,
             outputs=shape.intermediate,
@@ -165,7 +187,7 @@ def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
         ),
         # Columns of neurons beyond the intermediate size, which the first matrix makes zeros, are zeros too.
         down=packed_matrix(
-            weight_type,
+            down,
             down_rows,
             neurons,
             outputs=shape.hidden,

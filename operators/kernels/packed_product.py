@@ -13,17 +13,27 @@ import triton.language as tl
 
 from moegraft.operators.kernels.epilogue import Epilogue, finish_tile
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
-from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, round_up
+from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gpu_format, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.tuned import constant
-from moegraft.operators.kernels.units import column, column_as, dot, load, scale_at, signed, unit_at
+from moegraft.operators.kernels.units import column_as, dot, high_at, high_bits_of, load, number, scales_of, signed, unit_at
+
+# Compute capabilities of GPUs with 164 KiB of shared memory and more in a multiprocessor; others, such as GeForce, have 100 or less.
+LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3))
+SMALL_STAGES = 2  # where three do not fit
 
 
 def _tile(block_pairs: int, x: torch.Tensor, weights: str) -> tuple[int, int, int]:
-    """Return a program's rows, warps and stages; the defaults by the registers they leave (benchmarks/compiled_kernels.py)."""
+    """Return a program's rows, warps and stages; the defaults by what they leave of registers and of shared memory.
+
+    benchmarks/compiled_kernels.py records both.
+    """
+    large = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) in LARGE_SHARED
+    read = gpu_format(weights)  # upper bits and minima are loaded in tiles of their own, and take registers
+    stages = 3 if large and not read.high_bits and not read.minima else SMALL_STAGES
     if x.dtype == torch.float32:  # three passes over split operands
-        return 64, 4, 3
-    defaults = {"rows": 128, "warps": 8 if block_pairs >= 64 else 4, "stages": 3}
+        return 64, 4, stages
+    defaults = {"rows": 128, "warps": 8 if block_pairs >= 64 else 4, "stages": stages}
     rows, warps, stages = (constant(f"grouped_{name}:{block_pairs}", value, weights, x.device) for name, value in defaults.items())
     return rows, warps, stages
 
@@ -32,10 +42,10 @@ def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
     """Limit registers where a loop without masks just fits.
 
     Two programs of 8 warps fit a multiprocessor with 128 registers a thread. The assembler keeps to that only where a limit is given, and
-    otherwise parks a value in memory; with masks it does better without a limit.
+    otherwise parks a value in memory; with masks it does better without a limit. Formats of files need more registers.
     """
     masked = matrix.columns % matrix.step_columns != 0 or matrix.rows % rows != 0
-    return {"maxnreg": 128} if warps == 8 and matrix.header > 0 and not masked else {}
+    return {"maxnreg": 128} if warps == 8 and matrix.weights in ("int8", "int4") and not masked else {}
 
 
 def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
@@ -73,35 +83,52 @@ def _tile_product(
     rows = first_row + tl.arange(0, ROWS)
     HELD: tl.constexpr = M.columns_a_unit
     UNITS: tl.constexpr = M.step_columns // HELD
-    GROUPS: tl.constexpr = M.step_columns // 32
+    BLOCKS: tl.constexpr = M.step_columns // 32 // ((M.column_stride - M.header) // M.group_stride)  # column blocks
+    SCALES: tl.constexpr = BLOCKS * M.scales_a_block
     TAIL: tl.constexpr = M.columns % M.step_columns != 0
     MASKED: tl.constexpr = TAIL or M.rows % ROWS != 0
     COUNT: tl.constexpr = (M.columns + 31) // 32 * 32 // HELD
     units = tl.arange(0, UNITS)
-    groups = tl.arange(0, GROUPS)
+    spans, in_span = units[None, :] // M.units_a_span, units[None, :] % M.units_a_span
+    block = tl.arange(0, SCALES)[None, :] // M.scales_a_block
+    in_block = tl.arange(0, SCALES)[None, :] % M.scales_a_block
     inside = (rows < M.rows)[:, None]
-    w_ptrs = units_ptr + unit_at(rows[:, None], units[None, :], M)
-    s_ptrs = scales_ptr + scale_at(rows[:, None], groups[None, :], M)
+    w_ptrs = units_ptr + unit_at(rows[:, None], spans, in_span, M)
     x_ptrs = x_ptr + (x_rows[None, :] * WIDTH + units[:, None])  # below 2^31: the launcher asserts it
     total = tl.zeros((ROWS, BM), tl.float32)
     for step in range(0, (M.columns + M.step_columns - 1) // M.step_columns):
         at = step * UNITS + units
-        offset = step * GROUPS * M.group_stride
+        offset = step * BLOCKS * M.column_stride
         w = signed(load(w_ptrs + offset, inside & (at < COUNT)[None, :], MASKED), M)
+        high = w
+        if M.high_bits > 0:
+            high = load(units_ptr + offset + high_at(rows[:, None], spans, M), inside & (at < COUNT)[None, :], MASKED)
+            high = high_bits_of(high, spans, in_span, M)
         if M.header > 0:
-            scales = load(s_ptrs + 2 * offset, inside & (step * GROUPS + groups < COUNT // M.units_a_group)[None, :], MASKED)
-            scales = tl.broadcast_to(scales[:, :, None], (ROWS, GROUPS, UNITS // GROUPS))
-            scales = tl.reshape(scales, (ROWS, UNITS)).to(tl.float32)
+            here = inside & ((step * BLOCKS + block) * (M.step_columns // BLOCKS) < M.columns)
+            scales, minima = scales_of(units_ptr + offset, scales_ptr + 2 * offset, rows[:, None], block, in_block, here, M, MASKED)
+            scales = _by_unit(scales, ROWS, SCALES, UNITS).to(tl.float32)
+            if M.minima:
+                minima = _by_unit(minima, ROWS, SCALES, UNITS).to(tl.float32)
         for j in tl.static_range(HELD):
             mask = present[None, :]
             if TAIL:
                 mask = mask & (at * HELD + j < M.columns)[:, None]
             x = tl.load(x_ptrs + step * M.step_columns + j * UNITS, mask=mask, other=0.0)
             if M.header > 0:
-                total = dot((column(w, j, M) * scales).to(x.dtype), x, total, UPCAST)
+                value = number(w, high, j, M) * scales
+                if M.minima:
+                    value += minima
+                total = dot(value.to(x.dtype), x, total, UPCAST)
             else:
                 total = dot(column_as(w, j, x.dtype, M), x, total, UPCAST)
     return total
+
+
+@triton.jit
+def _by_unit(values, ROWS: tl.constexpr, SCALES: tl.constexpr, UNITS: tl.constexpr):
+    """(ROWS, SCALES) -> (ROWS, UNITS), in which units of one scale are side by side."""
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, SCALES, UNITS // SCALES)), (ROWS, UNITS))
 
 
 @triton.jit

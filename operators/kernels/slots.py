@@ -23,7 +23,7 @@ from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.tuned import constant
-from moegraft.operators.kernels.units import column, load, scale_at, signed, unit_at
+from moegraft.operators.kernels.units import high_at, high_bits_of, load, number, scales_of, signed, unit_at
 
 WARPS = 4
 UNITS = 64  # a tile; below 32 * WARPS, see above
@@ -35,26 +35,46 @@ MOST_TOKENS = 2048
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def tile_spans(matrix: PackedMatrix, rows: int, units: int) -> int:
+    """Return the spans of a tile of about `units` units: at least as many as give each thread a load of 16 bytes."""
+    return max(units // matrix.units_a_span, 512 // rows) if matrix.units_a_span > 1 else units
+
+
 @triton.jit
-def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
-    """`weight * W[first_row : first_row + ROWS] * x` before the sum over columns: (UNITS, ROWS) float32."""
+def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr):
+    """`weight * W[first_row : first_row + ROWS] * x` before the sum over columns: (SPANS, ROWS) float32."""
     rows = first_row + tl.arange(0, ROWS)[None, :]
     HELD: tl.constexpr = M.columns_a_unit
-    COUNT: tl.constexpr = (M.columns + 31) // 32 * 32 // HELD
-    MASKED: tl.constexpr = COUNT % UNITS != 0 or M.columns % 32 != 0
-    steps = tl.arange(0, UNITS)[:, None]
-    total = tl.zeros((UNITS, ROWS), tl.float32)
-    UNROLL: tl.constexpr = 2 if MASKED else 4  # masks take registers
-    for first in tl.range(0, COUNT, UNITS, loop_unroll_factor=UNROLL):
+    SPAN: tl.constexpr = M.units_a_span
+    COUNT: tl.constexpr = (M.columns + 31) // 32 * 32 // (HELD * SPAN)
+    MASKED: tl.constexpr = COUNT % SPANS != 0 or M.columns % 32 != 0
+    steps = tl.arange(0, SPANS)[:, None]
+    total = tl.zeros((SPANS, ROWS), tl.float32)
+    UNROLL: tl.constexpr = 1 if SPAN > 1 else 2 if MASKED else 4  # masks take registers
+    for first in tl.range(0, COUNT, SPANS, loop_unroll_factor=UNROLL):
         at = first + steps
-        units = signed(load(units_ptr + unit_at(rows, at, M), at < COUNT, MASKED), M)
-        part = tl.zeros((UNITS, ROWS), tl.float32)
-        for j in tl.static_range(HELD):
-            columns = at * HELD + j
-            part += column(units, j, M) * load(x_ptr + columns, columns < M.columns, MASKED).to(tl.float32)
+        inside = at < COUNT
+        part = tl.zeros((SPANS, ROWS), tl.float32)
+        sums = tl.zeros((SPANS, 1), tl.float32)  # of x
+        high = part
+        if M.high_bits > 0:
+            high = load(units_ptr + high_at(rows, at, M), inside, MASKED)
+        for unit in tl.static_range(SPAN):
+            units = signed(load(units_ptr + unit_at(rows, at, unit, M), inside, MASKED), M)
+            upper = high_bits_of(high, at, unit, M) if M.high_bits > 0 else high
+            for j in tl.static_range(HELD):
+                columns = (at * SPAN + unit) * HELD + j
+                x = load(x_ptr + columns, columns < M.columns, MASKED).to(tl.float32)
+                part += number(units, upper, j, M) * x
+                if M.minima:
+                    sums += x
         if M.header > 0:
-            scales = load(scales_ptr + scale_at(rows, at // M.units_a_group, M), at < COUNT, MASKED)
+            cell = at // M.spans_a_scale
+            block, in_block = cell // M.scales_a_block, cell % M.scales_a_block
+            scales, minima = scales_of(units_ptr, scales_ptr, rows, block, in_block, inside, M, MASKED)
             part *= scales.to(tl.float32)
+            if M.minima:
+                part += minima.to(tl.float32) * sums
         total += part * weight
     return total
 
@@ -72,7 +92,7 @@ def _gate_up_kernel(
     EPILOGUE: tl.constexpr,  # "gate" or "act"
     NEURONS: tl.constexpr,
     TOP_K: tl.constexpr,
-    UNITS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
     """Grid (T * K, blocks of 32 rows). The neurons of a pair; nothing is written for an absent one."""
     pair = tl.program_id(0)
@@ -82,7 +102,7 @@ def _gate_up_kernel(
         return
     start = slot * M.expert_stride + M.first
     x_ptr += (pair // TOP_K).to(tl.int64) * M.columns
-    sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, UNITS), 0)
+    sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, SPANS), 0)
     biases_ptr += slot * M.expert_words
     if EPILOGUE == "gate":
         lanes = block * 16 + tl.arange(0, 16)
@@ -113,12 +133,12 @@ def _down_kernel(
     M: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
     """Grid (T, H / ROWS). A token's experts are added in their order, so the result is deterministic."""
     token = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
-    total = tl.zeros((UNITS, ROWS), tl.float32)
+    total = tl.zeros((SPANS, ROWS), tl.float32)
     bias = tl.zeros((ROWS,), tl.float32)
     for k in range(0, TOP_K):
         pair = token * TOP_K + k
@@ -127,7 +147,7 @@ def _down_kernel(
             weight = tl.load(weights_ptr + pair).to(tl.float32)
             start = slot * M.expert_stride + M.first
             x_ptr = neurons_ptr + pair.to(tl.int64) * M.columns
-            total += row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, weight, M, ROWS, UNITS)
+            total += row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, weight, M, ROWS, SPANS)
             if M.bias_word >= 0:
                 bias += weight * tl.load(biases_ptr + slot * M.expert_words + M.bias_word + first_row + tl.arange(0, ROWS))
     lanes = first_row + tl.arange(0, ROWS)
@@ -141,9 +161,10 @@ def rows_by_pair(
     """`out (T * K, width) float32 = epilogue(W[id] @ x[token] + bias)` for each pair whose id is not -1: "gate" or "act"."""
     tokens, top_k = ids.shape
     units, warps = (constant(name, value, matrix.weights, x.device) for name, value in (("gate_units", UNITS), ("gate_warps", WARPS)))
+    spans = tile_spans(matrix, 32, units)
     _gate_up_kernel[tokens * top_k, matrix.rows // 32](
         x, packed.units, packed.scales, packed.biases, ids, out,
-        M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, UNITS=units, num_warps=warps, **LAUNCH,
+        M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, SPANS=spans, num_warps=warps, **LAUNCH,
     )  # fmt: skip
 
 
@@ -152,7 +173,8 @@ class SlotExperts:
 
     Args:
         shape: sizes of the experts, and how many a layer has.
-        weight_type: the type the slots' bytes were packed to by `PackedExperts`, in its dense layout.
+        weight_type: the type the slots' bytes were packed to by `PackedExperts`, in its dense layout; `q4_k+q6_k` has the first in gate
+            and up and the second in down.
     """
 
     def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) -> None:
@@ -191,10 +213,12 @@ class SlotExperts:
             ValueError: a shape, dtype or memory layout other than these.
         """
         check_call(self.shape.hidden, self.matrices.expert_bytes, hidden_states, arena, slots, top_k_weights, out)
-        packed = PackedBytes.of(arena, self.weight_type)
+        packed = PackedBytes.of(arena, self.matrices.gate_up.weights)
         if slots.numel() == 0:
             out.zero_()
-        elif (path or ("decode" if len(slots) <= self._constant("decode_tokens", DECODE_TOKENS, arena) else "grouped")) == "decode":
+        elif (
+            path or ("decode" if len(slots) <= constant("decode_tokens", DECODE_TOKENS, self.weight_type, arena.device) else "grouped")
+        ) == "decode":
             self._decode(hidden_states, packed, slots, top_k_weights, out)
         else:
             ids, num_ids = (slots, len(arena)) if experts is None else (experts, self.shape.num_experts)
@@ -209,23 +233,21 @@ class SlotExperts:
         inside = DECODE_TOKENS < len(hidden_states) <= MOST_TOKENS and experts.numel() > 0
         return GroupedCall(self, hidden_states, arena, experts, top_k_weights) if inside else None
 
+    def _path(self, tokens: int, device: torch.device) -> Literal["decode", "grouped"]:
+        return "decode" if tokens <= constant("decode_tokens", DECODE_TOKENS, self.weight_type, device) else "grouped"
+
     def _decode(self, x: torch.Tensor, packed: PackedBytes, slots: torch.Tensor, top_k_weights: torch.Tensor, out: torch.Tensor) -> None:
         tokens, top_k = slots.shape
         down = self.matrices.down
         neurons = torch.empty(tokens * top_k, self.matrices.neurons, dtype=torch.float32, device=x.device)
         rows_by_pair(x, packed, self.matrices.gate_up, slots, neurons, self.gate, "gate" if self.gate.gated else "act")
-        rows, units, warps = (
-            self._constant("down_rows", DOWN_ROWS, x),
-            self._constant("down_units", UNITS, x),
-            self._constant("down_warps", WARPS, x),
-        )
+        defaults = {"rows": DOWN_ROWS, "units": UNITS, "warps": WARPS}
+        rows, units, warps = (constant(f"down_{name}", value, down.weights, x.device) for name, value in defaults.items())
+        packed = packed if down.weights == self.matrices.gate_up.weights else packed.units_as(down.weights)
         _down_kernel[tokens, down.rows // rows](
             neurons, packed.units, packed.scales, packed.biases, slots, top_k_weights, out,
-            M=down, TOP_K=top_k, ROWS=rows, UNITS=units, num_warps=warps, **LAUNCH,
+            M=down, TOP_K=top_k, ROWS=rows, SPANS=tile_spans(down, rows, units), num_warps=warps, **LAUNCH,
         )  # fmt: skip
-
-    def _constant(self, name: str, default: int, where: torch.Tensor) -> int:
-        return constant(name, default, self.weight_type, where.device)
 
     def _grouped(
         self,
@@ -259,6 +281,7 @@ class SlotExperts:
         packed_product(
             columns, packed, gate_up, neurons, groups=groups, gate=self.gate, epilogue=epilogue, pairs_a_row=top_k, following=down
         )
+        packed = packed if down.weights == gate_up.weights else packed.units_as(down.weights)
         packed_product(neurons, packed, down, rows, groups=groups)
 
 
@@ -274,7 +297,7 @@ class GroupedCall:
         self, kernel: SlotExperts, hidden_states: torch.Tensor, arena: torch.Tensor, experts: torch.Tensor, top_k_weights: torch.Tensor
     ) -> None:
         self._kernel = kernel
-        self._packed = PackedBytes.of(arena, kernel.weight_type)
+        self._packed = PackedBytes.of(arena, kernel.matrices.gate_up.weights)
         self._experts = experts
         self._weights = top_k_weights
         self._columns = grouped_columns(hidden_states, kernel.matrices.gate_up)

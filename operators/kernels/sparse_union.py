@@ -295,7 +295,9 @@ def _tile(rows: ElementRows, block_pairs: int, dtype: torch.dtype) -> tuple[int,
 
 
 def _elements(arena: PackedBytes, rows: ElementRows) -> torch.Tensor:
-    return arena.units.view(gpu_format(rows.weights).element_dtype)
+    dtype = gpu_format(rows.weights).element_dtype
+    assert dtype is not None, "types with a sparse layout have one"
+    return arena.units.view(dtype)
 
 
 def list_union(threshold: Threshold, active: ActiveNeurons, act: torch.Tensor, groups: PairGroups, rows: PackedRows) -> None:

@@ -8,25 +8,124 @@ import triton.language as tl
 # Flipping the top bit of each code turns the offset binary of the layout into two's complement.
 FLIP_INT8 = tl.constexpr(-0x7F7F7F80)  # 0x80808080
 FLIP_INT4 = tl.constexpr(-0x77777778)  # 0x88888888
+# The 16 values of IQ4_NL and IQ4_XS, four in a word: -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.
+IQ4_0, IQ4_4, IQ4_8, IQ4_12 = (
+    tl.constexpr(int.from_bytes(bytes(value & 255 for value in values), "little", signed=True))
+    for values in ((-127, -104, -83, -65), (-49, -35, -22, -10), (1, 13, 25, 38), (53, 69, 89, 113))
+)
 
 
 @triton.jit
-def unit_at(rows, units, M: tl.constexpr):
-    """Address of `units` along the columns of `rows` of a matrix in blocks."""
-    block = (rows // 32) * M.block_stride + rows % 32
-    return block + (units // M.units_a_group) * M.group_stride + M.header + (units % M.units_a_group) * 32
+def unit_at(rows, spans, units, M: tl.constexpr):
+    """Address of the `units`-th unit of `spans` along the columns of `rows` of a matrix in blocks."""
+    IN_GROUP: tl.constexpr = M.units_a_group // M.units_a_span
+    at = (rows // 32) * M.block_stride + rows % 32 + M.header
+    if M.column_stride - M.header == M.group_stride:
+        at += (spans // IN_GROUP) * M.column_stride
+    else:
+        IN_BLOCK: tl.constexpr = (M.column_stride - M.header) // M.group_stride * IN_GROUP
+        at += (spans // IN_BLOCK) * M.column_stride + (spans % IN_BLOCK) // IN_GROUP * M.group_stride
+    return at + (spans % IN_GROUP * M.units_a_span + units) * 32
 
 
 @triton.jit
-def scale_at(rows, groups, M: tl.constexpr):
-    """Address of the float16 scale of `rows` for `groups` of 32 columns; only words have scales."""
-    return 2 * ((rows // 32) * M.block_stride + groups * M.group_stride) + rows % 32
+def high_at(rows, spans, M: tl.constexpr):
+    """Address of the word that has the upper bits of `spans`: a word has those of 32 columns, or of 16 where they are two."""
+    IN_GROUP: tl.constexpr = M.units_a_group // M.units_a_span
+    at = unit_at(rows, spans - spans % IN_GROUP, M.units_a_group, M)
+    return at + spans % IN_GROUP * 32 if M.high_bits == 2 else at
+
+
+@triton.jit
+def high_bits_of(words, spans, units, M: tl.constexpr):
+    """Loaded words of upper bits, shifted so that those of the `units`-th unit of `spans` come first."""
+    EACH: tl.constexpr = M.columns_a_unit // 4 * M.high_bits
+    if M.high_bits == 1:
+        IN_GROUP: tl.constexpr = M.units_a_group // M.units_a_span
+        words = words >> (spans % IN_GROUP) * (M.units_a_span * EACH)
+    return words >> units * EACH
+
+
+@triton.jit
+def _halves(scales_ptr, block, lanes, BEFORE: tl.constexpr, mask, MASKED: tl.constexpr):
+    """A float16 field of each row, which has BEFORE bytes before it in a row's header."""
+    return load(scales_ptr + (2 * block + BEFORE * 16 + lanes), mask, MASKED)
+
+
+@triton.jit
+def _words(units_ptr, block, lanes, BEFORE: tl.constexpr, mask, MASKED: tl.constexpr):
+    return load(units_ptr + (block + BEFORE * 8 + lanes), mask, MASKED)
+
+
+@triton.jit
+def _bytes(scales_ptr, block, lanes, BEFORE: tl.constexpr, mask, MASKED: tl.constexpr):
+    pointer = scales_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    return load(pointer + (4 * block + BEFORE * 32 + lanes), mask, MASKED).to(tl.int32)
+
+
+@triton.jit
+def scales_of(units_ptr, scales_ptr, rows, block, at, mask, M: tl.constexpr, MASKED: tl.constexpr):
+    """The scales and minima, float32 or float16, of `rows` in the column blocks `block`, the `at`-th of each; without minima, a 0.
+
+    The codes of MXFP4 and FP8 are too small by a power of two, which their scales make up for: those of MXFP4 are below 2^112.
+    """
+    lanes = rows % 32
+    block = (rows // 32) * M.block_stride + block * M.column_stride
+    if M.weights == "q4_k" or M.weights == "q5_k":
+        # six bits: of the first four in one word each, of the others four bits in the third word and two in the first ones
+        shift = 8 * (at % 4)
+        first = _words(units_ptr, block, lanes, 4, mask, MASKED) >> shift
+        second = _words(units_ptr, block, lanes, 8, mask, MASKED) >> shift
+        lower = _words(units_ptr, block, lanes, 12, mask, MASKED) >> shift
+        scale = tl.where(at < 4, first & 63, (lower & 15) | (first >> 2 & 48))
+        minimum = tl.where(at < 4, second & 63, (lower >> 4 & 15) | (second >> 2 & 48))
+        of_minima = _halves(scales_ptr, block, lanes, 2, mask, MASKED).to(tl.float32)
+        of_scales = _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32)
+        return of_scales * scale.to(tl.float32), -(of_minima * minimum.to(tl.float32))
+    elif M.weights == "q6_k":
+        four = _words(units_ptr, block + at // 4 * 32, lanes, 2, mask, MASKED)
+        scale = (four << 24 - 8 * (at % 4)) >> 24
+        return _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32) * scale.to(tl.float32), 0.0
+    elif M.weights == "q3_k":
+        lower = _words(units_ptr, block + at % 8 // 4 * 32, lanes, 2, mask, MASKED) >> 8 * (at % 4) + 4 * (at // 8)
+        upper = _words(units_ptr, block, lanes, 10, mask, MASKED) >> 8 * (at % 4) + 2 * (at // 4)
+        scale = ((lower & 15) | (upper & 3) << 4) - 32
+        return _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32) * scale.to(tl.float32), 0.0
+    elif M.weights == "q2_k":
+        both = _words(units_ptr, block + at // 4 * 32, lanes, 4, mask, MASKED) >> 8 * (at % 4)
+        of_minima = _halves(scales_ptr, block, lanes, 2, mask, MASKED).to(tl.float32)
+        scale = _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32) * (both & 15).to(tl.float32)
+        return scale, -(of_minima * (both >> 4 & 15).to(tl.float32))
+    elif M.weights == "iq4_xs":
+        pointer = scales_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        upper = load(pointer + (2 * block + 32 + lanes), mask, MASKED).to(tl.int32) >> 2 * at
+        lower = _words(units_ptr, block, lanes, 4, mask, MASKED) >> 4 * at
+        scale = ((lower & 15) | (upper & 3) << 4) - 32
+        return _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32) * scale.to(tl.float32), 0.0
+    elif M.weights == "int4_g32" or M.weights == "int4_g64" or M.weights == "int4_g128":
+        SCALES: tl.constexpr = 1 if M.weights == "int4_g128" else 2
+        index = at // (M.scales_a_block // SCALES)
+        scale = _halves(scales_ptr, block + index * 16, lanes, 0, mask, MASKED).to(tl.float32)
+        zero = _bytes(scales_ptr, block, lanes, 2 * SCALES, mask, MASKED) >> 4 * index & 15
+        return scale, -(scale * zero.to(tl.float32))
+    elif M.weights == "q4_1" or M.weights == "q5_1":
+        return _halves(scales_ptr, block, lanes, 0, mask, MASKED), _halves(scales_ptr, block, lanes, 2, mask, MASKED)
+    elif M.weights == "mxfp4":
+        # 2^(exponent - 127), halved, times 2^15
+        exponent = _bytes(scales_ptr, block, lanes, 0, mask, MASKED) + 14
+        return (tl.where(exponent > 254, 254, exponent) << 23).to(tl.float32, bitcast=True), 0.0
+    elif M.weights == "fp8":  # four rows have a scale
+        return _words(units_ptr, block, lanes // 4, 0, mask, MASKED).to(tl.float32, bitcast=True) * 256.0, 0.0
+    elif M.weights == "fp8_rows":
+        return _words(units_ptr, block, lanes, 0, mask, MASKED).to(tl.float32, bitcast=True) * 256.0, 0.0
+    else:
+        return _halves(scales_ptr, block, lanes, 0, mask, MASKED), 0.0
 
 
 @triton.jit
 def signed(units, M: tl.constexpr):
     """Loaded units, made ready for `column`."""
-    if M.weights == "int8":
+    if M.weights == "int8" or M.weights == "int8_g128":
         return units ^ FLIP_INT8
     elif M.weights == "int4":
         return units ^ FLIP_INT4
@@ -40,13 +139,47 @@ def column(units, J, M: tl.constexpr):
     if M.weights == "bfloat16":
         # a bfloat16 is the upper half of a float32
         return ((units >> 16 * J) << 16).to(tl.float32, bitcast=True)
-    elif M.weights == "int8":
+    elif M.weights == "int8" or M.weights == "int8_g128":
         return ((units << (24 - 8 * J)) >> 24).to(tl.float32)
     elif M.weights == "int4":
         # byte b holds column b in its low nibble and column b + 4 in its high one
         return ((units << (28 - 8 * (J % 4) - 4 * (J // 4))) >> 28).to(tl.float32)
     else:
         return units.to(tl.float32)
+
+
+@triton.jit
+def number(units, high, J, M: tl.constexpr):
+    """`column` of any format, before its scale; `high` is what `high_bits_of` returns, or anything where a code has no upper bits."""
+    BITS: tl.constexpr = 32 // M.columns_a_unit
+    if M.weights == "mxfp4" or M.weights == "fp8" or M.weights == "fp8_rows":
+        return _small_float(units, J, M)
+    elif BITS == 32 or BITS == 16 or BITS == 8 or M.weights == "int4":
+        return column(units, J, M)
+    else:
+        # byte b of a word holds columns b, b + 4, ...
+        code = units >> (8 * (J % 4) + BITS * (J // 4)) & (1 << BITS) - 1
+        if M.weights == "iq4_nl" or M.weights == "iq4_xs":
+            word = tl.where(code > 7, tl.where(code > 11, IQ4_12, IQ4_8), tl.where(code > 3, IQ4_4, IQ4_0))
+            return ((word << 24 - 8 * (code & 3)) >> 24).to(tl.float32)
+        if M.high_bits > 0:
+            upper = high >> (8 * (J % 4) + M.high_bits * (J // 4)) & (1 << M.high_bits) - 1
+            code = code | upper << BITS
+        if not M.minima:
+            code -= 1 << BITS + M.high_bits - 1
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _small_float(units, J, M: tl.constexpr):
+    """Codes of MXFP4 or FP8 as the float16 with their bits, 2^15 and 2^8 times too small; those of MXFP4 are doubled values."""
+    if M.weights == "mxfp4":
+        code = units >> (8 * (J % 4) + 4 * (J // 4))
+        bits = (code & 8) << 12 | (code & 7) << 9
+    else:
+        code = units >> 8 * J
+        bits = (code & 128) << 8 | (code & 127) << 7
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,12 +130,18 @@ class ModelEngines:
         shared: dict[tuple[str, object], list[LoadedLayer]] = {}
         for name, layer in zip(names, layers, strict=True):
             shared.setdefault((name, layer.kind), []).append(layer)
+        taken = dict.fromkeys(names, 0)  # bytes of slots
         for (name, _), members in shared.items():
-            opened = open_engine(name, members, self._runtime, options, kv_bytes * len(members) // len(layers))
+            here = [layer for place, layer in zip(names, layers, strict=True) if place == name]
+            share = _packed_bytes(members) / _packed_bytes(here)
+            opened = open_engine(
+                name, members, self._runtime, options, kv_bytes * len(here) // len(layers), share=share, taken_bytes=taken[name]
+            )
             if opened is None:
                 continue
             engine, engine_layers = opened
             self._engines.append(engine)
+            taken[name] += engine.cache.slots.plan.slots * members[0].packed.expert_bytes
             for index, member in enumerate(members):
                 gpu_layer = GpuLayer(engine, engine_layers, index, member.draft)
                 self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
@@ -174,13 +181,26 @@ def _close_all(engines: list[Engine]) -> None:
         engines.pop().close()
 
 
+def _packed_bytes(layers: Sequence[LoadedLayer]) -> int:
+    return sum(layer.packed.buffer.nbytes for layer in layers)
+
+
 def open_engine(
-    device_name: str, loaded: Sequence[LoadedLayer], runtime: Runtime, options: GpuOptions, kv_bytes: int
+    device_name: str,
+    loaded: Sequence[LoadedLayer],
+    runtime: Runtime,
+    options: GpuOptions,
+    kv_bytes: int,
+    *,
+    share: float = 1.0,
+    taken_bytes: int = 0,
 ) -> tuple[Engine, EngineLayers] | None:
     """Open the engine of one device and fill its slots; None where the device cannot hold or compute a single expert, which is logged.
 
     Args:
         kv_bytes: memory to leave for the KV cache on that device.
+        share: of the memory for slots that these layers may take; layers of other formats have the rest.
+        taken_bytes: of that memory, what slots of other layers have taken already.
     """
     packed, routers = [layer.packed for layer in loaded], [layer.router for layer in loaded]
     try:
@@ -193,13 +213,14 @@ def open_engine(
     except UnsupportedModelError:
         top_k = 1  # the cache then learns from fewer scores of each token
     store = ExpertStore.of_packed(packed)
-    free_bytes = free_for_slots(device.torch_device, kv_bytes) if device.torch_device.type == "cuda" else store.nbytes
+    on_cuda = device.torch_device.type == "cuda"
+    free_bytes = free_for_slots(device.torch_device, kv_bytes) + taken_bytes if on_cuda else math.ceil(store.nbytes / share)
     policy = make_policy(options.cache, store.layers, store.num_experts, top_k)
     timings = TimingRecorder(device)
     cache = open_expert_cache(
         device,
         store,
-        _slot_plan(options, store, free_bytes),
+        _slot_plan(options, store, free_bytes, share),
         policy.priority,
         "bypass" if options.cache.bypasses else "always",
         on_span=timings.on_span,
@@ -228,9 +249,9 @@ def _open_device(name: str) -> Device:
     return CudaDevice(int(index or 0))
 
 
-def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int) -> SlotPlan:
+def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int, share: float) -> SlotPlan:
     """The slots that a rule asks for; `layer_map` has them in whole layers, the last ones."""
-    plan = options.cache.plan(store.layers, store.num_experts, store.expert_bytes, free_bytes, captured=options.captures)
+    plan = options.cache.plan(store.layers, store.num_experts, store.expert_bytes, free_bytes, captured=options.captures, share=share)
     if options.schedule != "layer_map":
         return plan
     whole = layers_that_fit(store.layers, store.num_experts, plan.total)

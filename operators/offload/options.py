@@ -60,10 +60,17 @@ class ExpertCacheOptions(CacheOptions):
             return min(self.slots, num_experts)
         return None if self.ratio is None else round(self.ratio * num_experts)
 
-    def plan(self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int, *, captured: bool = False) -> SlotPlan:
-        """Return the slots to allocate on a GPU that has `free_bytes` for them; `captured`: for decode steps that may be captured."""
+    def plan(
+        self, layers: int, num_experts: int, expert_bytes: int, free_bytes: int, *, captured: bool = False, share: float = 1.0
+    ) -> SlotPlan:
+        """Return the slots to allocate on a GPU that has `free_bytes` for them.
+
+        Args:
+            captured: for decode steps that may be captured.
+            share: of the memory that these layers may take, where layers whose experts have other sizes are on the GPU as well.
+        """
         each = self.per_layer(num_experts)
-        budget = free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)
+        budget = round(share * (free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)))
         total = budget // expert_bytes if each is None else each * layers
         staging = max(STAGING, min(CAPTURED_STAGING, total // CAPTURED_SHARE)) if captured else STAGING
         if each is None:

@@ -120,6 +120,22 @@ def test_a_file_that_changes_type_per_tensor(names: tuple[str, ...], tmp_path: P
     assert errors(kept, exact).median() < 0.06  # every linear layer rounds its activations, too
 
 
+def test_slots_hold_the_bytes_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers of two types have slots of their own, and share the memory by their bytes."""
+    kinds = {"gate_inp": BlockType.F32, "blk.0.ffn_down_exps": BlockType.Q6_K, "ffn_": BlockType.Q4_K, "": BlockType.F32}
+    folder = saved(tmp_path, kinds)
+    on_cpu = load(folder)
+    with caplog.at_level(logging.WARNING):
+        found = load(folder, "weights: stored, gpu: emulated, cache: {gpu_memory: 1400KiB}")
+    assert not [record.message for record in caplog.records if "converted" in record.message]
+    for layer, expected in enumerate(("q4_k+q6_k", "q4_k")):
+        experts = found.get_submodule(f"model.layers.{layer}.mlp.experts")
+        assert isinstance(experts, HybridExperts) and experts._packed is not None and experts.gpu_layer is not None
+        assert experts.weight_type == expected
+        assert experts.gpu_layer.engine.cache.slots.plan.total == 2  # and four for transfers; alone it would have all three
+    assert errors(found, on_cpu).max() < 1e-4
+
+
 def test_what_is_kept_is_what_the_quantiser_wrote(tmp_path: Path) -> None:
     """Not only what another way of loading reads."""
     model = qwen3()
@@ -139,11 +155,10 @@ def test_unconverted_tensors_are_not_logged(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("kinds", "options", "expected"),
     [
-        (MEDIUM, "weights: stored, gpu: emulated, cache: {ratio: 0.5}", "int8"),
         (MEDIUM, "weights: bfloat16", "bfloat16"),
         ({"_up_exps": BlockType.Q6_K, "_exps": BlockType.Q4_K}, "weights: stored", "int8+q4_k"),  # gate and up share blocks
     ],
-    ids=["emulated GPU", "bfloat16", "gate unlike up"],
+    ids=["bfloat16", "gate unlike up"],
 )
 def test_conversions_are_logged_once(
     kinds: Mapping[str, BlockType], options: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -189,12 +189,15 @@ def test_linear_layers_keep_the_codes_that_are_no_larger(tmp_path: Path) -> None
         assert (found(x) - expected(x)).norm() < 0.01 * expected(x).norm()
 
 
-def test_slots_on_a_gpu_have_a_type_that_its_kernels_read(tmp_path: Path) -> None:
-    for form, expected in ((compressed(4, 128), "int4"), (awq(64), "int8"), (FORMATS["compressed mxfp4"], "bfloat16")):
+def test_slots_on_a_gpu_hold_the_bytes_of_the_file(tmp_path: Path) -> None:
+    fp8 = float8("_scale_inv", (128, 128), {**FP8_BLOCKS, "weight_block_size": [128, 128]})
+    for form, expected in ((compressed(4, 128), "int4_g128"), (fp8, "fp8"), (FORMATS["compressed mxfp4"], "mxfp4")):
         save(form, tmp_path)
-        slots = EXPERTS.replace("weights: stored", "weights: stored, gpu: emulated, cache: {ratio: 0.5}")
+        slots = EXPERTS.replace("weights: stored", "weights: stored, gpu: emulated, cache: {slots: 1}")
         planned = optimize_and_load(tmp_path, rules(tmp_path, slots), dry_run=True)
-        assert {swap.weight_type for swap in planned.swaps} == {expected}  # type: ignore[attr-defined]
+        for swap in planned.swaps:  # type: ignore[attr-defined]
+            assert swap.weight_type == expected
+            assert swap.footprint.by_device["cpu"] == 3 * swap.footprint.by_device["gpu"]
 
 
 def test_codes_of_all_experts_in_one_tensor(tmp_path: Path) -> None:

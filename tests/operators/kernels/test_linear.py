@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, relative_error
-from support.triton_cases import DEVICE, ROUNDED
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear
@@ -17,6 +17,8 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
 from moegraft.operators.machine import Machine
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import STORED_FORMATS
 
 
 def made(weight_type: str, rows: int, columns: int, *, bias: bool) -> tuple[PackedLinearOnGpu, torch.Tensor, torch.Tensor]:
@@ -43,6 +45,26 @@ def test_every_weight_type(rows: int, columns: int, tokens: int, bias: bool, wei
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1))
     limit = TOLERANCE["float32"] if path == "decode" else ROUNDED[torch.float32]
     assert relative_error(linear.forward(x.to(DEVICE), path).cpu(), x.double() @ weight.T + values) <= limit
+
+
+@pytest.mark.parametrize("weight_type", sorted(STORED_FORMATS))
+def test_formats_of_files(weight_type: str) -> None:
+    """Their weights bit for bit, as products with columns of the identity, and products with any activations."""
+    block = FORMATS[weight_type].block_weights
+    rows, columns = 45, 288 if block == 32 else 320 if block == 64 else 384 if block == 128 else 512  # steps of which one is cut
+    random = np.random.default_rng(0)
+    packed = PackedLinear(rows, columns, weight_type)
+    packed.pack_blocks(FORMATS[weight_type].random_blocks((rows, columns), random))
+    weight = torch.from_numpy(packed.unpack())
+    linear = PackedLinearOnGpu(rows, columns, weight_type, torch.from_numpy(packed.buffer.copy()).to(DEVICE))
+    chosen = torch.from_numpy(random.permutation(columns)[:64])
+    found = linear.forward(torch.eye(columns)[chosen].to(DEVICE), "grouped").cpu()
+    if INTERPRETED:
+        assert torch.equal(found, weight.T[chosen])
+    assert relative_error(found, weight.T[chosen].double()) <= ROUNDED[torch.float32]
+    x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
+    for path, limit in (("decode", TOLERANCE["float32"]), ("grouped", ROUNDED[torch.float32])):
+        assert relative_error(linear.forward(x.to(DEVICE), path).cpu(), x.double() @ weight.double().T) <= limit, path
 
 
 @pytest.mark.parametrize("path", ["decode", "grouped"])

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
-from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, make_stored_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec, activations
@@ -64,6 +64,22 @@ def test_every_activation_dtype(weight_type: str, dtype: torch.dtype, path: str)
     layer = make_layer(weight_type, 3, 64, 40)
     batch = make_batch(2, 2, layer, dtype)
     assert relative_error(forward(layer, *batch, path, weight_type), layer.reference(*batch)) <= limit(path, dtype)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("weight_type", "hidden", "intermediate"),
+    [
+        ("mxfp4", 96, 32),  # three column blocks
+        ("q3_k+float16", 256, 32),  # down has units of another size
+        ("int4_g32+q5_0", 64, 32),  # both with fields that are not in words
+        ("fp8", 128, 128),
+    ],
+)
+def test_formats_of_files(weight_type: str, hidden: int, intermediate: int, path: str) -> None:
+    layer = make_stored_layer(weight_type, 3, hidden, intermediate, bias=True)
+    batch = make_batch(2, 2, layer)
+    assert relative_error(forward(layer, *batch, path, weight_type), layer.reference(*batch)) <= limit(path, torch.float32)
 
 
 @pytest.mark.parametrize("path", PATHS)
