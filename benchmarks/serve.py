@@ -142,6 +142,8 @@ def servers(folder: Path, llama_server: str | None, threads: int, context: int, 
                 "0",
                 "--no-ui",
             ]
+            # Its weights in memory of its own, as pages of a file may be dropped while the other server runs; and no token ends an answer.
+            theirs += ["--load-mode", "none", "--ignore-eos"]
             found.append(stack.enter_context(running("llama.cpp", theirs, ports[1], folder)))
         yield found
 
