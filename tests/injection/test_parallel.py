@@ -433,8 +433,8 @@ def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
         "hybrid_experts, kwargs: {gpu: auto}": on_cpu,
         "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": on_cpu,  # several GPUs of a process
         "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": on_cpu,  # captured steps
-        "hybrid_experts, kwargs: {sparsity: {target: 0.5}}": "sparsity is not supported",
-        "sparse_experts, kwargs: {sparsity: {target: 0.5}}": "sparse_experts needs all experts",
+        "hybrid_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparsity is not supported",
+        "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
     }
     for replaced, reason in cases.items():
         rules = tmp_path / "undivided.yaml"
