@@ -30,8 +30,8 @@ from triton.runtime.jit import JITFunction
 from moegraft.operators.kernels.launch import interpreted
 
 WARP_THREADS = 32
-# 227 KiB: the most shared memory that a program may have on sm_90; sm_80 has 163 KiB.
-SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+# The most shared memory that a program may have; sm_86 and sm_89 are GeForce's.
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 REGISTER_FILE = 65536  # registers of a multiprocessor
 
 

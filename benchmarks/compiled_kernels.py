@@ -2,9 +2,10 @@
 
     python benchmarks/compiled_kernels.py
 
-compiles for sm_80 and sm_90 all launches that `results/compiled_kernels.csv` lacks for the installed Triton (`--all` compiles all again),
-and drops rows of launches that no longer exist. The oldest Triton has rows of its own: `pip install --no-deps --target DIR triton==3.6.0`,
-then the same command with PYTHONPATH=DIR. Tests compare the rows with a GPU's limits, compile changed launches, and compile a sample again.
+compiles for sm_80, sm_86 and sm_90 all launches that `results/compiled_kernels.csv` lacks for the installed Triton (`--all` compiles all
+again), and drops rows of launches that no longer exist; all of them take about ten minutes, and an interrupted run keeps what it has. The
+oldest Triton has rows of `SAMPLE` alone: `pip install --no-deps --target DIR triton==3.6.0`, then the same command with PYTHONPATH=DIR.
+Tests compare the rows with a GPU's limits, compile changed launches, and compile the sample again.
 `--case NAME` prints some cases and writes nothing.
 """
 
@@ -15,8 +16,8 @@ import csv
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 
@@ -27,11 +28,17 @@ from _compile_check import Compiled, recording
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
+from moegraft.operators.kernels.packed_product import SMALL_STAGES
 from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.kernels.tuned import trial
 from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.weight_formats import FORMATS
 
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 86, 90)
+SMALL = 86  # with little shared memory: the largest tiles of these formats alone
+SMALL_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k")
+OLDEST = "3.6.0"  # of the supported Tritons
 META = torch.device("meta")
 BF16 = torch.bfloat16
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=7.0, up_limit=7.0, up_offset=1.0)
@@ -39,19 +46,17 @@ CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=7.0, up_limit=7.0, up_offset=
 SHAPES = {
     "qwen3-30b": (2048, 768, 128, 8),
     "deepseek-v2-lite": (2048, 1408, 64, 6),
-    "mixtral": (4096, 14336, 8, 2),
     "gpt-oss": (2880, 2880, 32, 4),
     "qwen3.5-35b": (2048, 512, 256, 8),
-    "qwen3.5-122b": (3072, 1024, 256, 8),
 }
 # Compiled by the tests: half of them in every run.
 SAMPLE = (
-    "slots qwen3-30b int4 bfloat16 T=1",
-    "slots qwen3-30b bfloat16 bfloat16 T=512",
+    "slots qwen3-30b q4_k bfloat16 T=1",
+    "slots gpt-oss mxfp4 bfloat16 T=2048",
     "linear int8 bfloat16 T=64",
+    "slots qwen3-30b bfloat16 bfloat16 T=2048",
     "sparse qwen3.5-35b bfloat16 pair T=1",
     "sparse qwen3.5-35b bfloat16 union T=64",
-    "sparse qwen3.5-35b bfloat16 sketch pair T=8",
     "sparse qwen3-30b int4 union T=64",
 )
 Case = Callable[[], None]
@@ -120,55 +125,46 @@ def label(dtype: torch.dtype) -> str:
 
 @cache
 def cases() -> Mapping[str, Case]:
-    """Return every shipped configuration: each kernel with each of its tile sizes and types."""
+    """Return the configurations that inform: each kernel with each format for a decode step and for a prompt, in the largest tile."""
     found: dict[str, Case] = {}
-    for name in ("qwen3-30b", "deepseek-v2-lite", "mixtral", "gpt-oss"):
-        for weights in ("bfloat16", "int8", "int4"):
-            for tokens in (1, 64, 512, 2048):
-                found[f"slots {name} {weights} bfloat16 T={tokens}"] = slots_case(name, weights, BF16, tokens)
+    for weights in FORMATS:
+        dtype = {"float32": torch.float32, "float16": torch.float16}.get(weights, BF16)
+        for tokens in (1, 2048):
+            found[f"slots qwen3-30b {weights} {label(dtype)} T={tokens}"] = slots_case("qwen3-30b", weights, dtype, tokens)
+    for name, weights, dtype, tokens in (
+        ("qwen3-30b", "int4", BF16, 64),  # smaller tiles
+        ("gpt-oss", "mxfp4", BF16, 1),  # biases, limits, and masks of columns
+        ("gpt-oss", "mxfp4", BF16, 2048),
+        ("deepseek-v2-lite", "int8", BF16, 512),
+        ("deepseek-v2-lite", "int4", torch.float32, 512),
+    ):
+        found[f"slots {name} {weights} {label(dtype)} T={tokens}"] = slots_case(name, weights, dtype, tokens)
     for slots in (3072, 6144):  # of all layers, as memory allows: nothing may depend on it
         found[f"slots qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots)
         found[f"arriving qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots, arriving=True)
-    for weights in ("float32", "float16", "bfloat16", "int8", "int4"):
-        for dtype in (torch.float32, torch.float16):
-            for tokens in (1, 512):
-                found[f"slots qwen3-30b {weights} {label(dtype)} T={tokens}"] = slots_case("qwen3-30b", weights, dtype, tokens)
-    many = (("pair", 1), ("ordered", 64), ("union", 64), ("union", 2048), ("dense", 64), ("dense", 2048))
-    for name in ("qwen3-30b", "mixtral"):
-        for weights in ("bfloat16", "int8", "int4"):
-            for path, tokens in (("pair", 1), ("pair", 64), *many[1:]):
-                found[f"sparse {name} {weights} {path} T={tokens}"] = sparse_case(name, weights, path, tokens)
-    for name in ("qwen3.5-35b", "qwen3.5-122b", "gpt-oss"):
-        for path, tokens in many:
-            found[f"sparse {name} bfloat16 {path} T={tokens}"] = sparse_case(name, "bfloat16", path, tokens)
-        for path, tokens in (("pair", 1), ("pair", 8), ("ordered", 64), ("union", 64), ("dense", 2048)):
-            found[f"sparse {name} bfloat16 sketch {path} T={tokens}"] = sparse_case(name, "bfloat16", path, tokens, sketched=True)
-    for weights, dtype in (
-        ("float32", torch.float32),
-        ("float16", torch.float16),
-        ("bfloat16", torch.float32),
-        ("bfloat16", torch.float16),
-        ("int4", torch.float32),
-        ("int8", torch.float16),
-    ):
-        for path in ("pair", "union", "dense"):
-            found[f"sparse qwen3-30b {weights} {label(dtype)} {path} T=64"] = sparse_case("qwen3-30b", weights, path, 64, dtype)
-    for weights, dtype in (("float32", torch.float32), ("float16", torch.float16)):
-        for path in ("pair", "dense"):
-            name = f"sparse qwen3-30b {weights} {label(dtype)} sketch {path} T=64"
-            found[name] = sparse_case("qwen3-30b", weights, path, 64, dtype, sketched=True)
-    for weights in ("int8", "int4"):
-        for tokens in (1, 16, 32, 64):
-            found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
+    paths = (("pair", 1), ("ordered", 64), ("union", 64), ("dense", 2048))
+    for path, tokens in paths:
+        found[f"sparse qwen3.5-35b bfloat16 {path} T={tokens}"] = sparse_case("qwen3.5-35b", "bfloat16", path, tokens)
+        if path != "ordered":
+            found[f"sparse qwen3-30b int4 {path} T={tokens}"] = sparse_case("qwen3-30b", "int4", path, tokens)
+    for path, tokens in (("pair", 8), ("dense", 2048)):
+        found[f"sparse qwen3.5-35b bfloat16 sketch {path} T={tokens}"] = sparse_case("qwen3.5-35b", "bfloat16", path, tokens, sketched=True)
+    for path in ("pair", "union"):
+        found[f"sparse qwen3-30b float32 float32 {path} T=64"] = sparse_case("qwen3-30b", "float32", path, 64, torch.float32)
+    found["sparse gpt-oss bfloat16 union T=64"] = sparse_case("gpt-oss", "bfloat16", "union", 64)
+    for weights, tokens in (("int8", 1), ("int8", 64), ("int4", 1), ("q4_k", 1)):
+        found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
     return found
 
 
-def launches(capability: int) -> dict[str, str]:
-    """Return the first case of each distinct launch by the launch's key."""
+def launches(capability: int, names: Collection[str] | None = None) -> dict[str, str]:
+    """Return the first case of each distinct launch by the launch's key; `names`: of these cases alone."""
     found: dict[str, str] = {}
     with quiet():
         for name, case in cases().items():
-            with recording(capability, wanted=()) as recorded:
+            if (names is not None and name not in names) or (capability == SMALL and not is_largest(name)):
+                continue
+            with stages_of(capability), recording(capability, wanted=()) as recorded:
                 case()
             for key in recorded.launched:
                 found.setdefault(key, name)
@@ -177,9 +173,19 @@ def launches(capability: int) -> dict[str, str]:
 
 def compiled(case: Case, capability: int, wanted: Collection[str] | None = None) -> list[Compiled]:
     """Compile the launches of a case, or only those with a key in `wanted`."""
-    with quiet(), recording(capability, wanted) as found:
+    with quiet(), stages_of(capability), recording(capability, wanted) as found:
         case()
     return found.compiled
+
+
+def is_largest(name: str) -> bool:
+    return name in {f"slots qwen3-30b {weights} bfloat16 T=2048" for weights in SMALL_FORMATS}
+
+
+def stages_of(capability: int) -> AbstractContextManager[object]:
+    """Set the stages that launches have on a GPU of this capability, which tensors on meta do not name."""
+    small = {f"grouped_stages:{pairs}": SMALL_STAGES for pairs in (16, 32, 64)}
+    return trial(small) if capability == SMALL else nullcontext()
 
 
 @contextmanager
@@ -216,20 +222,28 @@ def recorded_rows() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def updated(rows: list[Row], *, everything: bool) -> list[Row]:
-    """Return the rows that the file should have."""
+def updated(rows: list[Row], *, everything: bool) -> Iterator[list[Row]]:
+    """Yield the rows that the file should have, again after each that is compiled."""
     kept: list[Row] = []
+    wanted: dict[int, dict[str, str]] = {}
     for capability in CAPABILITIES:
-        current = launches(capability)
-        mine = [row for row in rows if int(str(row["capability"])) == capability and row["key"] in current]
+        every = launches(capability)
+        current = launches(capability, SAMPLE) if triton.__version__ == OLDEST else every
+        mine = [row for row in rows if int(str(row["capability"])) == capability and row["key"] in every]
         own = [row for row in mine if row["triton"] == triton.__version__ and not everything]
         kept += [row for row in mine if row["triton"] != triton.__version__] + own
         known = {row["key"] for row in own}
-        kept += made(capability, {key: name for key, name in current.items() if key not in known})
+        wanted[capability] = {key: name for key, name in current.items() if key not in known}
     place = {name: number for number, name in enumerate(cases())}
-    return sorted(
-        kept, key=lambda row: (str(row["triton"]), int(str(row["capability"])), place.get(str(row["case"]), 0), str(row["kernel"]))
-    )
+
+    def order(row: Row) -> tuple[str, int, int, str]:
+        return str(row["triton"]), int(str(row["capability"])), place.get(str(row["case"]), 0), str(row["kernel"])
+
+    yield sorted(kept, key=order)
+    for capability, names in wanted.items():
+        for row in made(capability, names):
+            kept.append(row)
+            yield sorted(kept, key=order)
 
 
 def main() -> None:
@@ -243,11 +257,12 @@ def main() -> None:
             for row in made(capability, wanted):
                 print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("triton", "key")), flush=True)
         return
-    rows = updated(recorded_rows(), everything=arguments.all)
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows: list[Row] = []
+    for rows in updated(recorded_rows(), everything=arguments.all):
+        with RESULTS.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["triton", "case", *(each.name for each in fields(Compiled))], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {RESULTS}")
 
 

@@ -29,8 +29,8 @@ def _tile(block_pairs: int, x: torch.Tensor, weights: str) -> tuple[int, int, in
     benchmarks/compiled_kernels.py records both.
     """
     large = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) in LARGE_SHARED
-    # upper bits are loaded in a tile of their own
-    stages = 3 if large and not gpu_format(weights).high_bits else SMALL_STAGES
+    read = gpu_format(weights)  # upper bits and minima are loaded in tiles of their own, and take registers
+    stages = 3 if large and not read.high_bits and not read.minima else SMALL_STAGES
     if x.dtype == torch.float32:  # three passes over split operands
         return 64, 4, stages
     defaults = {"rows": 128, "warps": 8 if block_pairs >= 64 else 4, "stages": stages}

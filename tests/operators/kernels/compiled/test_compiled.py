@@ -21,9 +21,11 @@ sys.path.insert(0, str(BENCHMARKS))
 from _compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording  # noqa: E402
 
 AGAIN = "run: python benchmarks/compiled_kernels.py"
-OLDEST = "3.6.0"
-# One value that an assembler parks in memory before a loop, by Triton, capability, case and kernel: nothing else may.
-PARKED: dict[tuple[str, str, str, str], int] = {}
+# Bytes that the assembler parks in memory to keep to 128 registers, by Triton, capability, case and kernel: nothing else may.
+PARKED: dict[tuple[str, str, str, str], int] = {
+    ("3.9.0", "80", "slots qwen3-30b int4_g64 bfloat16 T=2048", "packed_product_kernel"): 16,
+    ("3.9.0", "80", "slots qwen3-30b int4_g128 bfloat16 T=2048", "packed_product_kernel"): 16,
+}
 MAX_COMPILED = 12  # binaries without a record that one run compiles; of more, as many evenly spaced ones
 
 
@@ -64,11 +66,12 @@ def test_every_shipped_configuration_fits_a_gpu(tool: ModuleType, rows: list[dic
     assert not wrong, "\n".join(wrong)
 
 
-def test_old_and_new_versions_are_recorded(rows: list[dict[str, str]]) -> None:
+def test_old_and_new_versions_are_recorded(tool: ModuleType, rows: list[dict[str, str]]) -> None:
     keys = {version: {row["key"] for row in rows if row["triton"] == version} for version in {row["triton"] for row in rows}}
-    assert OLDEST in keys and len(keys) > 1
-    assert len({frozenset(found) for found in keys.values()}) == 1, f"one version lacks rows that another has; {AGAIN}, with each"
-    assert {row["capability"] for row in rows} == {"80", "90"}
+    oldest = keys.pop(tool.OLDEST)
+    assert oldest and keys
+    assert all(oldest <= found for found in keys.values()), f"a version lacks rows of the oldest; {AGAIN}, with each"
+    assert {"80", "90"} <= {row["capability"] for row in rows}
 
 
 @pytest.mark.parametrize("capability", [80, 90])
