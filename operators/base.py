@@ -246,6 +246,51 @@ class InPlaceOperator(Operator):
         raise AssertionError(f"{self.name} takes no weights")
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedRow:
+    """What one text of a batch gained in a round.
+
+    Attributes:
+        confidences: the draft's probability of each draft token.
+        compared: draft tokens that were compared with the full model's choice: all up to the first rejected one.
+        accepted: of these.
+        generated: tokens by which the text grew.
+    """
+
+    confidences: Sequence[float]
+    compared: int
+    accepted: int
+    generated: int
+
+
+class BatchDrafts(ABC):
+    """Drafts for texts that are decoded together, each of which accepts as many tokens as it agrees with. One thread uses it.
+
+    The caller drafts for each text, feeds the drafts of all texts to the full model in one pass, and keeps of each text what the full
+    model would have generated, so that the text is the same with any drafts.
+    """
+
+    @abstractmethod
+    def plan(self, texts: int, limit: int) -> int:
+        """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""
+
+    @abstractmethod
+    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
+        """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`."""
+
+    @abstractmethod
+    def drafting(self) -> AbstractContextManager[None]:
+        """Let the calling thread's forward passes draft."""
+
+    @abstractmethod
+    def continues(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft one more token of a text after those with these probabilities."""
+
+    @abstractmethod
+    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
+        """Learn from a round of all texts; one without drafts is a plain step."""
+
+
 class ModelOperator(InPlaceOperator):
     """An operator that serves some calls of a model's `generate` and hands all others to the stock method, with the reason in the log.
 
@@ -270,6 +315,10 @@ class ModelOperator(InPlaceOperator):
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """Return an empty key-value cache as `generate` creates it, for callers that fill it first; None for transformers' own."""
+        return None
+
+    def batch_drafts(self) -> BatchDrafts | None:
+        """Return drafts for texts that a server decodes together without `generate`; None where the operator has to decode itself."""
         return None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:

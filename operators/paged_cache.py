@@ -41,10 +41,11 @@ class NoPagesError(Exception):
 
 @dataclass(eq=False, slots=True)
 class PagedSequence:
-    """The pages of one sequence, in order, and how many tokens they hold."""
+    """The pages of one sequence, in order, how many tokens they hold, and how often it has lost pages."""
 
     tokens: int = 0
     pages: list[int] = field(default_factory=list)
+    losses: int = 0
 
 
 class PagePool:
@@ -148,6 +149,7 @@ class PagePool:
 
     def _drop(self, sequence: PagedSequence, kept: int) -> None:
         gone, sequence.pages = sequence.pages[kept:], sequence.pages[:kept]
+        sequence.losses += bool(gone)
         for page in gone:
             self._uses[page] -= 1
             if not self._uses[page]:
@@ -233,7 +235,7 @@ class PagedCache(Cache):
         self.longest = 0
         self.unread: set[int] = set()
         self._sequences: list[PagedSequence] = []
-        self._shown: list[tuple[PagedSequence, int]] = []  # the rows of the table, with their number of pages
+        self._shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
 
     def begin(self, sequences: Iterable[PagedSequence], tokens: int) -> None:
         """Prepare a forward pass over `tokens` new tokens of each sequence, which is a row of the pass.
@@ -245,9 +247,9 @@ class PagedCache(Cache):
         pool = self.pool
         for sequence in self._sequences:
             pool.grow(sequence, sequence.tokens + tokens)
-        shown = [(sequence, len(sequence.pages)) for sequence in self._sequences]
-        for row, (sequence, pages) in enumerate(shown):
-            if row >= len(self._shown) or self._shown[row] != (sequence, pages):
+        shown = [(sequence, len(sequence.pages), sequence.losses) for sequence in self._sequences]
+        for row, (sequence, pages, losses) in enumerate(shown):
+            if row >= len(self._shown) or self._shown[row] != (sequence, pages, losses):
                 pool.table[row, :pages] = torch.tensor(sequence.pages)
         self._shown = shown
         lengths = [sequence.tokens for sequence in self._sequences]

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from moegraft.operators.base import ModelOperator, call_arguments
+from moegraft.operators.base import BatchDrafts, ModelOperator, call_arguments
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.speculative.batches import ScheduledBatchDrafts
 from moegraft.operators.speculative.decoding import Drafter, ExpertsDrafter, NgramDrafter, SpeculativeDecoding, Trace, no_trace
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import unsupported_model_reason
@@ -48,8 +49,15 @@ class SpeculativeDraft(ModelOperator):
         self._statistics = Statistics()
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
-        marginal = options.schedule == "marginal"
-        self._schedule: DraftSchedule = MarginalSchedule(options.max_draft) if marginal else FixedSchedule(options.max_draft)
+        self._schedule = self._new_schedule()
+        self._batches = ScheduledBatchDrafts(options, switch, self._statistics, self._new_schedule)
+
+    def _new_schedule(self) -> DraftSchedule:
+        length = self.options.max_draft
+        return MarginalSchedule(length) if self.options.schedule == "marginal" else FixedSchedule(length)
+
+    def batch_drafts(self) -> BatchDrafts | None:
+        return self._batches if self.options.mode == "lossless" else None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
         self.trace = partial(round_spans, timelines) if timelines else no_trace
@@ -114,13 +122,13 @@ class SpeculativeDraft(ModelOperator):
 
     def statistics(self) -> Mapping[str, object]:
         """Return acceptance by position, tokens per round, ms of drafts and verifications, and the cost of a lossy mode, over all calls."""
-        return {**self._statistics.as_mapping(), "schedule": self._schedule.state()}
+        return {**self._statistics.as_mapping(), "schedule": self._batches.state() or self._schedule.state()}
 
     def placement(self) -> str:
         options = self.options
         experts = f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token"
         drafter = experts if options.draft == "experts" else f"n-grams of up to {options.ngram} tokens"
-        return f"draft: {self.name}, {options.mode}, {drafter}, {self._schedule.state()}; {self._statistics.line()}"
+        return f"draft: {self.name}, {options.mode}, {drafter}, {self.statistics()['schedule']}; {self._statistics.line()}"
 
 
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:

@@ -25,13 +25,13 @@ class Round:
         confidences: q of each draft token.
         compared: number of draft tokens that were compared with the full model's choice: all up to the first rejected one.
         accepted: number of compared tokens that were accepted.
-        generated: number of tokens by which the text grew.
+        generated: number of tokens by which the text grew; of several texts, their mean.
     """
 
     confidences: Sequence[float]
     compared: int
     accepted: int
-    generated: int
+    generated: float
     draft_ms: float
     verify_ms: float
 
@@ -55,12 +55,12 @@ class Statistics:
 
     def add(self, done: Round) -> None:
         if not done.confidences:
-            self.plain_tokens += done.generated
+            self.plain_tokens += round(done.generated)
             self.plain_ms += done.draft_ms + done.verify_ms
             return
         self.rounds += 1
         self.drafted += len(done.confidences)
-        self.round_tokens += done.generated
+        self.round_tokens += round(done.generated)
         self.draft_ms += done.draft_ms
         self.verify_ms += done.verify_ms
         while len(self.compared_at) < done.compared:
@@ -188,8 +188,8 @@ class MarginalSchedule(DraftSchedule):
         self._costs = RoundCosts()
         self._rates = AcceptanceRates()
         self._lost_steps = 0.0  # plain steps' worth of time lost so far, less the allowance; negative for time saved
-        self._tokens = 0
-        self._quiet_until = 0
+        self._tokens = 0.0
+        self._quiet_until = 0.0
         self._rounds = 0  # those with a draft
         self._rounds_since_plain = 0
         self._plain_due = PLAIN_FIRST

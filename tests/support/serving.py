@@ -96,7 +96,7 @@ def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>", then:
     """Serve a model whose chat template has tools, and which always answers `text`, or `then` after the result of a tool."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = (
-        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
+        "{# <think> #}{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
         "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}<end>{% endfor %}" + opening
     )

@@ -140,6 +140,7 @@ class StopRequest(StoppingCriteria):
             self._hooks.pop().remove()
 
 
+MOST_HELD = 16  # tokens without complete characters, which are decoded again with each further one
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how tokenizers decode an incomplete character
 
 
@@ -177,11 +178,13 @@ class AnswerStreamer(BaseStreamer):
         # A token's text can depend on the one before (a leading space), so it is decoded together with some tokens before.
         known = self._decode(self.token_ids[self._context : self._shown])
         text = self._decode(self.token_ids[self._context :])
-        if len(text) <= len(known) or (text.endswith(UNFINISHED) and not finished):
+        held = len(self.token_ids) - self._shown < MOST_HELD and not finished
+        if held and (len(text) <= len(known) or text.endswith(UNFINISHED)):
             return
         self._context, self._shown = self._shown, len(self.token_ids)
-        self.text += text[len(known) :]
-        self._on_text(text[len(known) :])
+        if len(text) > len(known):
+            self.text += text[len(known) :]
+            self._on_text(text[len(known) :])
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

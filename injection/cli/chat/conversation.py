@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -113,16 +114,25 @@ class Conversation:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the tokens of a chat whose next message is the assistant's, by the model's chat template.
 
+    Args:
+        variables: of the template, such as `enable_thinking`.
+
     Raises:
-        PromptRefusedError: the template refuses the messages.
+        PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
     """
     given: Any = tokenizer
+    variables = variables or {}
+    if taken := sorted(variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
+        raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
     try:
-        encoded = given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, return_dict=True)
+        encoded = given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, return_dict=True, **variables)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
         # Templates raise what Python does for messages and tools of a form that they do not expect.
         raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error

@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in a model's text, found by transformers' response templates, and the grammar of a forced call."""
+"""Reasoning and calls of tools in a model's text, found by transformers' response templates, and grammars of answers that have both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moegraft.injection.cli.serve.constraints import with_whitespace
+from moegraft.injection.cli.serve.constraints import grammars, with_whitespace
 
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
+Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt, by the model, or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +39,25 @@ def response_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     return found
 
 
-class CallGrammar:
-    """Grammars, in llguidance's form of Lark, of answers in which reasoning or a call of a tool is marked as in a response template.
+class AnswerGrammar:
+    """Grammars for llguidance of answers in which reasoning or a call of a tool is marked as in a response template.
 
     Args:
         tokens: texts that are one token each; llguidance matches them by their numbers alone.
+        chat_template: of a model that begins its reasoning by itself, it has the mark too. transformers' templates are for all models of
+            a type, of which not all reason.
     """
 
-    def __init__(self, template: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
+    def __init__(self, template: Mapping[str, Any], tokens: Mapping[str, int], chat_template: str = "") -> None:
         self._fields: Mapping[str, Any] = template["fields"]
         self._tokens = tokens
+        self._chat_template = chat_template
 
-    def calls(self, tools: Sequence[Mapping[str, Any]], *, single: bool, reasoning: bool) -> str:
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, single: bool, reasoning: Reasoning) -> str:
         """Return the grammar of an answer that consists of calls of `tools`, after reasoning.
 
         Args:
             single: whether there is exactly one call.
-            reasoning: whether the prompt has begun the reasoning.
 
         Raises:
             ValueError: the template does not define how a call is written.
@@ -62,20 +65,30 @@ class CallGrammar:
         calls = [f"call_{number}: {self._call(tool['function'])}" for number, tool in enumerate(tools)]
         names = " | ".join(f"call_{number}" for number in range(len(calls)))
         repeated = "" if single else r' ("\n"? call)*'
-        return "\n".join([self._start(f"call{repeated}", reasoning=reasoning), f"call: {names}", *calls])
+        return grammars("\n".join([self._start(f"call{repeated}", reasoning=reasoning), f"call: {names}", *calls]))
 
-    def after_reasoning(self, schema: Mapping[str, Any]) -> str:
-        """Return the grammar of JSON by `schema` after reasoning that the prompt has begun."""
-        return self._start(f"%json {json.dumps(schema)}", reasoning=True)
+    def form(self, form: Mapping[str, Any] | str, *, reasoning: Reasoning) -> str:
+        """Return the grammar of an answer whose content follows a JSON Schema or a grammar of Lark, after reasoning.
 
-    def _start(self, rest: str, *, reasoning: bool) -> str:
+        Raises:
+            ValueError: the template does not define where the content begins.
+        """
+        content = self._fields.get("content") or {}
+        opening = self._spell(_literal(content, "open")) if {"open", "open_pattern"} & content.keys() else ""
+        if reasoning == "none" and not opening:
+            return grammars(form)
+        return grammars(self._start(f"{opening} @form", reasoning=reasoning), form)
+
+    def _start(self, rest: str, *, reasoning: Reasoning) -> str:
         field = next((self._fields[name] for name in REASONING if name in self._fields), None)
-        if field is None:
+        if field is None or reasoning == "none":
             return f"start: {rest}"
-        opening, close = self._spell(_literal(field, "open")), _literal(field, "close")
+        opening, close = _literal(field, "open"), _literal(field, "close")
+        if reasoning == "possible" and opening not in self._tokens and opening not in self._chat_template:
+            return f"start: {rest}"
         one_token = f"thought: /(?s:.*)/ {self._spell(close)}"
         thought = one_token if close in self._tokens else f"thought[suffix={json.dumps(close)}]: /(?s:.*)/"
-        begin = r'thought "\n"*' if reasoning else rf'({opening} thought "\n"*)?'
+        begin = r'thought "\n"*' if reasoning == "begun" else rf'({self._spell(opening)} thought "\n"*)?'
         return f"start: {begin} {rest}\n{thought}"
 
     def _call(self, function: Mapping[str, Any]) -> str:
@@ -129,7 +142,8 @@ class AnswerParser:
     """Parses one answer as it arrives. Text that the template cannot parse is passed on as content.
 
     Attributes:
-        begun_reasoning: whether the prompt has begun the answer's reasoning.
+        reasoning: how the prompt leaves the answer's reasoning.
+        reasoning_tokens: tokens of the answer that have brought reasoning, with the marks around it.
 
     Args:
         prompt: the text of the prompt: templates of chats may begin the answer, such as its reasoning.
@@ -142,15 +156,19 @@ class AnswerParser:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
         self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=[dict(tool) for tool in tools] or None)
-        opened = [event.get("field") for event in self._parser.initial_events if event["type"] == "region_open"]
-        closed = sum(event["type"] == "region_close" for event in self._parser.initial_events)
-        self.begun_reasoning = len(opened) > closed and opened[-1] in REASONING
+        self._inside = ended = False  # of the reasoning
+        for event in self._parser.initial_events:
+            self._inside, left = self._follow(event), self._inside
+            ended |= left and not self._inside
+        known = any(name in template["fields"] for name in REASONING)
+        self.reasoning: Reasoning = "begun" if self._inside else "none" if ended or not known else "possible"
+        self.reasoning_tokens = self._undecided = 0
         self._single = single_tool_call
         self._calls = 0
         self._unparsed = ""  # fed since the last event
 
-    def feed(self, text: str, *, last: bool) -> Iterator[ParsedDelta]:
-        """Yield the parts that are complete with `text`."""
+    def feed(self, text: str, *, last: bool, tokens: int = 0) -> Iterator[ParsedDelta]:
+        """Yield the parts that are complete with `text`, which `tokens` tokens have brought."""
         if self._parser is None:
             if text:
                 yield ParsedDelta("content", text)
@@ -160,6 +178,14 @@ class AnswerParser:
             events = list(self._parser.feed(text)) if text else []
             if last:
                 events += self._parser.finalize()[1]
+            reasons = self._inside
+            for event in events:
+                self._inside = self._follow(event)
+                reasons |= self._inside
+            self._undecided += tokens  # without an event: perhaps the beginning of a mark
+            if events or reasons:
+                self.reasoning_tokens += self._undecided if reasons else 0
+                self._undecided = 0
             deltas = [delta for event in events if (delta := self._delta(event)) is not None]
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # such as a call whose arguments are not JSON
             logger.warning("serve: an answer does not follow the model's response template (%s); the rest is sent as text", error)
@@ -170,6 +196,12 @@ class AnswerParser:
             self._unparsed = ""
         yield from deltas
 
+    def _follow(self, event: Mapping[str, Any]) -> bool:
+        """Return whether the text after an event is reasoning."""
+        if event["type"] in ("region_open", "region_close"):
+            return event["type"] == "region_open" and event.get("field") in REASONING
+        return self._inside
+
     def _delta(self, event: Mapping[str, Any]) -> ParsedDelta | None:
         field = event.get("field")
         if event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
@@ -177,8 +209,9 @@ class AnswerParser:
                 return ParsedDelta("content" if field == "content" else "reasoning", event["text"])
         elif event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
-            arguments = function["arguments"]
+            arguments, name = function["arguments"], function["name"]
+            name.encode()  # a model may write a lone surrogate as JSON, or a number
             self._calls += 1
             if not self._single or self._calls == 1:
-                return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), function["name"])
+                return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None

@@ -38,30 +38,44 @@ class Choice:
     def finish_reason(self) -> str | None:
         return "tool_calls" if self.tool_calls and self.job.ending == "stop" else self.job.ending
 
-    def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Take the next piece, and return the parts of the answer that a stream sends for it."""
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.reasoning_tokens
+
+    def add(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Take the next pieces, and return the parts of the answer that a stream sends for them."""
         parts: list[dict[str, Any]] = []
-        scores, before = list(piece.scores), ""
+        scores, before, ending = [score for piece in pieces for score in piece.scores], "", pieces[-1].ending
         if not self._started:
             self._started = True
             scores, before = [*self.job.prompt_scores, *scores], self._before
             if self.kind != "text":
                 parts.append(self._part({"delta": {"role": "assistant", "content": ""}}, []))
         if self.kind == "text" or self._parser is None:
-            text = before + piece.text
+            text = before + "".join(piece.text for piece in pieces)
             self.text += text
             if text or scores:
                 parts.append(self._part({"text": text} if self.kind == "text" else {"delta": {"content": text}}, scores))
         else:
-            for delta in self._parser.feed(piece.text, last=piece.ending is not None):
+            for delta in self._deltas(self._parser, pieces):
                 parts.append(self._part({"delta": self._parsed(delta)}, scores))
                 scores = []
             if scores:
                 parts.append(self._part({"delta": {}}, scores))
-        if piece.ending is not None:
+        if ending is not None:
             empty: dict[str, Any] = {"text": ""} if self.kind == "text" else {"delta": {}}
             parts.append({**self._part(empty, []), "finish_reason": self.finish_reason})
         return parts
+
+    def _deltas(self, parser: AnswerParser, pieces: Sequence[Piece]) -> list[ParsedDelta]:
+        """Return the parsed text of some pieces; that of several which are alike is one."""
+        found: list[ParsedDelta] = []
+        for piece in pieces:  # each by itself, for the count of its tokens
+            for delta in parser.feed(piece.text, last=piece.ending is not None, tokens=piece.tokens):
+                if found and found[-1].kind == delta.kind != "tool_call":
+                    delta = ParsedDelta(delta.kind, found.pop().text + delta.text)
+                found.append(delta)
+        return found
 
     def whole(self) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self.index, "logprobs": self._logprobs(self._scores, 0), "finish_reason": self.finish_reason}
@@ -147,8 +161,7 @@ class Reply:
         yield _event(error_body(500, message))
 
     def _figures(self) -> dict[str, Any]:
-        jobs = [choice.job for choice in self._choices]
-        return {"usage": usage(jobs), "moegraft": figures(jobs[0])}
+        return {"usage": usage(self._choices), "moegraft": figures(self._choices[0].job)}
 
 
 class ResponseReply:
@@ -169,12 +182,12 @@ class ResponseReply:
         list(self._finish())
         job = self._choice.job
         cut = job.ending == "length"
-        used = usage([job])
+        used = usage([self._choice])
         tokens = {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": used["prompt_tokens_details"],
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart, and clients need the field
+            "output_tokens_details": used["completion_tokens_details"],
             "total_tokens": used["total_tokens"],
         }
         return {
@@ -290,14 +303,16 @@ def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def usage(jobs: Sequence[Job]) -> dict[str, Any]:
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the tokens of the answers and of their common prompt."""
+    jobs = [choice.job for choice in choices]
     prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": jobs[0].kept_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 
 

@@ -9,12 +9,12 @@ import hmac
 import json
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -79,6 +79,8 @@ def _hash(text: str) -> str:
 
 BODY_S = 60.0  # for the body of a request to arrive
 OPEN = ("/", "/favicon.ico", "/health", "/docs", "/openapi.json")  # routes without a key
+PREPARED = 2  # requests of one client that are prepared at a time
+T = TypeVar("T")
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -186,6 +188,32 @@ class Mailbox:
             pieces.put_nowait(piece)
 
 
+def _client(request: HttpRequest) -> str:
+    return request.client.host if request.client is not None else ""
+
+
+class Preparation:
+    """Prepares requests in threads, as encoding a long prompt would stop the streams of others.
+
+    There are few threads, of which one client has at most `PREPARED`: others do not wait for its long prompts and large grammars.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}  # and who holds it or waits for it
+
+    async def __call__(self, request: HttpRequest, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        client = _client(request)
+        free, users = self._clients.setdefault(client, (asyncio.Semaphore(PREPARED), []))
+        users.append(None)
+        try:
+            async with free:
+                return await asyncio.to_thread(work, *args, **kwargs)
+        finally:
+            users.pop()
+            if not users:
+                del self._clients[client]
+
+
 def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None) -> FastAPI:
     """Create the application; the caller closes the service.
 
@@ -196,7 +224,7 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
     refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
     about = "A model behind OpenAI's interface. What is not supported is refused by name."
     app = FastAPI(title="moegraft", description=about, docs_url=None, redoc_url=None, responses=refusals)
-    mailbox = Mailbox()
+    mailbox, prepare = Mailbox(), Preparation()
     _add_errors(app)
     app.add_middleware(Gate, service=service, api_key=api_key, hosts=hosts)
     html, headers = chat_page()
@@ -242,29 +270,29 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         return JSONResponse(_status(service))
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: HttpRequest) -> Response:
         """The tokens of a text or of a chat."""
-        return JSONResponse(await asyncio.to_thread(service.tokenize, body))
+        return JSONResponse(await prepare(request, service.tokenize, body))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, request: HttpRequest) -> Response:
         """The text of tokens."""
-        return JSONResponse(service.detokenize(body))
+        return JSONResponse(await prepare(request, service.detokenize, body))
 
     @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat(body: ChatBody, request: HttpRequest) -> Response:
         """Answers to a chat, by the model's chat template."""
-        return await _answer(service, mailbox, body.request(), request)
+        return await _answer(service, mailbox, prepare, body.request(), request)
 
     @app.post("/v1/completions", responses=STREAMED)
     async def complete(body: TextBody, request: HttpRequest) -> Response:
         """Continuations of a text."""
-        return await _answer(service, mailbox, body.request(), request)
+        return await _answer(service, mailbox, prepare, body.request(), request)
 
     @app.post("/v1/responses", responses=STREAMED)
     async def respond(body: ResponseBody, request: HttpRequest) -> Response:
         """The answer to a conversation in the form of OpenAI's Responses. Nothing is stored."""
-        return await _answer(service, mailbox, body.request(), request)
+        return await _answer(service, mailbox, prepare, body.request(), request)
 
     return app
 
@@ -397,13 +425,11 @@ def _described(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int
     return f"{schema.get('type', 'anything')}{bounds}"
 
 
-async def _answer(service: Service, mailbox: Mailbox, asked: Request, request: HttpRequest) -> Response:
+async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, asked: Request, request: HttpRequest) -> Response:
     pieces = Pieces()
-    # In a thread, as encoding a long prompt would stop the streams of other requests.
     post = partial(mailbox.post, asyncio.get_running_loop(), pieces)
-    client = request.client.host if request.client is not None else ""
     scope = request.headers.get("authorization", "")
-    choices = await asyncio.to_thread(service.choices, asked, post, client=client, scope=scope)
+    choices = await prepare(request, service.choices, asked, post, client=_client(request), scope=scope)
     jobs = [choice.job for choice in choices]
     try:
         service.engine.submit(jobs)
@@ -453,10 +479,8 @@ async def _parts(choices: Sequence[Choice], pieces: Pieces, watching: asyncio.Ta
                 number, piece = pieces.get_nowait()
                 waiting.setdefault(number, []).append(piece)
             for number, several in waiting.items():
-                ending = several[-1].ending
-                left -= ending is not None
-                scores = [score for piece in several for score in piece.scores]
-                yield choices[number], choices[number].add(Piece("".join(piece.text for piece in several), ending, scores))
+                left -= several[-1].ending is not None
+                yield choices[number], choices[number].add(several)
     finally:
         watching.cancel()
         for choice in choices:

@@ -38,8 +38,9 @@ class Batch:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens of all rows, with their padding."""
-        return len(self) * self._cache.get_seq_length() if self._cache is not None else 0
+        """Tokens of all rows, with their padding; any thread may ask."""
+        cache = self._cache
+        return len(self) * cache.get_seq_length() if cache is not None else 0
 
     def add(self, cache: DynamicCache) -> None:
         """Append the cache of one sequence. If that fails, as for lack of memory, the other sequences are unchanged."""
@@ -126,8 +127,9 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values are held, while the prompt is read."""
-        return self.sequence.tokens if self.cache is None else self.cache.get_seq_length()
+        """Tokens whose keys and values are held, while the prompt is read; any thread may ask."""
+        cache = self.cache
+        return self.sequence.tokens if cache is None else cache.get_seq_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,10 @@ class PagedTexts:
 
     def join(self, text: Text) -> None:
         """Note that a prompt is read."""
+
+    def crop(self, text: Text, tokens: int) -> None:
+        """Drop all but the first `tokens` tokens of a text."""
+        self._pool.crop(text.sequence, tokens)
 
     def step(self, texts: Sequence[Text], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each text; return the logits of the next ones, (B, V) float32."""

@@ -15,6 +15,41 @@ from transformers import PreTrainedTokenizerBase
 WHITESPACE = r"( |\n[ \t]{0,40})"
 
 
+def grammars(start: Mapping[str, Any] | str, form: Mapping[str, Any] | str | None = None) -> str:
+    """Return the grammar of an answer, as JSON for llguidance; Lark in `start` may refer to `form` as `@form`.
+
+    Each is a JSON Schema, or text in llguidance's form of Lark. Two grammars do not share the names of their rules.
+    """
+    named = [{}, {"name": "form"}]
+    both = [start] if form is None else [start, form]
+    return json.dumps(
+        {
+            "grammars": [
+                {**name, **({"lark_grammar": each} if isinstance(each, str) else {"json_schema": with_whitespace(each)})}
+                for name, each in zip(named, both, strict=False)
+            ]
+        }
+    )
+
+
+def from_gbnf(grammar: str) -> str:
+    """Return a grammar in llguidance's form of Lark; one in GBNF, which llama.cpp reads, is recognised by its `::=`.
+
+    Raises:
+        GrammarError: the grammar in GBNF is wrong.
+    """
+    if "::=" not in grammar:
+        return grammar
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        return str(gbnf_to_lark(grammar))
+    except ImportError as error:
+        raise GrammarError(MISSING) from error
+    except Exception as error:  # its own errors have no type of their own
+        raise GrammarError(f"the grammar in GBNF cannot be read: {error}") from error
+
+
 def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON Schema with the white space that is allowed between the parts of the text."""
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -22,6 +57,9 @@ def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 class GrammarError(ValueError):
     """A grammar or schema that cannot be followed; the message may be shown to the client."""
+
+
+MISSING = "this server lacks the package llguidance: pip install 'moegraft[serve]'"
 
 
 class Constraint:
@@ -36,6 +74,9 @@ class Constraint:
 
         An answer that a draft continued and a verification cut is followed back. One that has left the grammar, as a draft may, is not
         restricted: its tokens are not accepted.
+
+        Raises:
+            GrammarError: the grammar has become too large.
         """
         shared = next((place for place, pair in enumerate(zip(self._held, answer, strict=False)) if pair[0] != pair[1]), None)
         shared = min(len(self._held), len(answer)) if shared is None else shared
@@ -45,11 +86,19 @@ class Constraint:
         following = list(answer[shared:])
         taken = self._matcher.try_consume_tokens(following)
         self._held += following[:taken]
-        if taken < len(following):
+        mask = None if taken < len(following) else self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # for good; its mask ends the answer, as if it were complete
+            raise GrammarError(f"the answer cannot follow its grammar any further: {self._matcher.get_error().strip()}")
+        if mask is None:
             return logits
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         allowed = torch.from_numpy(bits[: logits.shape[-1]]).to(logits.device, torch.bool)
         return logits.masked_fill(~allowed, -torch.inf)
+
+    def copy(self) -> Constraint:
+        """Return a constraint by the same grammar for another answer; this one's answer has not begun."""
+        assert not self._held, "the answer has not begun"
+        return Constraint(self._matcher.deep_copy())
 
 
 class Grammars:
@@ -67,8 +116,8 @@ class Grammars:
         self._lock = threading.Lock()
         self._prepared: Any = None
 
-    def constraint(self, form: Mapping[str, Any] | str) -> Constraint:
-        """Return a constraint by a JSON Schema, or by a grammar in llguidance's form of Lark.
+    def constraint(self, grammar: str) -> Constraint:
+        """Return a constraint by a grammar as `grammars` makes it.
 
         Raises:
             GrammarError: the grammar is wrong or too large, or the model's tokenizer is of no kind that can be followed.
@@ -77,11 +126,7 @@ class Grammars:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise GrammarError("this server lacks the package llguidance: pip install 'moegraft[serve]'") from error
-        if isinstance(form, str):
-            grammar = LLMatcher.grammar_from_lark(form)
-        else:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(with_whitespace(form)))
+            raise GrammarError(MISSING) from error
         with self._lock:
             if self._prepared is None:
                 try:
@@ -89,6 +134,7 @@ class Grammars:
                     self._prepared = from_tokenizer(given, n_vocab=self._vocabulary, eos_token=list(self._ends))
                 except Exception as error:
                     raise GrammarError(f"the tokens of this model cannot be followed by a grammar ({error})") from error
-        if problem := LLMatcher.validate_grammar(grammar, self._prepared):
-            raise GrammarError(problem.strip())
-        return Constraint(LLMatcher(self._prepared, grammar))
+        matcher = LLMatcher(self._prepared, grammar)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().strip())
+        return Constraint(matcher)

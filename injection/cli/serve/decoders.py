@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import CacheMemory, PaddedTexts, PagedTexts, Text
-from moegraft.injection.cli.serve.constraints import Constraint
-from moegraft.injection.cli.serve.job import Ask, BadLogitsError, Job, TokenScore
+from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
+from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
 from moegraft.injection.injected import captured_steps_of, injection_of
 from moegraft.injection.prefill import APPENDABLE, read_ahead, why_not_appendable
+from moegraft.operators.base import BatchDrafts, DraftedRow
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:
@@ -29,9 +32,16 @@ def usable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constraint: Constraint | None = None) -> torch.Tensor:
-    """Return `logits` (V,) with the penalties, biases and grammar of a request; `token_ids` are its prompt and the answer so far."""
+    """Return `logits` (V,) with the penalties, biases and grammar of a request; `token_ids` are its prompt and the answer so far.
+
+    Raises:
+        AnswerError: the grammar has become too large.
+    """
     if constraint is not None:
-        logits = constraint.restrict(logits, token_ids[len(ask.token_ids) :])
+        try:
+            logits = constraint.restrict(logits, token_ids[len(ask.token_ids) :])
+        except GrammarError as error:
+            raise AnswerError(str(error)) from error
     penalty = ask.repetition_penalty or 1.0
     answer = Counter(token_ids[len(ask.token_ids) :]) if ask.presence_penalty or ask.frequency_penalty else {}
     if penalty == 1.0 and not answer and not ask.logit_bias:
@@ -49,13 +59,42 @@ def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constrain
     return logits
 
 
-def choose(logits: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
+class Draft:
+    """The draft of one answer: tokens that the model may choose next. As a `Job`, it has all that the choice of a token needs.
+
+    Its random numbers are those that the answer will use, so that the model chooses a draft token again where both distributions agree.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.ask = job.ask
+        self.constraint = job.constraint
+        self.token_ids = list(job.token_ids)
+        self.random = random.Random()
+        self.random.setstate(job.random.getstate())
+        self.tokens: list[int] = []
+        self.confidences: list[float] = []  # of the draft in its tokens
+        self.ended = False
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """End the draft if the block fails; the answer may not."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 # the answer is chosen from other logits
+            self.ended = True
+
+
+def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
     """Return a token for each job from its row of `logits` (B, V) float32: the likeliest, or a random one by the options of its request.
 
-    A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer.
+    A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer. A job whose logits cannot
+    be adjusted, as by a grammar that has become too large, fails; its token has no meaning.
     """
     given = logits.unbind()
-    changed = [adjusted(row, job.ask, job.token_ids, job.constraint) for row, job in zip(given, jobs, strict=True)]
+    changed = list(given)
+    for row, job in enumerate(jobs):
+        with job.failing_alone():
+            changed[row] = adjusted(given[row], job.ask, job.token_ids, job.constraint)
     if any(row is not old for row, old in zip(changed, given, strict=True)):
         logits = torch.stack(changed)
     tokens: list[int] = logits.argmax(-1).tolist()
@@ -146,15 +185,18 @@ class _Usable(LogitsProcessor):
 
 
 class _Adjusted(LogitsProcessor):
-    """Applies the penalties, biases and grammar of a request that `generate` does not have."""
+    """Applies the penalties, biases and grammar of a request that `generate` does not have; if that fails, as `_Usable`."""
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._ask = replace(job.ask, repetition_penalty=None)
-        self._constraint = job.constraint
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows = zip(scores, input_ids.tolist(), strict=True)
-        return torch.stack([adjusted(row, self._ask, ids, self._constraint) for row, ids in rows])
+        found = torch.zeros_like(scores)
+        with self._job.failing_alone():
+            rows = zip(scores, input_ids.tolist(), strict=True)
+            found = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
+        return found
 
 
 class SequentialDecoder:
@@ -302,8 +344,9 @@ PROCESSED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0,
 def batching_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why requests for this model cannot be decoded together; None if they can."""
     injection = injection_of(model)
-    if injection is not None and injection.model_operator is not None:
-        return f"{injection.model_operator.name} decodes one sequence at a time"
+    operator = None if injection is None else injection.model_operator
+    if operator is not None and operator.batch_drafts() is None:
+        return f"{operator.name} decodes one sequence at a time with these options"
     if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -360,15 +403,35 @@ class BatchedDecoder:
     more than every second step.
 
     A failure of one answer ends it alone; a failed forward pass ends the answers in it. The caches of the others stay valid.
+
+    With `drafts`, a step may draft several tokens of each text and verify those of all texts in one pass. Each token is chosen from the
+    full model's logits with the answer's next random number, as without drafts; a draft only decides for how many tokens these logits
+    are known. So an answer does not depend on what was drafted, nor on when drafts pay.
+
+    Args:
+        drafts: over texts in pages, from which tokens can be removed.
+        ends: tokens that end an answer, and a draft.
     """
 
-    def __init__(self, model: PreTrainedModel, texts: PagedTexts | PaddedTexts, *, most: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        texts: PagedTexts | PaddedTexts,
+        *,
+        most: int,
+        prefill_chunk: int,
+        drafts: BatchDrafts | None = None,
+        ends: Sequence[int] = (),
+    ) -> None:
+        assert drafts is None or isinstance(texts, PagedTexts), "tokens can be removed from pages only"
+        self._drafts = drafts
         self._texts = texts
         self._most = most
         self._chunk = ChunkSize(prefill_chunk)
         self._decoding: list[tuple[Job, Text]] = []
         self._reading: list[tuple[Job, Text]] = []  # the oldest first
         self._oldest_leads = False
+        self._ends = frozenset(ends)
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     @property
@@ -412,15 +475,33 @@ class BatchedDecoder:
 
     def _decode(self) -> None:
         jobs, texts = [job for job, _ in self._decoding], [text for _, text in self._decoding]
+        before = [job.completion_tokens for job in jobs]
+        started_s = time.perf_counter()
         try:
-            logits = self._texts.step(texts, [job.token_ids[-1] for job in jobs])
-            good = usable(logits)
-            logits = logits if good.all() else logits.where(good[:, None], 0.0)
-            tokens = choose(logits, jobs)
-            scores = [
-                None if job.ask.logprobs is None else score(row, [token], job.ask.logprobs)[0]
-                for job, row, token in zip(jobs, logits.split(1), tokens, strict=True)
-            ]
+            drafts = self._draft(jobs, texts)
+            drafted_s = time.perf_counter()
+            longest = max(len(draft.tokens) for draft in drafts) if drafts else 0
+            if longest:
+                # A shorter draft is followed by any token, which is dropped with the rejected ones.
+                rows = [[job.token_ids[-1], *draft.tokens] for job, draft in zip(jobs, drafts, strict=True)]
+                logits = self._texts.read(texts, [row + row[-1:] * (longest + 1 - len(row)) for row in rows])
+            else:
+                logits = self._texts.step(texts, [job.token_ids[-1] for job in jobs])[:, None]
+            going = list(range(len(jobs)))  # rows whose next logits follow their own tokens
+            accepted = [0] * len(jobs)
+            for place in range(longest + 1):
+                now = logits[:, place] if len(going) == len(jobs) else logits[going, place]
+                tokens = self._take([jobs[row] for row in going], now.float())
+                same = [
+                    row
+                    for row, token in zip(going, tokens, strict=True)
+                    if jobs[row].ending is None and drafts and drafts[row].tokens[place : place + 1] == [token]
+                ]
+                for row in same:
+                    accepted[row] += 1
+                going = same
+                if not going:
+                    break
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except Exception as error:  # any error must leave other prompts and waiting requests running
@@ -432,13 +513,71 @@ class BatchedDecoder:
             if isinstance(error, torch.OutOfMemoryError):
                 self._texts.drop_kept()
             return
-        for row, (job, text) in enumerate(list(self._decoding)):
+        if longest:
+            assert isinstance(self._texts, PagedTexts), "drafts are over pages"
+            for job, text in self._decoding:
+                self._texts.crop(text, len(job.token_ids) - 1)
+        if self._drafts is not None:
+            ended_s = time.perf_counter()
+            gained = [job.completion_tokens - count for job, count in zip(jobs, before, strict=True)]
+            drafted = [draft.confidences for draft in drafts] or [[]] * len(jobs)
+            done = [
+                DraftedRow(shares, min(count + 1, len(shares)) if job.ending is None else count, count, grown)
+                for job, shares, count, grown in zip(jobs, drafted, accepted, gained, strict=True)
+            ]
+            self._drafts.record(done, 1e3 * (drafted_s - started_s), 1e3 * (ended_s - drafted_s))
+        for job, text in list(self._decoding):
+            if job.ending is not None:
+                self._end(job, text)
+
+    def _take(self, jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
+        """Choose the next token of each answer by its logits (B, V) float32, and add it; return the tokens."""
+        good = usable(logits)
+        logits = logits if good.all() else logits.where(good[:, None], 0.0)
+        tokens = choose(logits, jobs)
+        for row, job in enumerate(jobs):
             with job.failing_alone():
                 if not good[row]:
                     raise BadLogitsError
-                job.take(tokens[row], scores[row])
-            if job.ending is not None:
-                self._end(job, text)
+                if job.ending is None:
+                    wanted = job.ask.logprobs
+                    job.take(tokens[row], None if wanted is None else score(logits[row : row + 1], [tokens[row]], wanted)[0])
+        return tokens
+
+    def _draft(self, jobs: Sequence[Job], texts: Sequence[Text]) -> list[Draft]:
+        """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""
+        length = 0
+        if self._drafts is not None:
+            length = self._drafts.plan(len(jobs), min(job.ask.max_tokens - job.completion_tokens for job in jobs) - 1)
+        if self._drafts is None or not length:
+            return []
+        drafts = [Draft(job) for job in jobs]
+        going = list(zip(drafts, texts, strict=True))
+        for draft, _ in going[:]:
+            if (found := self._drafts.lookup(draft.token_ids, length)) is not None:
+                draft.tokens, draft.confidences = found, [1.0] * len(found)
+                going = []
+        held = [text.tokens for text in texts]
+        with self._drafts.drafting():
+            for _ in range(length if going else 0):
+                logits = self._texts.step([text for _, text in going], [draft.token_ids[-1] for draft, _ in going])
+                tokens = choose(logits.where(usable(logits)[:, None], 0.0), [draft for draft, _ in going])
+                shares = logits.softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+                for (draft, _), token, share in zip(going, tokens, shares, strict=True):
+                    if draft.ended:
+                        continue
+                    draft.tokens.append(token)
+                    draft.token_ids.append(token)
+                    draft.confidences.append(share)
+                    draft.ended = token in self._ends or not self._drafts.continues(draft.confidences)
+                going = [(draft, text) for draft, text in going if not draft.ended]
+                if not going:
+                    break
+        for text, tokens_held in zip(texts, held, strict=True):
+            if text.tokens > tokens_held:
+                assert isinstance(self._texts, PagedTexts), "drafts are over pages"
+                self._texts.crop(text, tokens_held)
+        return drafts
 
     def _end(self, job: Job, text: Text) -> None:
         """Remove a job that has ended, and keep its cache: after a failure only the part of an earlier request, which is right."""
@@ -502,10 +641,8 @@ class BatchedDecoder:
             job.finish("length")
             return
         last = logits[-1:].float()
-        if not usable(last).all():
-            raise BadLogitsError
-        token = choose(last, [job])[0]
-        if not job.take(token, None if job.ask.logprobs is None else score(last, [token], job.ask.logprobs)[0]):
+        self._take([job], last)
+        if job.ending is None:
             self._texts.join(text)
             self._reading.remove((job, text))
             self._decoding.append((job, text))

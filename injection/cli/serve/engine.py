@@ -239,7 +239,7 @@ class Engine:
         self.endings[job.ending] += 1
         self._before.pop(job, None)
         self._metrics.ended(job)
-        job.tell_end()
+        job.report_end()
 
     def _begin(self, jobs: list[Job]) -> None:
         """Record the model's work before new jobs, and which jobs run together."""

@@ -114,11 +114,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the answer's text, with the scores of tokens if asked for; the last piece has the reason why the answer ends."""
+    """A piece of the answer's text, with the scores of tokens if asked for; the last piece has the reason why the answer ends.
+
+    Attributes:
+        tokens: how many tokens came since the piece before.
+    """
 
     text: str
     ending: Ending | None = None
     scores: Sequence[TokenScore] = ()
+    tokens: int = 0
 
 
 class Job:
@@ -170,7 +175,8 @@ class Job:
         self.together = False
         self.asked_s = time.perf_counter()
         self._first_s = self._last_s = 0.0
-        self._told = False
+        self._ended = False  # the listener has the last piece
+        self._sent_tokens = 0  # of the pieces so far
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
         self.prompt_scores: list[TokenScore] = []
@@ -210,7 +216,7 @@ class Job:
         return self.ending is not None
 
     def finish(self, ending: Ending) -> None:
-        """End the answer, if it has not ended; `tell_end` reports it."""
+        """End the answer, if it has not ended; `report_end` reports it."""
         if self.ending is not None:
             return
         with self.failing_alone():
@@ -239,12 +245,12 @@ class Job:
             logger.exception("serve: a request failed; the others continue")
             self.fail(error)
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Send the listener the last piece, once, with the text that was held back."""
         assert self.ending is not None, "the answer has ended"
-        if not self._told:
-            self._told = True
-            self._tell(Piece(self._stop.rest(), self.ending, self._scores))
+        if not self._ended:
+            self._ended = True
+            self._send(self._stop.rest(), self._scores)
 
     @property
     def first_token_ms(self) -> float | None:
@@ -261,13 +267,14 @@ class Job:
         safe = self._stop.feed(text)
         if safe:
             scores, self._scores = self._scores, []
-            self._tell(Piece(safe, None, scores))
+            self._send(safe, scores)
 
-    def _tell(self, piece: Piece) -> None:
+    def _send(self, text: str, scores: list[TokenScore]) -> None:
+        tokens, self._sent_tokens = self.completion_tokens - self._sent_tokens, self.completion_tokens
         if self.listener is None:
             return
         try:
-            self.listener(piece)
+            self.listener(Piece(text, self.ending if self._ended else None, scores, tokens))
         except Exception:  # such as a closed event loop
             logger.exception("serve: an answer cannot be delivered; it is cancelled")
             self.listener = None

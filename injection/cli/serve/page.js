@@ -271,7 +271,7 @@ at("text").addEventListener("keydown", event => {
 document.addEventListener("keydown", event => {
   if (event.key === "Escape") { stopper?.abort(); editing = null; }
 });
-at("anew").addEventListener("click", () => open(newChat()));
+at("new-chat").addEventListener("click", () => open(newChat()));
 at("chats").addEventListener("change", () => open(keptChats().find(one => one.id === at("chats").value) ?? newChat()));
 at("drop").addEventListener("click", drop);
 at("key").addEventListener("change", status);

@@ -17,6 +17,9 @@ Kind = Literal["chat", "text", "response"]
 MOST_STOPS = 16
 MOST_ANSWERS = 16  # to one request
 MOST_LOGPROBS = 20
+MOST_STOP_SIGNS = 256  # of one stop string
+MOST_BIASES = 1024
+MOST_GRAMMAR_SIGNS = 1 << 16  # of Lark or GBNF: a grammar of ten times that takes seconds to prepare
 SHOWN_ERRORS = 3  # of one request
 
 
@@ -81,6 +84,7 @@ class Request:
     forced_tools: tuple[str, ...] = ()
     single_tool_call: bool = False
     form: dict[str, Any] | str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Off:
@@ -112,7 +116,7 @@ def _writable(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(_writable)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
 TokenNumber = Annotated[str, Field(pattern=r"^\d{1,9}$")]
-StopText = Annotated[Text, Field(min_length=1)]
+StopText = Annotated[Text, Field(min_length=1, max_length=MOST_STOP_SIGNS)]
 NoEffect = Any  # a parameter that clients send and that cannot change this server's answers
 
 
@@ -130,17 +134,17 @@ class Options(BaseModel):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    """0 samples from all tokens."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """0 and -1 sample from all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[TokenNumber, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    grammar: Text | None = None
-    """The answer's grammar, in llguidance's form of Lark."""
+    logit_bias: Annotated[dict[TokenNumber, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = None
+    grammar: Annotated[Text, Field(max_length=MOST_GRAMMAR_SIGNS)] | None = None
+    """The answer's grammar, in llguidance's form of Lark or in GBNF."""
     stream: bool | None = None
     user: NoEffect = None
     metadata: NoEffect = None
@@ -153,13 +157,14 @@ class Options(BaseModel):
 
     def _shared(self) -> dict[str, Any]:
         """Return what `Request` takes from all forms."""
-        same = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+        same = ("model", "temperature", "top_p", "min_p", "seed", "repetition_penalty")
         return {
             **{name: getattr(self, name) for name in same},
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "presence_penalty": self.presence_penalty or 0.0,
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "top_k": None if self.top_k is None else max(0, self.top_k),
             "stream": bool(self.stream),
         }
 
@@ -346,8 +351,8 @@ def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any
     Raises:
         RequestError: the last message is not one to answer.
     """
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise RequestError(422, f"{param}: the last message must be the user's or a tool's", param=param)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise RequestError(422, f"{param}: the last message must not be the assistant's: an answer cannot be continued", param=param)
     return messages
 
 
@@ -360,7 +365,10 @@ class ChatBody(Completion):
     tools: list[Tool] | None = None
     tool_choice: Choosing | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
+    """Variables of the model's chat template, such as `enable_thinking`."""
     functions: Annotated[Any, Off(None, [])] = None
+    function_call: Annotated[Any, Off(None)] = None
     audio: Annotated[Any, Off(None)] = None
     modalities: NoEffect = None
     reasoning_effort: NoEffect = None
@@ -381,6 +389,7 @@ class ChatBody(Completion):
             messages=_last_asks([message.for_template() for message in self.messages], "messages"),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            template_variables=self.chat_template_kwargs or {},
             **tools,
             form=_form(self.response_format, self.grammar, tools["forced_tools"]),
         )

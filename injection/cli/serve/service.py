@@ -14,15 +14,16 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
+from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, Reasoning, response_template
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.batch import UnbatchableError, default_limit, open_texts
-from moegraft.injection.cli.serve.constraints import Constraint, Grammars, with_whitespace
+from moegraft.injection.cli.serve.batch import PagedTexts, UnbatchableError, default_limit, open_texts
+from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
 from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
+from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import token_bytes
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,14 @@ class Service:
                     most=limits.max_batch,
                     context=loaded.context_tokens,
                 )
-                return BatchedDecoder(loaded.model, texts, most=limits.max_batch, prefill_chunk=limits.prefill_chunk)
+                injection = injection_of(loaded.model)
+                operator = None if injection is None else injection.model_operator
+                drafts = None if operator is None else operator.batch_drafts()
+                if drafts is not None and not isinstance(texts, PagedTexts):
+                    raise UnbatchableError("it drafts, and its attention does not read keys and values in pages")
+                return BatchedDecoder(
+                    loaded.model, texts, most=limits.max_batch, prefill_chunk=limits.prefill_chunk, drafts=drafts, ends=self.ends
+                )
             except UnbatchableError as error:
                 self.alone_because = str(error)
         logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
@@ -123,21 +131,23 @@ class Service:
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
         template = None if request.kind == "text" else self._response_template
-        found = []
+        found: list[Choice] = []
+        form: Constraint | None = None
         for index in range(request.n):
             parser = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))
                 parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
-            constraint = self._constraint(request, reasoning=parser is not None and parser.begun_reasoning)
+            if not index:
+                form = self._constraint(request, "none" if parser is None else parser.reasoning)
             job = Job(
                 own,
                 tokenizer,
                 self.ends,
                 partial(listener, index),
                 raw=template is not None,
-                constraint=constraint,
+                constraint=form.copy() if form is not None and request.n > 1 else form,
                 client=client,
                 scope=scope,
             )
@@ -147,8 +157,8 @@ class Service:
             found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
         return found
 
-    def _constraint(self, request: Request, *, reasoning: bool) -> Constraint | None:
-        """Return the form that an answer has to follow, after the reasoning that the prompt has begun.
+    def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
+        """Return the form that an answer has to follow, after its reasoning.
 
         Raises:
             RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
@@ -158,17 +168,22 @@ class Service:
             if request.forced_tools:
                 name = "tool_choice"
                 tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
-                form = self._call_grammar().calls(tools, single=request.single_tool_call, reasoning=reasoning)
-            elif reasoning and isinstance(form, dict):
-                form = self._call_grammar().after_reasoning(with_whitespace(form))
-            return None if form is None else self._grammars.constraint(form)
+                grammar = self._answer_grammar().calls(tools, single=request.single_tool_call, reasoning=reasoning)
+            elif form is None:
+                return None
+            else:
+                form = from_gbnf(form) if isinstance(form, str) else form
+                chat = request.kind != "text" and self._response_template is not None
+                grammar = self._answer_grammar().form(form, reasoning=reasoning) if chat else grammars(form)
+            return self._grammars.constraint(grammar)
         except ValueError as error:
             raise RequestError(422, f"{name}: {error}", param=name) from error
 
-    def _call_grammar(self) -> CallGrammar:
-        assert self._response_template is not None, "tools and reasoning are refused without it"
-        added = self.loaded.tokenizer.added_tokens_decoder
-        return CallGrammar(self._response_template, {str(token): number for number, token in added.items()})
+    def _answer_grammar(self) -> AnswerGrammar:
+        assert self._response_template is not None, "tools are refused without it"
+        tokenizer = self.loaded.tokenizer
+        added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        return AnswerGrammar(self._response_template, added, str(tokenizer.chat_template or ""))
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         """Return the tokens of a text, or of messages by the chat template.
@@ -221,10 +236,11 @@ class Service:
             conversation = Conversation(tokenizer)
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
-        token_ids = encode_chat(tokenizer, request.messages, request.tools)
+        variables = request.template_variables
+        token_ids = encode_chat(tokenizer, request.messages, request.tools, variables)
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and token_ids == encode_chat(tokenizer, request.messages):
+        if request.tools and token_ids == encode_chat(tokenizer, request.messages, variables=variables):
             raise RequestError(422, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""The chat page: nothing from elsewhere, text that stays text, and a person who asks, stops and begins anew in a browser."""
+"""The chat page: nothing from elsewhere, text that stays text, and a person who asks, stops and begins again in a browser."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_stopping_ends_the_work_on_the_server(tab: Tab, loaded: LoadedModel, way
             tab.until(f"{IDLE} && document.querySelector('.error').textContent === 'stopped'")
             kept = tab.value(SAID)[1]
             assert kept and "first token after" in tab.value(ABOUT)[-1]
-            tab.value("document.getElementById('anew').click()")
+            tab.value("document.getElementById('new-chat').click()")
             assert tab.value(f"{SAID}.length") == 0
             assert tab.value("document.activeElement.id") == "text", "the keyboard can go on"
     finally:
@@ -246,7 +246,7 @@ def test_a_new_chat_leaves_nothing_of_the_answer_that_was_coming(tab: Tab, loade
             tab.open(f"{server.address}/")
             say(tab, "speak on")
             tab.until(f"{SAID}.length === 2 && {SAID}[1].length > 5")
-            tab.value("document.getElementById('anew').click()")
+            tab.value("document.getElementById('new-chat').click()")
             until(lambda: server.service.engine.endings["cancelled"] == 1)
             tab.type("in short")
             hook.remove()
@@ -320,7 +320,7 @@ def test_reasoning_calls_and_code_are_shown_safely_and_kept(tab: Tab, loaded: Lo
 def test_answers_are_copied_regenerated_and_questions_edited(tab: Tab, server: Server) -> None:
     tab.open(f"{server.address}/")
     tab.until("document.getElementById('model').textContent === 'tiny'")
-    tab.value("document.getElementById('anew').click()")
+    tab.value("document.getElementById('new-chat').click()")
     say(tab, "first question")
     tab.until(f"{IDLE} && {SAID}.length === 2 && {SAID}[1].length === 60")
     first = tab.value(SAID)
@@ -346,7 +346,7 @@ def test_chats_are_kept_in_the_browser_until_they_are_deleted(tab: Tab, loaded: 
     with serving(loaded, Limits(max_tokens=5)) as server:
         tab.open(f"{server.address}/")
         for question in ("one", "two"):
-            tab.value("document.getElementById('anew').click()")
+            tab.value("document.getElementById('new-chat').click()")
             say(tab, question)
             tab.until(f"{IDLE} && {SAID}.length === 2 && {SAID}[1].length === 5")
         listed = "[...document.getElementById('chats').options].map(one => one.textContent)"

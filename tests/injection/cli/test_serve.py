@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from support import ROOT
 from support.gpus import placed
-from support.serving import PATIENCE_S, Server, ask, messages, openai, serving, until
+from support.serving import PATIENCE_S, SCHEMA, Server, ask, messages, openai, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -36,8 +36,11 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve.job import StopText
-from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.cli.serve.constraints import grammars
+from moegraft.injection.cli.serve.job import Ask, Job, StopText
+from moegraft.injection.cli.serve.service import Limits, Service
+from moegraft.injection.injected import injection_of
+from moegraft.operators.base import DraftedRow
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 
@@ -298,17 +301,102 @@ def test_a_failure_ends_its_request_alone(server: Server, loaded: LoadedModel) -
     assert ask(server, "hello").choices[0].message.content == wanted(loaded, "hello")
 
 
-def test_a_drafting_model_is_served_one_request_at_a_time(chat_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rules = tmp_path / "rules.yaml"
-    draft = "{match: {kind: model}, replace: {class: speculative_draft, kwargs: {draft_top_k: 1, max_draft: 3, schedule: fixed}}}"
-    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {draft}\n")
-    drafting = load_model(ModelOptions(model=str(chat_folder), rules=str(rules)), QUIET)
+DRAFTING = """
+version: 1
+extends: cpu-exact
+rules:
+- match: {{kind: model}}
+  replace: {{class: speculative_draft, kwargs: {{{}}}}}
+"""
+
+
+def with_drafts(folder: Path, options: str, extra: str = "", model: str | None = None) -> LoadedModel:
+    rules = folder / "rules.yaml"
+    rules.write_text(DRAFTING.format(options) + extra)
+    return load_model(ModelOptions(model=model, rules=str(rules), dtype="float32", threads=1), QUIET)
+
+
+@pytest.mark.parametrize("draft", ["draft: ngram", "draft_top_k: 1, confidence: 0.3"])
+def test_drafts_change_no_answer_of_a_batch(draft: str, tmp_path: Path) -> None:
+    """Greedy and sampled, with penalties, scores and forms, of texts of several lengths; nor the next turn, from what is kept."""
+    options: list[dict[str, Any]] = [
+        {"max_tokens": 40},
+        {"max_tokens": 25, "temperature": 0.8, "seed": 3},
+        {"max_tokens": 33, "temperature": 1.0, "top_p": 0.9, "seed": 4, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"max_tokens": 3, "logprobs": 2},
+        {"max_tokens": 60},
+        {"max_tokens": 50, "temperature": 0.9, "seed": 7},
+        {"max_tokens": 30, "stop": (" the",)},
+        {"max_tokens": 1},
+    ]
+    forms: dict[int, Any] = {4: SCHEMA, 5: 'start: WORD (" " WORD)*\nWORD: /[a-z]{2,9}/'}
+
+    def answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
+        service, tokenizer = Service(loaded, Limits()), loaded.tokenizer
+        assert service.alone_because is None
+        found: list[list[int]] = []
+        try:
+            for turn in ("Who are the kings of England?", "And then?"):
+                jobs = []
+                for number, given in enumerate(options):
+                    before = found[number] if turn == "And then?" else []
+                    ids = [*before, *tokenizer(f"{turn} {number * 'Speak. '}")["input_ids"]]
+                    form = service._grammars.constraint(grammars(forms[number])) if number in forms else None
+                    jobs.append(Job(Ask(ids, **{"temperature": 0.0, **given}), tokenizer, service.ends, constraint=form))
+                    service.engine.submit(jobs[-1:])
+                until(lambda jobs=jobs: all(job.ending for job in jobs))  # type: ignore[misc]
+                assert all(job.ending in ("stop", "length") for job in jobs)
+                found = [job.token_ids for job in jobs]
+            until(lambda: service.engine.running == 0)
+            memory = service.engine.memory
+            assert memory.promised == 0 and memory.used == memory.kept
+            return found, dict(service.engine.work)
+        finally:
+            service.close()
+
+    expected, _ = answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))
+    found, work = answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed"))
+    assert found == expected
+    assert work["tokens_accepted"] > 20, "drafts were of use"
+
+
+def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:
+    """Each size of batch has a schedule of its own."""
+    operator = injection_of(with_drafts(tmp_path, "max_draft: 4").model).model_operator  # type: ignore[union-attr]
+    drafts = operator.batch_drafts()  # type: ignore[union-attr]
+    assert drafts is not None
+    for texts, draft_ms, verify_ms in ((1, 0.1, 0.3), (8, 1.0, 8.0)):
+        for _ in range(200):
+            length = drafts.plan(texts, 10)
+            row = DraftedRow([0.9] * length, length, length, length + 1)
+            drafts.record([row] * texts, draft_ms * length, 1.0 + verify_ms * length)
+    lengths = {texts: drafts.plan(texts, 10) for texts in (1, 6, 8)}
+    state = str(operator.statistics()["schedule"])  # type: ignore[union-attr]
+    assert "batches of up to 8: off, as no draft pays" in state, state
+    assert lengths[6] == lengths[8] == 0 and "batches of up to 1: 4 tokens per draft" in state
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "reason"),
+    [
+        ("mode: adaptive, tolerance: 0.3", "", "speculative_draft decodes one sequence at a time with these options"),
+        (
+            "max_draft: 3, schedule: fixed",
+            "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}",
+            "does not read keys and values in pages",
+        ),
+    ],
+)
+def test_what_drafts_alone_is_served_one_request_at_a_time(
+    options: str, rules: str, reason: str, chat_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafting = with_drafts(tmp_path, options, rules, str(chat_folder))
     plain = load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET)
-    expected = wanted(plain, "hello there")
     with serving(drafting, Limits(prefill_chunk=8)) as server, ThreadPoolExecutor(4) as pool:
-        assert any("one at a time: speculative_draft" in record.message for record in caplog.records)
+        assert any("one at a time: " in record.message and reason in record.message for record in caplog.records)
         replies = list(pool.map(lambda _: ask(server, "hello there"), range(4)))
-        assert [reply.choices[0].message.content for reply in replies] == [expected] * 4
+        if "adaptive" not in options:
+            assert [reply.choices[0].message.content for reply in replies] == [wanted(plain, "hello there")] * 4
         assert replies[-1].usage.completion_tokens == 12
         figures = server.get("/metrics")
         assert float(re.findall(r'moegraft:operator\{module="\(the model\)",name="rounds"\} (\S+)', figures)[0]) > 0

@@ -20,7 +20,7 @@ from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER,
 from tokenizers import AddedToken
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, CallGrammar, response_template
+from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.service import Limits
 
@@ -164,6 +164,7 @@ def test_what_a_template_cannot_take_is_refused(loaded: LoadedModel) -> None:
             server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=5)
 
 
+WROTE = '{"city": "Rome", "degrees": 7}'
 LOOK_UP = copy.deepcopy(WEATHER)
 LOOK_UP["function"] = {
     "name": "look_up",
@@ -202,19 +203,47 @@ def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None
 
 
 def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
-    """Of its own, or begun by the prompt; JSON by a schema follows reasoning that the prompt has begun, too."""
+    """Of its own, or begun by the prompt; JSON by a schema and a client's grammar follow reasoning, too."""
     text = f"<think>\nRome?</think>\n{CALL}"
     with scripted(loaded, text) as server:
         message = ask(server, "weather?", tools=[WEATHER], tool_choice="required", max_tokens=200).choices[0].message
         assert message.reasoning_content.strip() == "Rome?" and message.tool_calls[0].function.name == "weather"
-    for answer, options in (
-        (f"Rome?</think>\n\n{CALL}", {"tools": [WEATHER], "tool_choice": "required"}),
-        ('Rome?</think>\n{"city": "Rome", "degrees": 7}', {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    begun = "<|im_start|>assistant\n<think>\n"
+    for answer, content, options in (
+        (CALL, "", {"tools": [WEATHER], "tool_choice": "required"}),
+        (WROTE, WROTE, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+        (WROTE, WROTE, {"response_format": {"type": "json_object"}}),
+        ("yes", "yes", {"grammar": 'start: "yes" | "no"'}),
+        ("no", "no", {"grammar": 'root ::= "yes" | "no"'}),  # GBNF
     ):
-        with scripted(loaded, answer, opening="<|im_start|>assistant\n<think>\n") as server:
-            message = ask(server, "weather?", max_tokens=200, extra_body=options).choices[0].message
-            assert message.reasoning_content.strip() == "Rome?"
-            assert message.tool_calls[0].function.name == "weather" if "tools" in options else json.loads(message.content)["degrees"] == 7
+        for opening, thought in ((begun, "Rome? yes</think>\n\n"), ("<assistant>", "<think>Rome? yes</think>")):
+            with scripted(loaded, f"{thought}{answer}", opening=opening) as server:
+                reply = ask(server, "weather?", max_tokens=200, extra_body=options)
+            message = reply.choices[0].message
+            assert (message.reasoning_content.strip(), (message.content or "").strip()) == ("Rome? yes", content), options
+            assert [call.function.name for call in message.tool_calls or []] == (["weather"] if "tools" in options else [])
+            assert reply.usage.completion_tokens_details.reasoning_tokens == len(thought.strip())
+    with scripted(loaded, f"Rome? yes</think>{WROTE}", opening=f"{begun}</think>") as server:  # the prompt has ended it
+        message = ask(server, "weather?", max_tokens=200, extra_body={"grammar": 'start: "yes" | "no"'}).choices[0].message
+        assert message.content in ("yes", "no") and not getattr(message, "reasoning_content", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "tokens", "share"),
+    [
+        ("<think>Rome?</think>It rains.", 200, len("<think>Rome?</think>")),
+        ("<think>Rome?</think>It rains.", 9, 9),  # it ends in the reasoning
+        ("<think>Rome?", 200, len("<think>Rome?") + 1),  # and with the token that ends an answer
+        ("It rains.", 200, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(loaded: LoadedModel, text: str, tokens: int, share: int, stream: bool) -> None:
+    with scripted(loaded, text) as server:
+        reply = ask(server, "weather?", max_tokens=tokens, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+        usage = list(reply)[-1].usage if stream else reply.usage
+        assert usage.completion_tokens_details.reasoning_tokens == share
+        assert usage.completion_tokens == min(tokens, len(text) + 1)
 
 
 def test_a_call_that_cannot_be_forced_is_refused(loaded: LoadedModel) -> None:
@@ -237,12 +266,30 @@ def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> 
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     template = response_template(loaded.model, tokenizer)
     assert template is not None
-    grammar = CallGrammar(template, {mark: tokenizer.convert_tokens_to_ids(mark) for mark in marks})
+    grammar = AnswerGrammar(template, {mark: tokenizer.convert_tokens_to_ids(mark) for mark in marks})
     forms = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    for reasoning, text in ((False, f"<think>hm</think>\n{CALL}"), (False, CALL), (True, f"hm</think>{CALL}"), (False, f"{CALL}\n{CALL}")):
+    words = 'start: word\nword: "yes" | "no"\n%ignore " "'  # with a rule's name that calls have too
+    cases: list[tuple[str, Any, str]] = [
+        (grammar.calls([WEATHER], single=False, reasoning=reasoning), None, text)
+        for reasoning, text in (
+            ("possible", f"<think>hm</think>\n{CALL}"),
+            ("possible", CALL),
+            ("begun", f"hm</think>{CALL}"),
+            ("none", f"{CALL}\n{CALL}"),
+        )
+    ]
+    for reasoning in ("begun", "possible"):
+        before = f"{'' if reasoning == 'begun' else '<think>'}no! {{</think>\n\n"
+        cases += [(grammar.form(form, reasoning=reasoning), form, before + text) for form, text in ((words, "yes"), (SCHEMA, WROTE))]
+    cases += [
+        (grammar.form(form, reasoning=reasoning), form, text)
+        for form, text in ((words, "no"), (SCHEMA, WROTE))
+        for reasoning in ("none", "possible")
+    ]
+    for given, form, text in cases:
         ids = tokenizer(text)["input_ids"]
-        assert tokenizer.convert_tokens_to_ids("<tool_call>") in ids
-        constraint = forms.constraint(grammar.calls([WEATHER], single=False, reasoning=reasoning))
+        assert form is not None or tokenizer.convert_tokens_to_ids("<tool_call>") in ids
+        constraint = forms.constraint(given)
         for end in range(len(ids)):
             allowed = constraint.restrict(torch.zeros(len(tokenizer)), ids[:end])
             assert allowed[ids[end]] == 0, f"{text[:end]!r} can go on"
@@ -359,6 +406,7 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
     ("options", "message"),
     [
         ({"grammar": "start: other"}, "unknown name"),
+        ({"grammar": 'root ::= "a'}, "GBNF cannot be read: Unexpected end"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strnig"}}}}, "strnig"),
         ({"response_format": {"type": "xml"}}, "response_format: .*'xml'"),
         ({"response_format": {"type": "json_object"}, "grammar": "start: /a/"}, "contradict"),
@@ -367,3 +415,32 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
 def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], message: str) -> None:
     with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=message):
         ask(server, "hello", extra_body=options)
+
+
+def test_variables_of_the_chat_template_are_given_to_it(loaded: LoadedModel) -> None:
+    """As clients of models that reason send them; none may replace the template, nor what it is called with."""
+    begun = "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+    with scripted(loaded, "Rome?</think>It rains.", opening=begun) as server:
+        message = ask(server, "weather?", max_tokens=100).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Rome?", "It rains.")
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        message = ask(server, "weather?", max_tokens=100, extra_body=off).choices[0].message
+        assert message.content == "Rome?</think>It rains." and not getattr(message, "reasoning_content", None)
+        for name in ("chat_template", "tokenize", "messages"):
+            with pytest.raises(openai.UnprocessableEntityError, match=name):
+                ask(server, "weather?", extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+def test_the_last_message_may_be_the_systems(server: Server) -> None:
+    """As coding agents send it, for a reminder."""
+    turns: Any = [{"role": "user", "content": "hello"}, {"role": "system", "content": "be brief"}]
+    reply = server.client().chat.completions.create(model=server.service.model_id, messages=turns, max_tokens=3, extra_body={"top_k": -1})
+    assert reply.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("name", ["5", '"\\ud800"', "null"])
+def test_a_call_of_no_possible_name_is_text(loaded: LoadedModel, name: str) -> None:
+    text = f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>'
+    with scripted(loaded, text) as server:
+        message = ask(server, "weather?", tools=[WEATHER], max_tokens=100).choices[0].message
+        assert message.tool_calls is None and message.content == text

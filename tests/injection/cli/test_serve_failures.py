@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import logging
@@ -10,14 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.app import Preparation
 from moegraft.injection.cli.serve.decoders import usable
 from moegraft.injection.cli.serve.protocol import TextBody
 from moegraft.injection.cli.serve.service import Limits
@@ -318,3 +323,68 @@ def test_when_the_thread_ends_all_requests_end_and_health_reports_it(loaded: Loa
         with pytest.raises(openai.InternalServerError) as refused:
             said(server, "hello")
         assert refused.value.status_code == 503
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_grammar_that_grows_too_large_ends_its_answer_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is not taken for a complete one."""
+    import llguidance
+
+    few = llguidance.LLParserLimits(max_items_in_row=60)  # in a grammar with many readings, every token adds some
+    with serving(model) as server, ThreadPoolExecutor(3) as pool:
+        alone = said(server, "hello", max_tokens=60)
+        monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=few))
+        others = [pool.submit(said, server, "hello", max_tokens=60) for _ in range(2)]
+        with pytest.raises(openai.InternalServerError, match="cannot follow its grammar any further"):
+            ask(server, LONG, max_tokens=200, logit_bias={"0": -100}, extra_body={"grammar": 'start: s\ns: s s | "a" | "b" | "c"'})
+        assert [other.result() for other in others] == [alone] * 2
+        assert said(server, "hello", max_tokens=60) == alone
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("logit_bias", {"logit_bias": {str(number): 1 for number in range(1025)}}),
+        ("stop", {"stop": "a" * 257}),
+        ("grammar", {"grammar": f'start: "{"a" * (1 << 16)}"'}),
+    ],
+)
+def test_what_would_slow_every_step_for_all_is_refused(loaded: LoadedModel, field: str, options: dict[str, Any]) -> None:
+    with serving(loaded) as server, pytest.raises(openai.BadRequestError, match=field):
+        ask(server, "hello", extra_body=options)
+
+
+def test_preparing_one_clients_requests_leaves_threads_for_others() -> None:
+    """As for long prompts and large grammars: a request of another client does not wait for them."""
+    prepare, go_on, begun = Preparation(), threading.Event(), []
+
+    def slow(number: int) -> int:
+        begun.append(number)
+        assert go_on.wait(20)
+        return number
+
+    def request(host: str) -> Any:
+        return SimpleNamespace(client=SimpleNamespace(host=host))
+
+    async def visit() -> None:
+        many = [asyncio.create_task(prepare(request("many"), slow, number)) for number in range(40)]
+        try:
+            assert await asyncio.wait_for(prepare(request("one"), len, "text"), 10) == 4
+            assert len(begun) <= 2
+        finally:
+            go_on.set()
+        assert await asyncio.gather(*many) == list(range(40))
+        assert not prepare._clients
+
+    asyncio.run(visit())
+
+
+def test_tokens_are_decoded_beside_the_streams(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(loaded) as server:
+        threads = []
+        monkeypatch.setattr(server.service, "detokenize", lambda body: threads.append(threading.current_thread()) or {})
+        body = json.dumps({"tokens": [5]}).encode()
+        with urlopen(Request(f"{server.address}/detokenize", body, {"Content-Type": "application/json"}), timeout=20):
+            pass
+        (own,) = [thread for thread in threading.enumerate() if getattr(thread, "_target", None) and "Server.run" in str(thread._target)]  # type: ignore[attr-defined]
+        assert threads and threads[0] is not own

@@ -70,6 +70,7 @@ def test_tools_and_reasoning(loaded: LoadedModel) -> None:
         reply = respond(server, "weather?", tools=[FLAT], max_output_tokens=200)
         assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"] and reply.status == "completed"
         assert reply.output[0].content[0].text.strip() == "Rome?" and reply.output_text.strip() == "I look."
+        assert reply.usage.output_tokens_details.reasoning_tokens == len("<think>\nRome?</think>")
         call = reply.output[2]
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
         with server.client().responses.stream(model="scripted", input="weather?", tools=[FLAT], max_output_tokens=200) as stream:
@@ -107,7 +108,7 @@ def test_text_follows_a_schema(server: Server) -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "call_id: Field required"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"input": [{"role": "assistant", "content": "x"}]}, "the last message must be"),
+        ({"input": [{"role": "assistant", "content": "x"}]}, "the last message must not be the assistant's"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server: Server, options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from support.families import build_model, prompt, served_cases
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.serve.batch import PaddedTexts, PagedTexts, Text, UnbatchableError, open_texts
+from moegraft.injection.cli.serve.batch import Batch, PaddedTexts, PagedTexts, Text, UnbatchableError, open_texts
 from moegraft.operators.paged_cache import PAGE_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
@@ -262,3 +262,33 @@ def test_a_closed_pool_leaves_no_program_behind(qwen: PreTrainedModel) -> None:
     assert len(steps._kinds) > before
     del texts, text
     assert len(steps._kinds) == before
+
+
+def test_another_thread_may_ask_for_the_memory_while_a_text_joins_or_the_last_one_leaves(
+    qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request asks; the engine's thread changes a cache to None between any two steps of that."""
+    cache = DynamicCache(config=qwen.config)
+    text, batch = Text(5, ""), Batch(qwen)
+    for owner, name, given in ((Text, "cache", text), (Batch, "_cache", batch)):
+        seen = iter([cache, None, None])
+        monkeypatch.setattr(owner, name, property(lambda self, seen=seen: next(seen)), raising=False)
+        assert (given.tokens if isinstance(given, Text) else given.padded_tokens) == 0
+
+
+def test_cropped_texts_grow_into_other_pages(qwen: PreTrainedModel) -> None:
+    """As with rejected drafts: the lowest free page is that of another text."""
+    texts = opened(qwen)
+    assert isinstance(texts, PagedTexts)
+    ids = [prompt(PAGE_TOKENS + 2, seed=seed)[0].tolist() for seed in (1, 2)]
+    second, first = (begun(texts, one[: PAGE_TOKENS + 1], 60) for one in reversed(ids))
+    with torch.inference_mode():
+        texts.step([second], [7])  # into a second page, before the first text
+        texts.step([first], [7])
+        texts.step([first, second], [8, 8])
+        for text in (first, second):
+            texts.crop(text, PAGE_TOKENS)
+        texts.step([first, second], [one[PAGE_TOKENS] for one in ids])
+        found = [texts.step([text], one[-1:]) for text, one in zip((first, second), ids, strict=True)]
+    for one, logits in zip(ids, found, strict=True):
+        assert_close(logits, expected(qwen, one, PAGE_TOKENS + 1))

@@ -43,3 +43,18 @@ def test_special_tokens_are_not_text(loaded: LoadedModel) -> None:
     streamer.end()
     assert streamer.text == "ab"
     assert len(streamer.token_ids) == 3
+
+
+def test_bytes_that_never_make_a_character_are_not_held_for_ever(loaded: LoadedModel) -> None:
+    """Each further token would decode all of them again."""
+    pieces: list[str] = []
+    streamer = AnswerStreamer(loaded.tokenizer, pieces.append)
+    streamer.put(torch.tensor([[1]]))
+    [byte, _] = loaded.tokenizer("é")["input_ids"]
+    for _ in range(100):
+        streamer.put(torch.tensor([byte]))
+    assert len(pieces) > 3
+    for token in loaded.tokenizer("é!")["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(pieces) == loaded.tokenizer.decode([*[byte] * 100, *loaded.tokenizer("é!")["input_ids"]])
