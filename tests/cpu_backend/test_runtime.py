@@ -72,12 +72,12 @@ def test_each_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, mat
 @pytest.mark.parametrize(
     ("features", "wanted", "isa", "matrix"),
     [
-        ({"neon"}, "", "neon", {"bfloat16", *WIDE}),
-        ({"neon", "dotprod"}, "", "neon_dotprod", {"bfloat16"}),
-        ({"neon", "dotprod", "bf16"}, "", "neon_dotprod", {"bfloat16"}),
-        ({"neon", "dotprod", "i8mm"}, "", "neon_i8mm", INTEGERS),
-        ({"neon", "dotprod", "i8mm", "bf16"}, "", "neon_bf16", {"bfloat16", *INTEGERS}),
-        ({"neon", "dotprod", "i8mm", "bf16"}, "neon", "neon", {"bfloat16", *WIDE}),
+        ({"neon"}, "", "neon", {"bfloat16", *WIDE, *FLOAT8}),
+        ({"neon", "dotprod"}, "", "neon_dotprod", {"bfloat16", *FLOAT8}),
+        ({"neon", "dotprod", "bf16"}, "", "neon_dotprod", {"bfloat16", *FLOAT8}),
+        ({"neon", "dotprod", "i8mm"}, "", "neon_i8mm", INTEGERS - GRIDS),
+        ({"neon", "dotprod", "i8mm", "bf16"}, "", "neon_bf16", {"bfloat16", *INTEGERS} - GRIDS),
+        ({"neon", "dotprod", "i8mm", "bf16"}, "neon", "neon", {"bfloat16", *WIDE, *FLOAT8}),
     ],
 )
 def test_each_arm64_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, matrix: set[str]) -> None:

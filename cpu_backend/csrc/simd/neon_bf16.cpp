@@ -86,6 +86,7 @@ Kernels make() {
   for (int format = kFirstCoded; format < kWeightTypes; ++format) {
     kernels.max_tokens[format] = integers.max_tokens[format];
     kernels.tile[format] = integers.tile[format];
+    kernels.panel[format] = integers.panel[format];
     kernels.encode[format] = integers.encode[format];
   }
   kernels.matrix = integers.matrix;

@@ -15,7 +15,7 @@ Kernels make() {
   kernels.sparse.dot_rows[static_cast<int>(Format::kInt8)] = dot_rows<Neon, Format::kInt8>;
   kernels.sparse.dot_rows[static_cast<int>(Format::kInt4)] = dot_rows<Neon, Format::kInt4>;
   // Five products of integers by the instruction, four in float32: codes of 8 bits have no matrix kernel.
-  kernels.matrix = float_matrix_kernels<Neon>(12, kNeverMatrix);
+  kernels.matrix = float_matrix_kernels<Neon>(12, kNeverMatrix, 12);
   return kernels;
 }
 

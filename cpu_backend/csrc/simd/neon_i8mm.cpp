@@ -144,7 +144,7 @@ template <int... I>
 void add_products(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (has_codes(kKind)) {
+    if constexpr (has_codes(kKind) && !kIsGrid<CodedOf<kKind>>) {
       matrix.least_tokens[static_cast<int>(kKind)] = kLeastTokens;
       matrix.multiply[static_cast<int>(kKind)] = matrix_pairs<CodedProduct<kKind>, kKind>;
     }

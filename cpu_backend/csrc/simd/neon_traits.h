@@ -81,6 +81,11 @@ struct Neon {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     return {vreinterpretq_u32_u8(vld1q_u8(bytes)), vreinterpretq_u32_u8(vld1q_u8(bytes + 16))};
   }
+  static void store_int(void* p, I x) {
+    auto* bytes = static_cast<std::uint8_t*>(p);
+    vst1q_u8(bytes, vreinterpretq_u8_u32(x.low));
+    vst1q_u8(bytes + 16, vreinterpretq_u8_u32(x.high));
+  }
   static I add_int(I a, I b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
   static I and_int(I a, I b) { return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)}; }
   static I or_int(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
