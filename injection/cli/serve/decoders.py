@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import random
 import time
 from collections import Counter, deque
@@ -564,7 +565,8 @@ class BatchedDecoder:
                 tokens = choose(logits.where(usable(logits)[:, None], 0.0), [draft for draft, _ in going])
                 shares = logits.softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
                 for (draft, _), token, share in zip(going, tokens, shares, strict=True):
-                    if draft.ended:
+                    if draft.ended or math.isnan(share):  # no token can be chosen; the answer's is chosen from other logits
+                        draft.ended = True
                         continue
                     draft.tokens.append(token)
                     draft.token_ids.append(token)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request as HttpRequest
@@ -36,6 +37,7 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.serve.batch import PagedTexts
 from moegraft.injection.cli.serve.constraints import grammars
 from moegraft.injection.cli.serve.job import Ask, Job, StopText
 from moegraft.injection.cli.serve.service import Limits, Service
@@ -358,6 +360,23 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, tmp_path: Path) -> None:
     found, work = answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed"))
     assert found == expected
     assert work["tokens_accepted"] > 20, "drafts were of use"
+
+
+def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = with_drafts(tmp_path, "max_draft: 4")
+    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
+    drafting, step, damaged = drafts.drafting, PagedTexts.step, []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        with drafting(), monkeypatch.context() as patch:
+            patch.setattr(PagedTexts, "step", lambda *given: damaged.append(step(*given)) or damaged[-1] * torch.nan)
+            yield
+
+    monkeypatch.setattr(drafts, "drafting", noted)
+    with serving(loaded) as server:
+        assert ask(server, "Who are the kings of England?", max_tokens=40).choices[0].finish_reason in ("stop", "length")
+    assert damaged, "drafts were made"
 
 
 def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:
