@@ -6,7 +6,7 @@ They are read as values, or converted without rounding to the blocks that a kern
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -22,6 +22,7 @@ Block = tuple[int, int]  # rows and columns; 0 means all of them
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
 MXFP4_BLOCK = (1, 32)
+NVFP4_BLOCK = (1, 16)
 ROWS_AT_A_TIME = 512
 KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
 
@@ -35,19 +36,26 @@ class ScaledCodes:
         scales: (blocks of rows, blocks of columns), floating point.
         zeros: int8 of the same shape; None for symmetric codes.
         block: the rows and columns of a block; the last one may be cut off.
+        of_matrix: one float32 number by which all scales are multiplied, or divided; None for one level of scales.
+        divides: whether it divides them.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     block: Block
+    of_matrix: torch.Tensor | None = None
+    divides: bool = False
 
     def values(self) -> torch.Tensor:
-        """Return float32; exact for integers and E2M1 with 16-bit scales, else rounded once."""
+        """Return float32; exact for integers and E2M1 with 16-bit scales, else rounded once, and with two levels of scales twice."""
         codes = torch.tensor(FP4_VALUES)[self.codes.int()] if self.codes.dtype == torch.uint8 else self.codes.float()
         if self.zeros is not None:
             codes -= self._spread(self.zeros.float())
-        return codes.mul_(self._spread(self.scales.float()))
+        scales = self.scales.float()
+        if self.of_matrix is not None:
+            scales = scales / self.of_matrix if self.divides else scales * self.of_matrix
+        return codes.mul_(self._spread(scales))
 
     def _spread(self, of_blocks: torch.Tensor) -> torch.Tensor:
         """Return what each weight has of its block; one row if all rows have the same."""
@@ -61,12 +69,13 @@ class ScaledCodes:
         count = self.codes.shape[0]
         own = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
         assert own[0] is not None
-        return ScaledCodes(self.codes[chosen], own[0], own[1], (1, self.block[1]))
+        return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]))
 
     def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
         """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
 
-        Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits.
+        Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits. A number that divides
+        the scales of E2M1 becomes its reciprocal: scales change by at most one unit in the last place of a float32, and weights by two.
         """
         if weight_type in ("int4", "int8"):
             return self._in_groups(bits=4 if weight_type == "int4" else 8)
@@ -148,6 +157,22 @@ def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
     return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
 
 
+def _nvfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return blocks of a byte of the matrix's scale, of which four rows have all; eight E4M3 scales; and nibbles."""
+    codes, scales, whole = matrix.codes, matrix.scales, matrix.of_matrix
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn or whole is None or matrix.block != NVFP4_BLOCK or len(codes) % 4:
+        return None
+    whole = whole.reciprocal() if matrix.divides else whole
+    bits = scales.contiguous().view(torch.uint8)
+    # The kernel has no NaN among E4M3's scales, and multiplies them by the matrix's and by twice the codes, up to 12.
+    if (bits & 127 == 127).any() or not (whole * (448 * 12)).isfinite():
+        return None
+    rows, blocks = len(codes), codes.shape[1] // FORMATS["nvfp4"].block_weights
+    quarters = np.tile(whole.float().reshape(1).numpy().view(np.uint8), rows // 4).reshape(rows, 1, 1).repeat(blocks, axis=1)
+    nibbles = _nibbles(codes.contiguous()).reshape(rows, blocks, -1)
+    return np.concatenate([quarters, bits.numpy().reshape(rows, blocks, -1), nibbles], axis=-1)
+
+
 def _float8_blocks(matrix: ScaledCodes, columns: int, rows: int) -> NDArray[np.uint8] | None:
     """Return blocks of codes behind a float32 scale, of whose bytes each of `rows` rows has some."""
     scales = matrix.of_columns(matrix.scales.float(), columns)
@@ -172,6 +197,7 @@ def _int8_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
 
 _BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
     "mxfp4": _mxfp4_blocks,
+    "nvfp4": _nvfp4_blocks,
     "int4_g32": partial(_int4_blocks, group=32, groups=2),
     "int4_g64": partial(_int4_blocks, group=64, groups=2),
     "int4_g128": partial(_int4_blocks, group=128, groups=1),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, KERNEL_GROUP, MXFP4_BLOCK, Block, ScaledCodes
+from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, KERNEL_GROUP, MXFP4_BLOCK, NVFP4_BLOCK, Block, ScaledCodes
 from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
 from moegraft.injection.checkpoint.identity import Extent
 from moegraft.operators.errors import CheckpointError
@@ -23,7 +23,6 @@ from moegraft.operators.errors import CheckpointError
 DEFAULT_BLOCK = (128, 128)  # transformers', for FP8 settings without a block size
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 MXFP4_CODE_BYTES = 16  # that share a scale
-NVFP4_BLOCK = (1, 16)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places of eight columns in an integer of AutoAWQ's `gemm` version
 # Of activations and of keys and values, which are not quantised here.
 ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale", "output_zero_point")
@@ -109,7 +108,7 @@ class Quantised(Conversion):
         shape: of the parameter.
         block: the rows and columns of a block.
         read: returns the matrix of an expert, or with None the only one.
-        held_by: the kernels' types that hold the weights without rounding, the smallest first.
+        held_by: the kernels' types that hold the weights without rounding, except as `ScaledCodes.held_as` states, the smallest first.
         converted_type: the type that they are converted to where none of these can be used.
         transposed: whether the parameter is the transpose of the matrix of codes.
     """
@@ -344,26 +343,23 @@ def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor
     shape, block = (*lead, rows, half * 2), MXFP4_BLOCK if two_level is None else NVFP4_BLOCK
     _fitting(codes, shape, scales, [block])
 
-    def scales_of(expert: int | None) -> torch.Tensor:
-        assert two_level is not None
-        whole = two_level[...].float().reshape(-1)
-        whole = whole[0 if expert is None or len(whole) == 1 else expert]
-        own = _at(scales, expert).float()
-        return own / whole if divides else own * whole
-
     if two_level is None:
         read = partial(_read_fp4, codes, partial(_powers, scales), block)
         pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, ("mxfp4",)))
         return
     if math.prod(two_level.shape) not in (1, *lead):
         raise CheckpointError(f"{two_level.origin}: shape {two_level.shape}, expected one number for each matrix")
-    tensors = (codes, scales, two_level)
-    pairing.add(
-        name,
-        Quantised(
-            f"NVFP4{' of compressed-tensors' if divides else ''}", tensors, shape, block, partial(_read_fp4, codes, scales_of, block)
-        ),
-    )
+
+    def read_two_level(expert: int | None) -> ScaledCodes:
+        numbers = two_level[...].float().reshape(-1)
+        of_matrix = numbers[0 if expert is None or len(numbers) == 1 else expert]
+        matrix = _read_fp4(codes, partial(_at, scales), block, expert)
+        return replace(matrix, of_matrix=of_matrix, divides=divides)
+
+    # Gate and up may be halves of the rows, each of a multiple of four.
+    held_by = ("nvfp4",) if rows % 8 == 0 == shape[-1] % 128 else ()
+    kind = f"NVFP4{' of compressed-tensors' if divides else ''}"
+    pairing.add(name, Quantised(kind, (codes, scales, two_level), shape, block, read_two_level, held_by))
 
 
 # compressed-tensors

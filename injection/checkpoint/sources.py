@@ -119,7 +119,7 @@ def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTy
 def _held(matrix: ScaledCodes, weight_type: str, origin: str) -> Codes | StoredBlocks | None:
     found = matrix.held_as(weight_type)
     if found is None and weight_type in STORED_FORMATS:
-        raise CheckpointError(f"{origin}: a weight is NaN or a scale too large for {weight_type}; download it again, or set another type")
+        raise CheckpointError(f"{origin}: a weight or scale is NaN or too large for {weight_type}; download it again, or set another type")
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import prompt
-from support.quantised_files import FORMATS, FP8_BLOCKS, Format, Tensors, awq, compressed, float8, gptq
+from support.quantised_files import FORMATS, FP4, FP8_BLOCKS, Format, Tensors, awq, compressed, float8, gptq
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
@@ -25,9 +25,9 @@ UP = "model.layers.1.mlp.experts.1.up_proj"
 
 
 @cache
-def qwen3() -> PreTrainedModel:
+def qwen3(intermediate: int = 256) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 64, "vocab_size": 101}
+    sizes = {"hidden_size": 256, "moe_intermediate_size": intermediate, "intermediate_size": 64, "vocab_size": 101}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = Qwen3MoeConfig(
         **sizes, **heads, num_hidden_layers=2, num_experts=3, num_experts_per_tok=2, initializer_range=0.1, dtype="float32"
@@ -35,28 +35,28 @@ def qwen3() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def save(form: Format, folder: Path) -> None:
+def save(form: Format, folder: Path, intermediate: int = 256) -> None:
     """Write the quantised checkpoint."""
     stored: Tensors = {}
-    for key, weight in plain().items():
+    for key, weight in plain(intermediate).items():
         stored |= form.write(key.removesuffix(".weight"), weight)[0] if key.endswith("_proj.weight") else {key: weight}
     save_file({key: tensor.contiguous() for key, tensor in stored.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / "config.json").write_text(qwen3().config.to_json_string(use_diff=False))
+    (folder / "config.json").write_text(qwen3(intermediate).config.to_json_string(use_diff=False))
     reconfigure(folder, lambda config: config.update(quantization_config=dict(form.settings), architectures=["Qwen3MoeForCausalLM"]))
 
 
 @cache
-def plain() -> Tensors:
+def plain(intermediate: int) -> Tensors:
     """The tensors of the stock model's checkpoint."""
     with TemporaryDirectory() as folder:
-        qwen3().save_pretrained(folder)
+        qwen3(intermediate).save_pretrained(folder)
         return load_file(f"{folder}/{WEIGHTS}")
 
 
-def stock_of(form: Format) -> PreTrainedModel:
+def stock_of(form: Format, intermediate: int = 256) -> PreTrainedModel:
     """The stock model with the weights that a quantised checkpoint stands for."""
-    meant = {key: form.write("m", weight)[1] if key.endswith("_proj.weight") else weight for key, weight in plain().items()}
-    model = deepcopy(qwen3())
+    meant = {key: form.write("m", weight)[1] if key.endswith("_proj.weight") else weight for key, weight in plain(intermediate).items()}
+    model = deepcopy(qwen3(intermediate))
     for name, parameter in model.named_parameters():
         if name in meant:
             parameter.data = meant[name]
@@ -130,7 +130,7 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
         ("compressed fp8 tensor", "fp8"),
         ("compressed mxfp4", "mxfp4"),
         ("fp8", "bfloat16"),  # blocks of 32 by 32
-        ("compressed nvfp4", "bfloat16"),
+        ("modelopt nvfp4", "nvfp4"),
     ],
 )
 def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,6 +160,8 @@ def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_pat
         (float8("_scale_inv", (128, 128), {**FP8_BLOCKS, "weight_block_size": [128, 128]}), "fp8"),
         (FORMATS["compressed fp8 rows"], "fp8_rows"),
         (FORMATS["compressed mxfp4"], "mxfp4"),
+        (FORMATS["compressed nvfp4"], "nvfp4"),
+        (FORMATS["modelopt nvfp4"], "nvfp4"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -176,6 +178,90 @@ def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) 
     assert abs(swap.footprint.total_bytes / stored - 1) <= 0.02
     packed = load(tmp_path, EXPERTS).get_submodule(experts)._packed
     assert packed is not None and packed.buffer.nbytes == swap.footprint.total_bytes  # type: ignore[union-attr]
+
+
+def within_two_units(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether float32 numbers differ by at most two units in the last place."""
+    units = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    return bool(((found - expected).abs() <= 2 * units).all())
+
+
+def test_a_number_that_divides_scales_becomes_its_reciprocal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """compressed-tensors' NVFP4: weights change by at most two units in the last place of a float32."""
+    form = FORMATS["compressed nvfp4"]
+    save(form, tmp_path)
+    stock, found = stock_of(form), load(tmp_path, EXPERTS + LINEARS)
+    experts = "model.layers.1.mlp.experts"
+    packed = found.get_submodule(experts)._packed
+    assert packed is not None and packed.weight_type == "nvfp4"
+    held = {part: torch.from_numpy(packed.unpack(1, part)) for part in ("gate", "up", "down")}
+    gate, up = stock.get_parameter(f"{experts}.gate_up_proj")[1].chunk(2)
+    for part, values in {"gate": gate, "up": up, "down": stock.get_parameter(f"{experts}.down_proj")[1]}.items():
+        assert within_two_units(held[part], values), part
+    assert not [record for record in caplog.records if "converted through float32" in record.getMessage()]
+
+
+def test_only_down_has_columns_that_fill_no_block_of_nvfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    form = FORMATS["modelopt nvfp4"]
+    save(form, tmp_path, intermediate=192)
+    stock, found = stock_of(form, 192), load(tmp_path, EXPERTS + LINEARS)
+    experts = found.get_submodule("model.layers.1.mlp.experts")
+    assert experts.weight_type == "nvfp4+bfloat16"
+    assert found.get_submodule("model.layers.1.self_attn.q_proj").weight_type == "nvfp4"
+    assert "weights in NVFP4, the first of them model.layers.0.mlp.experts.0.down_proj.weight, are converted through" in caplog.text
+    with torch.no_grad():
+        expected = stock(prompt(12)).logits[0]
+        error = (found(prompt(12)).logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.median() < 0.04
+
+
+def test_nvfp4_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    """(E, 2I, H), with a scale of each expert."""
+    form = FORMATS["modelopt nvfp4"]
+    save(form, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    meant: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            del tensors[key]
+        for name in ("gate_up_proj", "down_proj"):
+            each = [form.write("m", weight) for weight in qwen3().get_parameter(f"{prefix}.{name}").detach()]
+            for suffix in ("", "_scale", "_scale_2"):
+                tensors[f"{prefix}.{name}{suffix}"] = torch.stack([stored[f"m.weight{suffix}"] for stored, _ in each])
+            meant[name] = torch.stack([values for _, values in each])
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    packed = load(tmp_path, EXPERTS).get_submodule("model.layers.1.mlp.experts")._packed
+    assert packed is not None and packed.weight_type == "nvfp4"
+    for expert in range(3):
+        held = {part: torch.from_numpy(packed.unpack(expert, part)) for part in ("gate", "up", "down")}
+        assert torch.equal(torch.cat([held["gate"], held["up"]]), meant["gate_up_proj"][expert])
+        assert torch.equal(held["down"], meant["down_proj"][expert])
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["modelopt", "compressed-tensors"])
+def test_every_scale_of_nvfp4(divides: bool, tmp_path: Path) -> None:
+    """All codes of E4M3 that are numbers, also negative and subnormal ones, and all of E2M1."""
+    name = "compressed nvfp4" if divides else "modelopt nvfp4"
+    save(FORMATS[name], tmp_path)
+    query = "model.layers.1.self_attn.q_proj"
+    tensors = load_file(tmp_path / WEIGHTS)
+    codes, number = (f"{query}.weight_packed", "global_scale") if divides else (f"{query}.weight", "scale_2")
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(256).repeat(16).reshape(tensors[f"{query}.weight_scale"].shape).to(torch.uint8)
+    scales[scales & 127 == 127] = 1  # subnormal
+    stored = scales.view(torch.float8_e4m3fn)
+    whole = torch.tensor([0.0123])
+    places = torch.randint(0, 256, tensors[codes].shape, dtype=torch.uint8, generator=generator)
+    tensors |= {codes: places, f"{query}.weight_scale": stored, f"{query}.weight_{number}": 1 / whole if divides else whole}
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    values = FP4[torch.stack([places & 15, places >> 4], dim=-1).flatten(1).int()]
+    wide = (stored.float() / (1 / whole) if divides else stored.float() * whole).repeat_interleave(16, 1)
+    packed = load(tmp_path, LINEARS).get_submodule(query)._packed
+    assert packed is not None
+    held = torch.from_numpy(packed.unpack())
+    assert within_two_units(held, values * wide) if divides else torch.equal(held, values * wide)
+    assert torch.equal(load(tmp_path, HEAD).get_parameter(f"{query}.weight"), values * wide)
 
 
 def test_linear_layers_keep_the_codes_that_are_no_larger(tmp_path: Path) -> None:
@@ -198,6 +284,9 @@ def test_slots_on_a_gpu_hold_the_bytes_of_the_file(tmp_path: Path) -> None:
         for swap in planned.swaps:  # type: ignore[attr-defined]
             assert swap.weight_type == expected
             assert swap.footprint.by_device["cpu"] == 3 * swap.footprint.by_device["gpu"]
+    save(FORMATS["modelopt nvfp4"], tmp_path)  # no kernel of a GPU has it
+    planned = optimize_and_load(tmp_path, rules(tmp_path, slots), dry_run=True)
+    assert {swap.weight_type for swap in planned.swaps} == {"bfloat16"}  # type: ignore[attr-defined]
 
 
 def test_codes_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
@@ -294,6 +383,21 @@ def test_activation_order_is_refused(declared: bool, tmp_path: Path) -> None:
     order = torch.arange(256).roll(7) // 32
     message = refusal(tmp_path, lambda tensors: tensors.update({f"{UP}.g_idx": order.int()}))
     assert f"{UP}.g_idx: the columns are grouped by activation order" in message and "desc_act: false" in message
+
+
+@pytest.mark.parametrize(("name", "of_all"), [("modelopt nvfp4", torch.inf), ("compressed nvfp4", 0.0)])
+def test_scales_that_are_no_numbers(name: str, of_all: float, tmp_path: Path) -> None:
+    save(FORMATS[name], tmp_path)
+    key = f"{UP}.weight_scale_2" if name.startswith("modelopt") else f"{UP}.weight_global_scale"
+    whole = load_file(tmp_path / WEIGHTS)[key]
+    message = refusal(tmp_path, lambda tensors: tensors.update({key: torch.full_like(whole, of_all)}))
+    assert f"{WEIGHTS}: {UP}.weight" in message and "a weight or scale is NaN or too large for nvfp4" in message
+
+    def damage(tensors: Tensors) -> None:
+        tensors[key] = whole
+        tensors[f"{UP}.weight_scale"].view(torch.uint8)[3, 5] = 0x7F
+
+    assert "a weight or scale is NaN or too large for nvfp4; download it again" in refusal(tmp_path, damage)
 
 
 def test_biases_of_zeros_for_layers_without_a_bias(tmp_path: Path) -> None:
