@@ -4,7 +4,8 @@
 //
 // A program is a list of stages: small operations, then at most one kernel. Program::run() runs some of them as one job of the pool: the
 // small operations of a stage, which take microseconds, on the first worker that arrives, its kernel on all workers. Workers wait for each
-// other by spinning, and yield when that takes long; meanwhile they prefetch the weights that they will read next. A worker that comes late finds the finished stages done and joins the current one.
+// other by spinning, and yield when that takes long; meanwhile they prefetch the weights that they will read next. A worker that comes late
+// finds the finished stages done and joins the current one.
 //
 // The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound.
 // All sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is

@@ -255,7 +255,7 @@ void add_floats_of(MatrixKernels& matrix, int least, std::integer_sequence<int, 
   (add(std::integral_constant<int, I>()), ...);
 }
 
-// From `bf16_tokens`, for codes of 8 bits `byte_tokens`, and for FP8 `float8_tokens` on, measured against the tiles.
+// From `bf16_tokens` and, for codes of 8 bits, `byte_tokens` on, measured against the tiles; for FP8 `float8_tokens`, estimated.
 template <class T>
 MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens, int float8_tokens) {
   MatrixKernels matrix = no_matrix_kernels<T>(Format::kFloat32);

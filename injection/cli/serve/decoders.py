@@ -526,7 +526,10 @@ class BatchedDecoder:
                 DraftedRow(shares, min(count + 1, len(shares)) if job.ending is None else count, count, grown)
                 for job, shares, count, grown in zip(jobs, drafted, accepted, gained, strict=True)
             ]
-            self._drafts.record(done, 1e3 * (drafted_s - started_s), 1e3 * (ended_s - drafted_s))
+            try:
+                self._drafts.record(done, 1e3 * (drafted_s - started_s), 1e3 * (ended_s - drafted_s))
+            except Exception:  # statistics must not end answers
+                logger.exception("serve: a round of drafts cannot be recorded")
         for job, text in list(self._decoding):
             if job.ending is not None:
                 self._end(job, text)
