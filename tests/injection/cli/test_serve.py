@@ -225,7 +225,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 400, "Input should be 'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content: Input has lone surrogates"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, 422, "the user's"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, 422, "must not be the assistant's"),
         ({**CHAT, "temperature": "hot"}, 400, "temperature"),
         ({**CHAT, "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400, "temperature: Input should be a finite number"),

@@ -103,7 +103,7 @@ def test_values_too_small_to_divide_by_are_greedy(model: LoadedModel, small: dic
         {"seed": -(1 << 63)},
         {"extra_body": {"top_k": 10**30}},
         {"top_p": 1e-30},
-        {"stop": ["\0", "x" * 100_000]},
+        {"stop": ["\0", "x" * 256]},
         {"temperature": 2, "top_p": 1 - 1e-16},
         {"temperature": 1, "top_p": 1},  # whole numbers, as JSON clients may write them
     ],
@@ -203,7 +203,7 @@ def test_text_that_cannot_be_decoded_ends_its_answer_alone(
 
 def test_an_error_of_the_prompts_own_pass_ends_it_alone(loaded: LoadedModel) -> None:
     def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs["input_ids"].shape[1] > 50:
+        if kwargs["input_ids"].shape[1] > 64:
             raise RuntimeError("inner secret")
         time.sleep(0.005)
 
