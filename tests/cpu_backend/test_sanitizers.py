@@ -114,7 +114,9 @@ def test_no_sanitizer_reports_an_error(flag: str, vector: bool, long: bool, tmp_
     run(build(tmp_path, [flag, "-fno-sanitize-recover=all", *own], vector and long))
 
 
-def test_vector_kernels_and_emulated_tiles_agree_with_the_scalar_ones(tmp_path: Path) -> None:
+def test_vector_kernels_and_emulated_tiles_agree_with_the_scalar_ones(long: bool, tmp_path: Path) -> None:
+    if not long:
+        pytest.skip("takes two minutes to compile: pytest --long")
     if MACHINE not in ISA_FLAGS or shutil.which("g++") is None:
         pytest.skip("needs an x86-64 or ARM64 CPU and g++")
     run(build(tmp_path, [EMULATED_AMX, "-g0"], True))
@@ -124,17 +126,15 @@ NEON_SETS = ("scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
 
 
 def test_the_kernels_of_arm64_agree_with_the_scalar_ones_in_an_emulator(long: bool, tmp_path: Path) -> None:
+    if not long:
+        pytest.skip("takes a minute to compile: pytest --long")
     compiler = shutil.which("aarch64-linux-gnu-g++")
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if compiler is None or emulator is None:
         pytest.skip("no ARM64 compiler and emulator (Debian's packages g++-aarch64-linux-gnu and qemu-user bring them)")
-    flags = ["-O3", "-fsanitize=undefined", "-fno-sanitize-recover=all"] if long else ["-g0"]
-    program = build(tmp_path, ["-static", *flags], True, compiler, "aarch64")
-    run(program, *NEON_SETS, emulator=(emulator, "-cpu", "max"))
-    if long:
-        run(program, emulator=(emulator, "-cpu", "max"))  # also what does not depend on the instruction set
-        run(program, *NEON_SETS[:3], emulator=(emulator, "-cpu", "neoverse-n1"))
-        run(program, *NEON_SETS[:2], emulator=(emulator, "-cpu", "cortex-a72"))
+    program = build(tmp_path, ["-static", "-g0"], True, compiler, "aarch64")
+    for cpu, sets in (("max", NEON_SETS), ("neoverse-n1", NEON_SETS[:3]), ("cortex-a72", NEON_SETS[:2])):
+        run(program, *sets, emulator=(emulator, "-cpu", cpu))
 
 
 def run(program: Path, *arguments: str, emulator: Sequence[str] = ()) -> None:

@@ -47,7 +47,7 @@ def test_every_weight_type(rows: int, columns: int, tokens: int, bias: bool, wei
     assert relative_error(linear.forward(x.to(DEVICE), path).cpu(), x.double() @ weight.T + values) <= limit
 
 
-@pytest.mark.parametrize("weight_type", filter(has_gpu_kernels, sorted(STORED_FORMATS)))
+@pytest.mark.parametrize("weight_type", [*filter(has_gpu_kernels, sorted(STORED_FORMATS))])
 def test_formats_of_files(weight_type: str) -> None:
     """Their weights bit for bit, as products with columns of the identity, and products with any activations."""
     block = FORMATS[weight_type].block_weights
