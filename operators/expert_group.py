@@ -7,6 +7,9 @@ over loopback with gloo: 0.11 to 0.13 ms against 0.25 ms), and a rank that no ro
 
 Every message is a header of int64 numbers, then the rows. It may be shorter than the buffer that receives it, but not longer: one that
 does not fit is preceded by a message that announces a larger buffer.
+
+gloo sends a message only once its receiver waits for it. So that rank 0 can close the model while another rank does something else, the
+end has a tag of its own, which every other rank receives in the background from the start.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakMethod
@@ -41,11 +45,13 @@ FIRST_BYTES = 4096
 KEPT_PARTS = 64  # of a buffer: lengths of prompts differ
 REPORT_BYTES = 4096  # of an error
 STATUS_BYTES = 8
+LOCK_S = 0.05  # between looks at who has the lock
 TIMEOUT_S = 60.0
 SLOW_US = 1000.0  # of waiting for a layer; less is the time of messages
 WATCHED_CALLS = 512  # of a layer, after which a slow rank is named
 WORK, RESIZE, ALIVE, RESULT, STOP = range(5)
 DONE, FAILED = range(2)
+MESSAGES, END, NOTHING = range(3)  # tags
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -159,7 +165,7 @@ class _Wire:
     def send(self, kind: int, numbers: Sequence[int], nbytes: int) -> None:
         """Start to send a message, of which the buffer has the bytes behind the header."""
         self.buffer.part(0, (HEADER_NUMBERS,), torch.int64).numpy()[: 1 + len(numbers)] = kind, *numbers
-        self._sending = self._group.send([self.buffer.part(0, (HEADER_BYTES + nbytes,))], self.peer.rank, 0)
+        self._sending = self._group.send([self.buffer.part(0, (HEADER_BYTES + nbytes,))], self.peer.rank, MESSAGES)
 
     def flush(self) -> None:
         """Wait until the last message has left the buffer."""
@@ -170,7 +176,7 @@ class _Wire:
     def receive(self) -> list[int]:
         """Wait for a message and return its header; its bytes are in the buffer until the next call."""
         while True:
-            self._group.recv([self.buffer.part(0, (len(self.buffer),))], self.peer.rank, 0).wait()
+            self._group.recv([self.buffer.part(0, (len(self.buffer),))], self.peer.rank, MESSAGES).wait()
             header: list[int] = self.buffer.part(0, (HEADER_NUMBERS,), torch.int64).tolist()
             if header[0] != RESIZE:
                 return header
@@ -203,6 +209,9 @@ class ExpertGroup:
         self._answers = _Buffer()
         self._failure: str | None = None
         self._closed = threading.Event()
+        self._ended: NDArray[np.uint8] = np.zeros(1, np.uint8)  # rank 0 has sent the end
+        self._receiving_end: Any = None
+        self._showing_life = False  # the thread of the signs of life has the lock
         self._own_s = 0.0
         self._calls = 0
         self._warned = False
@@ -216,11 +225,13 @@ class ExpertGroup:
     @property
     def in_use(self) -> bool:
         """Whether this process has a model over this group that is neither closed nor deleted."""
-        return not self._closed.is_set() and any(compute() is not None for _, compute in self._layers)
+        return not self._closed.is_set() and not self._ended[0] and any(compute() is not None for _, compute in self._layers)
 
     def start(self) -> None:
         """Begin the signs of life, on rank 0. A rank that is still loading would not receive them in time."""
-        if self.rank == 0:
+        if self.rank:
+            self._receiving_end = self._group.recv([torch.from_numpy(self._ended)], 0, END)
+        else:
             atexit.register(self.close)
             threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True).start()
 
@@ -322,24 +333,50 @@ class ExpertGroup:
                 return
             try:
                 with self._messages():
-                    for link in self._others:
-                        self._guarded(link.peer, partial(link.tell, ALIVE))
+                    self._showing_life = True
+                    try:
+                        for link in self._others:
+                            self._guarded(link.peer, partial(link.tell, ALIVE))
+                    finally:
+                        self._showing_life = False
             except GroupLostError:
-                return
+                break
 
     def close(self) -> None:
-        """Let the other ranks end. On them, nothing is sent; when called again, nothing happens."""
+        """Let the other ranks end, without waiting for them to follow. On them, nothing is sent; when called again, nothing happens."""
         atexit.unregister(self.close)
         if self._closed.is_set():
             return
         self._closed.set()
         if self.rank:
             return
-        with Uninterrupted(), self._lock:
-            for link in self._others if self._failure is None else ():
-                with suppress(RuntimeError, ValueError):  # it has ended already, or this program has destroyed all groups
-                    link.tell(STOP)
-            self._free()
+        with Uninterrupted():
+            sent = False
+            while not self._lock.acquire(timeout=LOCK_S):
+                if self._showing_life and not sent:  # to a rank that does not follow; no layer can begin any more
+                    self._send_end()
+                    self._break_off()
+                    sent = True
+            try:
+                if not sent:
+                    self._send_end()
+                    for link in self._others if self._failure is None else ():
+                        with suppress(RuntimeError, ValueError):
+                            link.wake()
+                self._free()
+            finally:
+                self._lock.release()
+
+    def _break_off(self) -> None:
+        """End all waiting in this group: gloo closes the connections of a group when a wait in it runs out of time."""
+        never = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._others[0].peer.rank, NOTHING)
+        with suppress(RuntimeError):
+            never.wait(timedelta(milliseconds=1))
+
+    def _send_end(self) -> None:
+        for link in self._others if self._failure is None else ():
+            with suppress(RuntimeError, ValueError):  # it has ended already, or this program has destroyed all groups
+                self._group.send([torch.ones(1, dtype=torch.uint8)], link.peer.rank, END).wait()
 
     def _free(self) -> None:
         """Free the connections, which torch.distributed keeps until it is told."""
@@ -391,7 +428,7 @@ class ExpertGroup:
     def _lose(self, peer: Peer, error: Exception) -> NoReturn:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         self._failure = f"{peer} has ended or does not answer ({reason}); its experts are lost: start all ranks again"
-        if self.rank == 0:
+        if self.rank == 0 and not self._closed.is_set():
             logger.error("%s", self._failure)
             self.on_lost()
         raise GroupLostError(self._failure) from error
@@ -423,10 +460,12 @@ class ExpertGroup:
     def _served(self) -> torch.Tensor | str | None:
         """Compute until rank 0 sends a result or an error, and return it; None when it closes the model."""
         peer, buffer = self._leader.peer, self._leader.buffer
-        while not self._closed.is_set():
+        while not self._closed.is_set() and not self._ended[0]:
             try:
                 kind, layer, rows, top_k, code, count = self._leader.receive()
             except RuntimeError as error:
+                if self._ended[0]:  # rank 0 ended before it could wake this one
+                    break
                 self._lose(peer, error)
             if kind == WORK:
                 self._work(layer, *buffer.question(rows, top_k, count, ELEMENTS[code]))
@@ -437,8 +476,10 @@ class ExpertGroup:
                 found: torch.Tensor = torch.load(io.BytesIO(result), weights_only=True)
                 return found
             elif kind == STOP:
-                self._closed.set()
-                self._free()
+                break
+        if not self._closed.is_set():
+            self._closed.set()
+            self._free()
         return None
 
     def _work(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -452,11 +493,11 @@ class ExpertGroup:
             failure = f"{type(error).__name__}: {error}"
             status = FAILED
         reply.numpy()[0] = status
-        self._guarded(self._leader.peer, lambda: self._group.send([reply], 0, 0).wait())
+        self._guarded(self._leader.peer, lambda: self._group.send([reply], 0, MESSAGES).wait())
         if failure is not None:
             logger.exception("layer %d failed", layer)
             report = torch.from_numpy(np.frombuffer(failure.encode()[:REPORT_BYTES].ljust(REPORT_BYTES), np.uint8).copy())
-            self._guarded(self._leader.peer, lambda: self._group.send([report], 0, 0).wait())
+            self._guarded(self._leader.peer, lambda: self._group.send([report], 0, MESSAGES).wait())
 
 
 class _Link:
@@ -481,6 +522,12 @@ class _Link:
         self._wire.send(kind, numbers, len(content))
         self._wire.flush()
 
+    def wake(self) -> None:
+        """Let a rank that waits for a message see that the model is closed; one that does not wait sees it without this."""
+        self._settle()
+        self._wire.flush()
+        self._wire.send(STOP, (), 0)
+
     def ask(self, owned: range, layer: int, rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> bool:
         """Send the rows that chose one of the experts that this rank holds; return False where there are none."""
         index = top_k_index.numpy()
@@ -504,7 +551,8 @@ class _Link:
             for source, target in ((rows, to_rows), (top_k_index, to_ids), (top_k_weights, to_weights)):
                 torch.index_select(source, 0, self._rows, out=target)
         self._wire.send(WORK, (layer, count, top_k, ELEMENT_CODES[dtype], hidden), size)
-        self._receiving = self._group.recv([self._reply], self.peer.rank, 0)  # after the question, so that the other begins the sooner
+        # After the question, so that the other begins the sooner.
+        self._receiving = self._group.recv([self._reply], self.peer.rank, MESSAGES)
         self.calls += 1
         return True
 
@@ -532,7 +580,7 @@ class _Link:
         failure = None
         if self._reply.numpy()[0] != DONE:
             report = torch.empty(REPORT_BYTES, dtype=torch.uint8)
-            self._group.recv([report], self.peer.rank, 0).wait()
+            self._group.recv([report], self.peer.rank, MESSAGES).wait()
             failure = report.numpy().tobytes().decode(errors="replace").strip()
         self._receiving = None
         return failure

@@ -136,11 +136,14 @@ ENDURE = textwrap.dedent(
         time.sleep(0.1)
     """
 )
-# Prints what each of three loads is refused with: rank 1 has no rules, then no sensible time-out, then another model is loaded. Rank 0 then
-# prints the fingerprint of the weights beside that of a process which holds all of them.
+# Prints what each of four loads is refused with: rank 1 has no rules, the model is in memory, rank 1 has no sensible time-out, and another
+# model is loaded. Rank 0 then closes that model at once, and the next one while a sign of life waits for rank 1, which follows neither
+# until it is closed. At last, rank 0 compares the weights' fingerprint with that of a process which holds all of them.
 REFUSE = textwrap.dedent(
     """
-    import os, sys
+    import os, sys, time
+    from pathlib import Path
+    from transformers import AutoModelForCausalLM
     from moegraft.injection import optimize_and_load
     from moegraft.injection.cli.chat.conversation import fingerprint
     from moegraft.operators.errors import MoegraftError
@@ -154,16 +157,28 @@ REFUSE = textwrap.dedent(
             print(error)
 
     refused("missing.yaml" if rank else rules)
+    stock, path = path, AutoModelForCausalLM.from_pretrained(path)
+    refused(rules)
+    path = stock
     os.environ["MOEGRAFT_RANK_TIMEOUT"] = "0" if rank else "60"
     refused(rules)
-    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "60"
-    model = optimize_and_load(path, rules, progress=False)
-    refused(rules)
-    if rank:
-        model.moegraft.follow()
-    else:
-        found = fingerprint(model)
-        model.moegraft.close()
+    os.environ["MOEGRAFT_RANK_TIMEOUT"] = "12"
+    for waited_s in (0, 4):
+        closed = Path(alone).with_name(f"closed-{waited_s}")
+        model = optimize_and_load(path, rules, progress=False)
+        if not waited_s:
+            refused(rules)
+        if rank:
+            while not closed.exists():
+                time.sleep(0.05)
+            model.moegraft.follow()
+            print("followed")
+        else:
+            found = fingerprint(model)
+            time.sleep(waited_s)
+            model.moegraft.close()
+            closed.touch()
+    if rank == 0:
         print(found == fingerprint(optimize_and_load(path, alone, progress=False)))
     """
 )
@@ -305,18 +320,21 @@ def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp
     assert found == ["interrupted True", "released"]
 
 
-def test_errors_before_the_model_reach_all_ranks_and_saved_chats_know_all_experts(tmp_path: Path) -> None:
+def test_refusals_reach_all_ranks_rank_0_closes_alone_and_saved_chats_know_all_experts(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("divided.yaml", "alone.yaml")]
     for file, shares in zip(files, ("[2, 1]", "none"), strict=True):
         file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
     results = end(start_ranks(["-c", REFUSE, str(saved(tmp_path, "mixtral")), *map(str, files)], 2))
     assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
     lead, other = (out.splitlines() for _, out, _ in results)
-    for line, name in ((lead[0], "missing.yaml"), (lead[1], "MOEGRAFT_RANK_TIMEOUT must be a number of seconds above 0")):
+    for line, name in ((lead[0], "missing.yaml"), (lead[2], "MOEGRAFT_RANK_TIMEOUT must be a number of seconds above 0")):
         assert "rank 1 on " in line and name in line
-    assert "missing.yaml" in other[0] and "not '0'" in other[1]
-    assert all("another model is loaded over these processes" in lines[2] for lines in (lead, other))
-    assert lead[3] == "True", "the fingerprint is that of one process with all experts"
+    assert "missing.yaml" in other[0] and "not '0'" in other[2]
+    for lines in (lead, other):
+        assert "this model is in memory" in lines[1] and "another model is loaded over these processes" in lines[3]
+    assert other[4:] == ["followed", "followed"], "rank 0 has closed each model before rank 1 followed it"
+    assert lead[4] == "True", "the fingerprint is that of one process with all experts"
+    assert "ended or does not answer" not in results[0][2]
 
 
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
