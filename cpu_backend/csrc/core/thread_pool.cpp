@@ -119,8 +119,9 @@ void Phase::reset(int units) {
   units_ = units;
   done_.store(0);
   for (int worker = 0; worker < workers; ++worker) {
-    cursors_[worker].next.store(first_unit(units, worker, workers));
-    cursors_[worker].end = first_unit(units, worker + 1, workers);
+    const auto first_unit = [&](int of) { return static_cast<int>(static_cast<long long>(units) * of / workers); };
+    cursors_[worker].next.store(first_unit(worker));
+    cursors_[worker].end = first_unit(worker + 1);
   }
 }
 

@@ -93,7 +93,6 @@ class Phase {
   explicit Phase(int workers) : cursors_(static_cast<std::size_t>(workers)) {}
   void reset(int units);
   int take(int worker);  // the next unit, or -1
-  static int first_unit(int units, int worker, int workers) { return static_cast<int>(static_cast<long long>(units) * worker / workers); }
   void finish(int units) {
     if (units > 0) done_.fetch_add(units, std::memory_order_acq_rel);
   }

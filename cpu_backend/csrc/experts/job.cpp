@@ -12,8 +12,6 @@ namespace {
 constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough for long sequential reads
 constexpr int kMaxUnitBlocks = 8;
-constexpr std::size_t kFrontBytes = std::size_t{8}
-                                    << 10;  // of a phase's first block, prefetched while other workers finish the phase before
 
 std::size_t whole_lines(std::size_t words) { return (words + 15) / 16 * 16; }
 
@@ -108,36 +106,12 @@ void ExpertsJob::run(int worker) noexcept {
     for (int unit = phase.take(worker); unit >= 0; unit = phase.take(worker), ++count) (this->*compute)(unit, mine);
     phase.finish(count);
   };
-  prefetch_front_of_neurons(worker);
   work(*phases_.encode, &ExpertsJob::encode_token);
   phases_.encode->wait();
   work(*phases_.neurons, &ExpertsJob::compute_neurons);
-  prefetch_front_of_rows(worker);
   phases_.neurons->wait();
   work(*phases_.rows, &ExpertsJob::compute_rows);
   phases_.rows->wait();
-}
-
-// A worker begins a phase with its first unit, if no other has taken that meanwhile.
-void ExpertsJob::prefetch_front_of_neurons(int worker) const {
-  const std::vector<Segment>& segments = batch_.routing->segments();
-  const int units = static_cast<int>(segments.size()) * neuron_groups_, unit = Phase::first_unit(units, worker, workers_);
-  if (unit >= units) return;
-  const std::size_t block = static_cast<std::size_t>(unit % neuron_groups_ * (experts_.shape().gated ? 2 : 1));
-  ByteRange weights = {
-      experts_.expert(segments[static_cast<std::size_t>(unit / neuron_groups_)].expert) + layout_.gate_up_block_bytes * block,
-      layout_.gate_up_block_bytes};
-  prefetch_front(weights, kFrontBytes);
-}
-
-void ExpertsJob::prefetch_front_of_rows(int worker) const {
-  const std::vector<Segment>& segments = batch_.routing->segments();
-  const int units = (layout_.down_blocks + unit_blocks_ - 1) / unit_blocks_;
-  const std::size_t block = static_cast<std::size_t>(Phase::first_unit(units, worker, workers_) * unit_blocks_);
-  if (segments.empty()) return;
-  ByteRange weights = {experts_.expert(segments.front().expert) + layout_.down_offset + layout_.down_block_bytes * block,
-                       layout_.down_block_bytes};
-  prefetch_front(weights, kFrontBytes);
 }
 
 void ExpertsJob::encode_token(int token, Worker& mine) {

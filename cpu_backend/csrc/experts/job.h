@@ -55,8 +55,6 @@ class ExpertsJob final : public Job {
   SegmentProduct gate_up_of(const Segment& segment) const;
   SegmentProduct down_of(const Segment& segment) const;
   Records records_for(const SegmentProduct& product) const;
-  void prefetch_front_of_neurons(int worker) const;
-  void prefetch_front_of_rows(int worker) const;
   void encode_token(int token, Worker& mine);
   void compute_neurons(int unit, Worker& mine);
   void compute_rows(int unit, Worker& mine);

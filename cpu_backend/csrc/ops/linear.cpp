@@ -25,23 +25,7 @@ LinearJob::LinearJob(const Kernels& kernels, std::vector<const PackedLinear*> li
       phases_(phases),
       groups_(round_up(linears_.front()->cols(), kGroup) / kGroup),
       part_groups_(std::min(groups_, kPartGroups)),
-      unit_ends_(linears_.size()) {
-  int blocks = 0;
-  for (const PackedLinear* linear : linears_) blocks += linear->blocks();
-  unit_blocks_ = std::clamp(blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
-  int units = 0;
-  for (std::size_t i = 0; i < linears_.size(); ++i) unit_ends_[i] = units += (linears_[i]->blocks() + unit_blocks_ - 1) / unit_blocks_;
-}
-
-ByteRange LinearJob::first_weights(int worker) const {
-  const int unit = Phase::first_unit(unit_ends_.back(), worker, workers_);
-  std::size_t i = 0;
-  while (unit >= unit_ends_[i]) ++i;
-  const int units_left = std::min(unit_ends_[i], Phase::first_unit(unit_ends_.back(), worker + 1, workers_)) - unit;
-  const int first = (i == 0 ? unit : unit - unit_ends_[i - 1]) * unit_blocks_;
-  const std::size_t blocks = static_cast<std::size_t>(std::min(units_left * unit_blocks_, linears_[i]->blocks() - first));
-  return {linears_[i]->block(first), blocks * block_bytes(linears_[i]->type(), linears_[i]->cols())};
-}
+      unit_ends_(linears_.size()) {}
 
 SegmentProduct LinearJob::product_of(const Tile& segment) const {
   return {kernels_, linears_.front()->type(), format_, groups_, segment.tokens};
@@ -50,6 +34,11 @@ SegmentProduct LinearJob::product_of(const Tile& segment) const {
 void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   batch_ = batch;
   scratch_ = scratch;
+  int blocks = 0;
+  for (const PackedLinear* linear : linears_) blocks += linear->blocks();
+  unit_blocks_ = std::clamp(blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
+  int units = 0;
+  for (std::size_t i = 0; i < linears_.size(); ++i) unit_ends_[i] = units += (linears_[i]->blocks() + unit_blocks_ - 1) / unit_blocks_;
   int segment_tokens = batch.tokens;
   if (kernels_.matrix.serves(format_, batch.tokens)) {
     const int part_bytes = part_groups_ * words_per_group(kernels_.matrix.records_of(format_)) * 4, tile = kernels_.matrix.tile_tokens;
@@ -64,7 +53,7 @@ void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   for (int worker = 0; worker < workers_; ++worker)
     scratch.workers[worker].reserve(std::max(static_cast<std::size_t>(groups_) * kGroup, outs * block_floats_) * sizeof(float));
   phases_.encode->reset(batch.tokens);
-  phases_.rows->reset(unit_ends_.back());
+  phases_.rows->reset(units);
 }
 
 void LinearJob::run(int worker) noexcept {

@@ -34,7 +34,6 @@ class LinearJob final : public Job {
             const Phases& phases);
   void prepare(const Batch& batch, const Scratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
-  ByteRange first_weights(int worker) const;  // those that a worker begins with, in one layer
 
  private:
   SegmentProduct product_of(const Tile& segment) const;
@@ -51,13 +50,13 @@ class LinearJob final : public Job {
   const Phases phases_;
   const int groups_;
   const int part_groups_;  // of the matrix kernel
-  int unit_blocks_ = 1;
-  std::vector<int> unit_ends_;  // of each layer
   Batch batch_{};
   Scratch scratch_{};
+  int unit_blocks_ = 1;
   Tiling segments_{1, 1};  // of the pass
   std::size_t segment_words_ = 0;  // of the longest one's records
   std::size_t block_floats_ = 0;  // of its result
+  std::vector<int> unit_ends_;  // of each layer
 };
 
 }  // namespace moegraft

@@ -120,13 +120,6 @@ void RouterJob::run(int worker) noexcept {
   rows_.wait();
 }
 
-ByteRange RouterJob::first_weights(int worker) const {
-  const int experts = args_.selection.experts, first = Phase::first_unit(experts, worker, workers_);
-  const std::size_t row_bytes = element_bytes(args_.type) * static_cast<std::size_t>(args_.hidden);
-  return {args_.weight + row_bytes * static_cast<std::size_t>(first),
-          row_bytes * static_cast<std::size_t>(Phase::first_unit(experts, worker + 1, workers_) - first)};
-}
-
 void RouterJob::choose(SelectionScratch& scratch) const {
   const Selection& selection = args_.selection;
   const std::size_t experts = static_cast<std::size_t>(selection.experts);

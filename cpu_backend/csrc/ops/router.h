@@ -67,7 +67,6 @@ class RouterJob final : public Job {
   // Starts with token `first`; `memory` receives the widened hidden states and the logits. Throws std::bad_alloc.
   void prepare(std::int64_t first, int tokens, AlignedMemory& memory);
   void run(int worker) noexcept override;
-  ByteRange first_weights(int worker) const;  // those that a worker begins with
   // Rounds and writes the logits, then chooses; called after the job.
   void choose(SelectionScratch& scratch) const;
 

@@ -69,7 +69,6 @@ class LinearsOperation final : public KernelOperation {
     job_.prepare({views_[0].data, outs_.data(), tokens_}, {&machine_.scratch.records, machine_.scratch.workers.data()});
   }
   void run(int worker) noexcept override { job_.run(worker); }
-  ByteRange first_weights(int worker) const override { return job_.first_weights(worker); }
 
  private:
   const ProgramMachine& machine_;
@@ -177,7 +176,6 @@ class RouterOperation final : public KernelOperation {
   void prepare() override { job_.prepare(0, static_cast<int>(args_.tokens), machine_.scratch.records); }
   void run(int worker) noexcept override { job_.run(worker); }
   void finish() override { job_.choose(machine_.scratch.selection); }
-  ByteRange first_weights(int worker) const override { return job_.first_weights(worker); }
 
  private:
   const ProgramMachine& machine_;

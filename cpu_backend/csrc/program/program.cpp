@@ -1,15 +1,11 @@
 #include "program/program.h"
 
-#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 
 namespace moegraft {
 
 namespace {
-
-constexpr std::size_t kAheadBytes = std::size_t{256} << 10;  // a quarter of the smallest L2 of a core among those that were measured
-constexpr std::size_t kAheadStep = 8 * kLineBytes;           // between two looks at what a worker waits for
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -197,25 +193,12 @@ void Program::run(int worker) noexcept {
       if (stage.kernel) stage.span.began = now_ns();
       stage.ready.store(true, std::memory_order_release);
     } else {
-      ByteRange ahead = weights_ahead(i, worker);
-      wait_until([&] {
-        if (stage.ready.load(std::memory_order_acquire)) return true;
-        prefetch_front(ahead, kAheadStep);
-        return false;
-      });
+      wait_until([&] { return stage.ready.load(std::memory_order_acquire); });
     }
     if (failed_.load(std::memory_order_acquire)) return;
     if (stage.kernel) stage.kernel->run(worker);
     if (!stage.done.exchange(true, std::memory_order_acq_rel) && stage.kernel) stage.span.ended = now_ns();
   }
-}
-
-// Of this stage, or of the next one behind a kernel without weights, such as attention.
-ByteRange Program::weights_ahead(int stage, int worker) const {
-  ByteRange found;
-  for (int i = stage; i < std::min(stage + 2, end_) && found.bytes == 0; ++i)
-    if (const auto& kernel = stages_[static_cast<std::size_t>(i)]->kernel) found = kernel->first_weights(worker);
-  return {found.data, std::min(found.bytes, kAheadBytes)};
 }
 
 std::vector<Program::Span> Program::spans() const {

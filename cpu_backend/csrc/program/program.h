@@ -4,8 +4,7 @@
 //
 // A program is a list of stages: small operations, then at most one kernel. Program::run() runs some of them as one job of the pool: the
 // small operations of a stage, which take microseconds, on the first worker that arrives, its kernel on all workers. Workers wait for each
-// other by spinning, and yield when that takes long; meanwhile they prefetch the weights that they will read next. A worker that comes late
-// finds the finished stages done and joins the current one.
+// other by spinning, and yield when that takes long. A worker that comes late finds the finished stages done and joins the current one.
 //
 // The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound.
 // All sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is
@@ -123,8 +122,6 @@ class KernelOperation : public Operation {
   virtual void prepare() = 0;  // on one thread, before run(); throws std::invalid_argument, std::bad_alloc
   virtual void run(int worker) noexcept = 0;  // on every worker; returns when all units are finished
   virtual void finish() {}  // on one thread, after run()
-  // The weights that a worker reads first, where they are known before prepare(); called while another thread may prepare the operation.
-  virtual ByteRange first_weights(int) const { return {}; }
 };
 
 // Which neurons of experts in the sparse layout are left out.
@@ -216,7 +213,6 @@ class Program final : public Job {
   void resolve(Operation& operation, std::int64_t position) const;
   void check_operand(const Operand& operand, std::int64_t position) const;
   void run_small(Stage& stage, Stage* before);
-  ByteRange weights_ahead(int stage, int worker) const;
 
   Runtime& runtime_;
   ProgramScratch scratch_;
