@@ -139,8 +139,10 @@ def states(rows: list[dict[str, Any]], phase: str) -> dict[str, str]:
     return {row.get("case", ""): row["state"] for row in found}
 
 
-def test_a_day_on_the_emulated_device(tmp_path: Path) -> None:
+def test_a_day_on_the_emulated_device(long: bool, tmp_path: Path) -> None:
     """Every phase runs, or gives the reason why it does not."""
+    if not long:
+        pytest.skip("takes two minutes: pytest --long")
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), "--device", "emulated", "--minutes", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

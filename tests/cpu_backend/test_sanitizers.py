@@ -101,17 +101,22 @@ EMULATED_AMX = "-DMOEGRAFT_EMULATED_AMX"
 
 
 @pytest.mark.parametrize(
-    ("flag", "vector"),
-    # Races can occur only in the scheduling.
-    [("-fsanitize=address,undefined", True), ("-fsanitize=thread", False)],
-    ids=["address+undefined", "thread"],
+    ("flag", "own", "vector"),
+    [
+        # Scalar kernels take longer to optimise than to run.
+        ("-fsanitize=address,undefined", ["-O0"], False),
+        ("-fsanitize=address,undefined", [EMULATED_AMX], True),
+        # Races can occur only in the scheduling.
+        ("-fsanitize=thread", [], False),
+    ],
+    ids=["scalar address+undefined", "vector address+undefined", "scalar thread"],
 )
-def test_no_sanitizer_reports_an_error(flag: str, vector: bool, long: bool, tmp_path: Path) -> None:
-    """With sanitizers, the vector kernels take minutes to compile: they are part of the long form."""
+def test_no_sanitizer_reports_an_error(flag: str, own: list[str], vector: bool, long: bool, tmp_path: Path) -> None:
+    if not long:
+        pytest.skip("takes minutes to compile: pytest --long")
     if not supported(flag, tmp_path):
         pytest.skip(f"this compiler has no {flag}")
-    own = [EMULATED_AMX] if vector and long else ["-O0"] if vector else []  # scalar kernels take longer to optimise than to run
-    run(build(tmp_path, [flag, "-fno-sanitize-recover=all", *own], vector and long))
+    run(build(tmp_path, [flag, "-fno-sanitize-recover=all", *own], vector))
 
 
 def test_vector_kernels_and_emulated_tiles_agree_with_the_scalar_ones(long: bool, tmp_path: Path) -> None:
@@ -201,8 +206,16 @@ def test_no_sanitizer_reports_an_error_in_python(long: bool, tmp_path: Path) -> 
 
     loaded = python("-c", EVERY_INSTRUCTION_SET).stdout.split()
     assert loaded[0].startswith(str(source)) and loaded[1:] == list(Runtime.available_isas()), loaded
-    # A report ends the process: without -s it would end with what pytest has captured.
-    tests = ["-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "--deselect", "tests/cpu_backend/test_sanitizers.py"]
-    done = python(*tests, *THROUGH_PYTHON)
-    report = re.search(r".*(runtime error:|ERROR: AddressSanitizer).*\n(.*\n){,20}", done.stderr)
-    assert done.returncode == 0, report.group() if report else done.stdout[-6000:] + done.stderr[-4000:]
+
+    def tested(place: str) -> str:
+        """Return what a part of the tests reports, or nothing."""
+        # A report ends the process: without -s it would end with what pytest has captured.
+        own = ["-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "--deselect", "tests/cpu_backend/test_sanitizers.py"]
+        done = python(*own, place)
+        if done.returncode == 0:
+            return ""
+        report = re.search(r".*(runtime error:|ERROR: AddressSanitizer).*\n(.*\n){,20}", done.stderr)
+        return f"{place}: {report.group() if report else done.stdout[-6000:] + done.stderr[-4000:]}"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not list(filter(None, pool.map(tested, THROUGH_PYTHON)))
