@@ -392,12 +392,14 @@ def measure_beside(server: Served, seconds: float) -> dict[str, object]:
     asyncio.run(ask(server.port, SHORT, 4, 1))
     alone = asyncio.run(beside(server.port, seconds / 2, long=False))
     together = asyncio.run(beside(server.port, seconds, long=True))
-    alone_ms, together_ms = (1e3 * float(np.percentile(times, 99)) for times in (alone, together))
     row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
     row |= {"others_share": cores.others_share(), "first_count": len(together)}
-    row |= {"p50_first_ms": round(1e3 * statistics.median(together), 1), "p99_first_ms": round(together_ms, 1)}
-    row |= {"p50_alone_ms": round(1e3 * statistics.median(alone), 1), "p99_alone_ms": round(alone_ms, 1)}
-    return {**row, "ratio": round(together_ms / alone_ms, 2)}
+    for name, times in (("first", together), ("alone", alone)):
+        if times:  # none where a short prompt waits for the end of the long one, and the round ends first
+            row |= {f"p{share}_{name}_ms": round(1e3 * float(np.percentile(times, share)), 1) for share in (50, 99)}
+    if together:
+        row["ratio"] = round(float(np.percentile(together, 99) / np.percentile(alone, 99)), 2)
+    return row
 
 
 async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:

@@ -382,7 +382,7 @@ class ChunkSize:
 
     @property
     def tokens(self) -> int:
-        if not self._left or not self._token_s:
+        if not self._left:
             return self._most
         fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
         return min(self._most, max(LEAST_CHUNK, fitting))
@@ -391,6 +391,8 @@ class ChunkSize:
         """Note the time of a pass over `tokens` tokens; `whole`: over one whole prompt."""
         if whole and tokens * SHORT_SHARE <= self._most:
             self._short_s, self._left = seconds, REMEMBERED
+            # Before the first chunk, the short prompt's own rate: too slow, as it reads the weights for few tokens, but no long wait.
+            self._token_s = self._token_s or seconds / tokens
         elif 2 * tokens > self.tokens > 0:  # not what is left of a prompt
             self._token_s = seconds / tokens
             self._left = max(0, self._left - 1)

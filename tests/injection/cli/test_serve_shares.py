@@ -215,6 +215,13 @@ def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
     assert long[-2:] == [128, 128], "no other prompt has come for a while"
 
 
+def test_the_first_long_prompt_after_short_ones_begins_with_a_small_chunk() -> None:
+    """The time of a chunk is not known yet; that of a short prompt bounds it."""
+    size = decoders.ChunkSize(512)
+    size.took(0.09, 32, whole=True)
+    assert size.tokens == decoders.LONGEST_WAIT * 32
+
+
 @pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
 def test_who_leaves_while_its_prompt_is_read_frees_its_place_within_a_chunk(
     loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]
