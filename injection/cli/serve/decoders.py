@@ -387,14 +387,16 @@ class ChunkSize:
         fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
         return min(self._most, max(LEAST_CHUNK, fitting))
 
-    def took(self, seconds: float, tokens: int, *, whole: bool) -> None:
-        """Note the time of a pass over `tokens` tokens; `whole`: over one whole prompt."""
+    def took(self, seconds: float, tokens: int, *, prompts: int, whole: bool) -> None:
+        """Note the time of a pass over so many tokens of each of `prompts` prompts; `whole`: one of them began and ended in it."""
         if whole and tokens * SHORT_SHARE <= self._most:
-            self._short_s, self._left = seconds, REMEMBERED
+            self._left = REMEMBERED
+            if prompts == 1 or not self._short_s:
+                self._short_s = seconds / prompts
             # Before the first chunk, the short prompt's own rate: too slow, as it reads the weights for few tokens, but no long wait.
-            self._token_s = self._token_s or seconds / tokens
-        elif 2 * tokens > self.tokens > 0:  # not what is left of a prompt
-            self._token_s = seconds / tokens
+            self._token_s = self._token_s or seconds / (prompts * tokens)
+        elif 2 * prompts * tokens > self.tokens > 0:  # not what is left of a prompt
+            self._token_s = seconds / (prompts * tokens)
             self._left = max(0, self._left - 1)
 
 
@@ -620,14 +622,14 @@ class BatchedDecoder:
     def _read_chunk(self, together: list[tuple[Job, Text]], tokens: int) -> None:
         chunks = [job.token_ids[text.tokens : text.tokens + tokens] for job, text in together]
         scored = _scores_prompt(together[0][0].ask)
-        whole = len(together) == 1 and tokens == len(together[0][0].ask.token_ids) - together[0][0].kept_tokens
+        whole = any(tokens == len(job.ask.token_ids) - job.kept_tokens for job, _ in together)
         began = time.perf_counter()
         try:
             logits = self._texts.read([text for _, text in together], chunks, **({} if scored else self._last_only))
         except torch.OutOfMemoryError:
             self._texts.drop_kept()
             raise
-        self._chunk.took(time.perf_counter() - began, len(together) * tokens, whole=whole)
+        self._chunk.took(time.perf_counter() - began, tokens, prompts=len(together), whole=whole)
         for row, (job, text) in enumerate(together):
             with job.failing_alone():
                 self._go_on(job, text, logits[row], tokens)

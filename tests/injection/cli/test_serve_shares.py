@@ -215,11 +215,15 @@ def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
     assert long[-2:] == [128, 128], "no other prompt has come for a while"
 
 
-def test_the_first_long_prompt_after_short_ones_begins_with_a_small_chunk() -> None:
-    """The time of a chunk is not known yet; that of a short prompt bounds it."""
+def test_chunks_stay_small_while_short_prompts_come_beside_a_long_one() -> None:
+    """Also the first, whose time is not known yet but bounded by a short prompt's; and short prompts that share their pass count."""
     size = decoders.ChunkSize(512)
-    size.took(0.09, 32, whole=True)
+    size.took(0.096, 32, prompts=1, whole=True)
     assert size.tokens == decoders.LONGEST_WAIT * 32
+    for _ in range(3 * decoders.REMEMBERED):
+        size.took(0.002 * size.tokens, size.tokens, prompts=1, whole=False)
+        size.took(0.13, 32, prompts=2, whole=True)
+    assert size.tokens == 128
 
 
 @pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
