@@ -159,7 +159,7 @@ def main() -> None:
         print(f"every neuron beside {shares} of all neurons left out; seconds, tokens per second and speed-up over every neuron.")
         return
     if arguments.tiny:
-        rows = list(measured(name, 1, [(2, (3, 2))], 1, torch.device("cpu")))
+        rows = list(measured(name, 1, [(2, (2, 2))], 1, torch.device("cpu")))
     else:
         rows = list(measured(name, arguments.layers or layers_that_fit(name), cases, arguments.rounds, torch.device("cuda:0")))
     for row in rows:
