@@ -379,6 +379,33 @@ def test_preparing_one_clients_requests_leaves_threads_for_others() -> None:
     asyncio.run(visit())
 
 
+def test_a_cancelled_preparation_counts_until_its_thread_ends() -> None:
+    """As when a client leaves: the thread goes on, and the client may not have more of them."""
+    prepare, go_on, begun = Preparation(), threading.Event(), []
+    request: Any = SimpleNamespace(client=SimpleNamespace(host="one"))
+
+    def slow(number: int) -> int:
+        begun.append(number)
+        assert go_on.wait(20)
+        return number
+
+    async def visit() -> None:
+        try:
+            for number in range(6):
+                task = asyncio.create_task(prepare(request, slow, number))
+                await asyncio.sleep(0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert begun == [0, 1]
+        finally:
+            go_on.set()
+        assert await asyncio.wait_for(prepare(request, len, "text"), 10) == 4
+        assert not prepare._clients
+
+    asyncio.run(visit())
+
+
 def test_tokens_are_decoded_beside_the_streams(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(loaded) as server:
         threads = []
