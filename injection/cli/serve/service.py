@@ -227,10 +227,12 @@ class Service:
         """
         Raises:
             PromptRefusedError: the chat template refuses the conversation.
-            RequestError: the template has no place for tools.
+            RequestError: the template has no place for tools, or there is none.
         """
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
+            if request.template_variables:
+                raise RequestError(422, "chat_template_kwargs: this model has no chat template", param="chat_template_kwargs")
             if request.tools or any(message["role"] == "tool" for message in request.messages):
                 raise RequestError(422, "this model has no chat template, which tools need", param="tools")
             conversation = Conversation(tokenizer)

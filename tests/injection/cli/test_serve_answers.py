@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.constraints import Grammars
+from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
 
 
@@ -429,6 +430,23 @@ def test_variables_of_the_chat_template_are_given_to_it(loaded: LoadedModel) -> 
         for name in ("chat_template", "tokenize", "messages"):
             with pytest.raises(openai.UnprocessableEntityError, match=name):
                 ask(server, "weather?", extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> None:
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = None
+    options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    with (
+        serving(LoadedModel("plain", loaded.model, tokenizer, lambda: [])) as server,
+        pytest.raises(openai.UnprocessableEntityError, match="chat_template_kwargs: this model has no chat template"),
+    ):
+        ask(server, "weather?", extra_body=options)
+    with scripted(loaded, "It rains.", opening="{% if enable_thinking %}<think>{% endif %}") as server:
+        counts = [
+            server.service.tokenize(TokenizeBody(messages=[{"role": "user", "content": "hi"}], chat_template_kwargs=given))["count"]
+            for given in (None, {"enable_thinking": True})
+        ]
+        assert counts[1] == counts[0] + len("<think>")
 
 
 def test_the_last_message_may_be_the_systems(server: Server) -> None:
