@@ -14,7 +14,14 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, Reasoning, response_template
+from moegraft.injection.cli.serve.answer_parser import (
+    REASONING,
+    AnswerGrammar,
+    AnswerParser,
+    Reasoning,
+    ReasoningParts,
+    response_template,
+)
 from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.batch import PagedTexts, UnbatchableError, default_limit, open_texts
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
@@ -131,13 +138,15 @@ class Service:
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
         template = None if request.kind == "text" else self._response_template
+        reasons = template is not None and any(name in template["fields"] for name in REASONING)
         found: list[Choice] = []
         form: Constraint | None = None
         for index in range(request.n):
-            parser = None
+            parser = parts = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))
                 parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
+                parts = ReasoningParts(template, prompt) if ask.stop and reasons else None
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
@@ -147,6 +156,7 @@ class Service:
                 self.ends,
                 partial(listener, index),
                 raw=template is not None,
+                parts=parts,
                 constraint=form.copy() if form is not None and request.n > 1 else form,
                 client=client,
                 scope=scope,

@@ -449,6 +449,27 @@ def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> N
         assert counts[1] == counts[0] + len("<think>")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opening", ["<assistant>", "<|im_start|>assistant\n<think>\n"], ids=["the model reasons", "the prompt begins it"])
+@pytest.mark.parametrize(("stop", "content"), [("rain", "It "), (["k", "pour"], "It rains. It "), ("?</", "It rains. It pours.")])
+def test_stop_strings_end_the_answer_and_not_its_reasoning(
+    loaded: LoadedModel, opening: str, stop: Any, content: str, stream: bool
+) -> None:
+    """Nor do the marks around it: they are no part of the answer."""
+    mark = "<think>" if opening == "<assistant>" else ""
+    with scripted(loaded, f"{mark}rain or pour? I think?</think>It rains. It pours.", opening=opening) as server:
+        reply = ask(server, "weather?", max_tokens=100, stop=stop, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in reply]
+            reasoning = "".join(getattr(each, "reasoning_content", None) or "" for each in deltas)
+            found = reasoning, "".join(each.content or "" for each in deltas)
+        else:
+            found = reply.choices[0].message.reasoning_content, reply.choices[0].message.content
+        assert found == ("rain or pour? I think?", content)
+        text = server.client().completions.create(model="scripted", prompt="weather?", max_tokens=100, stop="?</").choices[0].text
+        assert text == f"{mark}rain or pour? I think", "in a text completion nothing is marked"
+
+
 def test_the_last_message_may_be_the_systems(server: Server) -> None:
     """As coding agents send it, for a reminder."""
     turns: Any = [{"role": "user", "content": "hello"}, {"role": "system", "content": "be brief"}]
