@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,9 +64,13 @@ class Draft:
     """The draft of one answer: tokens that the model may choose next. As a `Job`, it has all that the choice of a token needs.
 
     Its random numbers are those that the answer will use, so that the model chooses a draft token again where both distributions agree.
+
+    Args:
+        most: tokens that it may have.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, most: int) -> None:
+        self.most = most if job.constraint is None or job.constraint.drafts else 0
         self.ask = job.ask
         self.constraint = job.constraint
         self.token_ids = list(job.token_ids)
@@ -83,6 +87,8 @@ class Draft:
             yield
         except Exception:  # noqa: BLE001 # the answer is chosen from other logits
             self.ended = True
+            if self.constraint is not None:
+                self.constraint.restart()
 
 
 def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
@@ -186,15 +192,20 @@ class _Usable(LogitsProcessor):
 
 
 class _Adjusted(LogitsProcessor):
-    """Applies the penalties, biases and grammar of a request that `generate` does not have; if that fails, as `_Usable`."""
+    """Applies the penalties, biases and grammar of a request that `generate` does not have; if that fails, as `_Usable`.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        drafting: whether the tokens after the answer are a draft's, which may not fail it.
+    """
+
+    def __init__(self, job: Job, drafting: Callable[[], bool]) -> None:
         self._job = job
+        self._drafting = drafting
         self._ask = replace(job.ask, repetition_penalty=None)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         found = torch.zeros_like(scores)
-        with self._job.failing_alone():
+        with Draft(self._job, 0).failing_alone() if self._drafting() else self._job.failing_alone():
             rows = zip(scores, input_ids.tolist(), strict=True)
             found = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
         return found
@@ -272,6 +283,10 @@ class SequentialDecoder:
             self._answer(reading)
             self._reading.popleft()
 
+    def _drafting(self) -> bool:
+        injection = injection_of(self._model)
+        return injection is not None and injection.drafting
+
     def _answer(self, reading: _Reading) -> None:
         job, cache, ids = reading.job, reading.cache, reading.job.ask.token_ids
         steps = captured_steps_of(self._model)
@@ -285,7 +300,7 @@ class SequentialDecoder:
                 past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
-                logits_processor=[_Usable(job), _Adjusted(job)],
+                logits_processor=[_Usable(job), _Adjusted(job, self._drafting)],
                 max_new_tokens=job.ask.max_tokens,
                 max_length=None,
                 num_beams=1,
@@ -426,6 +441,7 @@ class BatchedDecoder:
     ) -> None:
         assert drafts is None or isinstance(texts, PagedTexts), "tokens can be removed from pages only"
         self._drafts = drafts
+        self._padding = 0 if drafts is None else drafts.longest  # tokens after a text's own in the pass that verifies the longest draft
         self._texts = texts
         self._most = most
         self._chunk = ChunkSize(prefill_chunk)
@@ -444,15 +460,15 @@ class BatchedDecoder:
         return self._texts.memory
 
     def needed_bytes(self, job: Job) -> int:
-        return self._texts.needed_bytes(job.most_tokens)
+        return self._texts.needed_bytes(job.most_tokens + self._padding)
 
     def fits(self, job: Job) -> bool:
-        return len(self._decoding) + len(self._reading) < self._most and self._texts.fits(job.most_tokens)
+        return len(self._decoding) + len(self._reading) < self._most and self._texts.fits(job.most_tokens + self._padding)
 
     def admit(self, job: Job) -> None:
         """Start a request; `fits` must be true."""
         # For the scores of a prompt every token's logits are needed.
-        text = self._texts.begin(job.ask.token_ids, job.most_tokens, job.scope, fresh=_scores_prompt(job.ask))
+        text = self._texts.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, fresh=_scores_prompt(job.ask))
         job.kept_tokens = text.tokens
         self._reading.append((job, text))
 
@@ -551,14 +567,15 @@ class BatchedDecoder:
     def _draft(self, jobs: Sequence[Job], texts: Sequence[Text]) -> list[Draft]:
         """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""
         length = 0
+        rests = [job.ask.max_tokens - job.completion_tokens - 1 for job in jobs]  # before the last token, which is not drafted
         if self._drafts is not None:
-            length = self._drafts.plan(len(jobs), min(job.ask.max_tokens - job.completion_tokens for job in jobs) - 1)
+            length = self._drafts.plan(len(jobs), max(rests))
         if self._drafts is None or not length:
             return []
-        drafts = [Draft(job) for job in jobs]
-        going = list(zip(drafts, texts, strict=True))
+        drafts = [Draft(job, min(length, rest)) for job, rest in zip(jobs, rests, strict=True)]
+        going = [(draft, text) for draft, text in zip(drafts, texts, strict=True) if draft.most]
         for draft, _ in going[:]:
-            if (found := self._drafts.lookup(draft.token_ids, length)) is not None:
+            if (found := self._drafts.lookup(draft.token_ids, draft.most)) is not None:
                 draft.tokens, draft.confidences = found, [1.0] * len(found)
                 going = []
         held = [text.tokens for text in texts]
@@ -574,7 +591,8 @@ class BatchedDecoder:
                     draft.tokens.append(token)
                     draft.token_ids.append(token)
                     draft.confidences.append(share)
-                    draft.ended = token in self._ends or not self._drafts.continues(draft.confidences)
+                    full = len(draft.tokens) == draft.most
+                    draft.ended = full or token in self._ends or not self._drafts.continues(draft.confidences)
                 going = [(draft, text) for draft, text in going if not draft.ended]
                 if not going:
                     break

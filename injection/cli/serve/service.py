@@ -87,18 +87,19 @@ class Service:
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits
+        injection = injection_of(loaded.model)
+        operator = None if injection is None else injection.model_operator
+        drafts = None if operator is None else operator.batch_drafts()
         if self.alone_because is None:
             try:
+                padding = 0 if drafts is None else drafts.longest
                 texts = open_texts(
                     loaded.model,
                     limit=limits.kv_memory,
                     kept_bytes=limits.prefix_cache,
                     most=limits.max_batch,
-                    context=loaded.context_tokens,
+                    context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                 )
-                injection = injection_of(loaded.model)
-                operator = None if injection is None else injection.model_operator
-                drafts = None if operator is None else operator.batch_drafts()
                 if drafts is not None and not isinstance(texts, PagedTexts):
                     raise UnbatchableError("it drafts, and its attention does not read keys and values in pages")
                 return BatchedDecoder(
