@@ -316,7 +316,7 @@ class SequentialDecoder:
             cache, shared = self._kept.take(ids[: job.kept_tokens + 1])
             if shared == job.kept_tokens:
                 self._kept.keep(ids, cache)
-        if self._token_bytes * len(self._kept.held[0]) > self._most_kept:
+        if not self._most_kept or self._token_bytes * len(self._kept.held[0]) > self._most_kept:
             self._kept.drop()
 
     def forget(self) -> None:
@@ -388,16 +388,18 @@ class ChunkSize:
 
     Args:
         most: 0: whole prompts.
+        fixed: whether all chunks have this size.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, fixed: bool = False) -> None:
         self._most = most
+        self._fixed = fixed
         self._short_s = self._token_s = 0.0
         self._left = 0  # chunks before short prompts are forgotten
 
     @property
     def tokens(self) -> int:
-        if not self._left or not self._token_s:
+        if self._fixed or not self._left or not self._token_s:
             return self._most
         fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
         return min(self._most, max(LEAST_CHUNK, fitting))
@@ -424,8 +426,13 @@ class BatchedDecoder:
     full model's logits with the answer's next random number, as without drafts; a draft only decides for how many tokens these logits
     are known. So an answer does not depend on what was drafted, nor on when drafts pay.
 
+    What a kernel gives one row depends, by rounding, on the number of rows: other products of matrices are fastest for more. If answers
+    must not depend on that, each text has passes of its own, prompts have the same chunks whatever else is read, and a conversation goes on
+    from whole chunks of earlier prompts only, as its answer was computed in other passes than a prompt is.
+
     Args:
         drafts: over texts in pages, from which tokens can be removed.
+        batch_invariant: whether an answer is exactly the same whatever other answers there are.
         ends: tokens that end an answer, and a draft.
     """
 
@@ -438,13 +445,16 @@ class BatchedDecoder:
         prefill_chunk: int,
         drafts: BatchDrafts | None = None,
         ends: Sequence[int] = (),
+        batch_invariant: bool = False,
     ) -> None:
         assert drafts is None or isinstance(texts, PagedTexts), "tokens can be removed from pages only"
+        assert drafts is None or not batch_invariant, "when drafts pay is a matter of time"
         self._drafts = drafts
         self._padding = 0 if drafts is None else drafts.longest  # tokens after a text's own in the pass that verifies the longest draft
         self._texts = texts
         self._most = most
-        self._chunk = ChunkSize(prefill_chunk)
+        self._invariant = batch_invariant
+        self._chunk = ChunkSize(prefill_chunk, fixed=batch_invariant)
         self._decoding: list[tuple[Job, Text]] = []
         self._reading: list[tuple[Job, Text]] = []  # the oldest first
         self._oldest_leads = False
@@ -468,7 +478,8 @@ class BatchedDecoder:
     def admit(self, job: Job) -> None:
         """Start a request; `fits` must be true."""
         # For the scores of a prompt every token's logits are needed.
-        text = self._texts.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, fresh=_scores_prompt(job.ask))
+        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._invariant else 1
+        text = self._texts.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, multiple=multiple)
         job.kept_tokens = text.tokens
         self._reading.append((job, text))
 
@@ -478,7 +489,10 @@ class BatchedDecoder:
             if job.cancelled:
                 job.finish("cancelled")
                 self._end(job, text)
-        if self._decoding:
+        if self._decoding and self._invariant:
+            for job, text in list(self._decoding):
+                self._decode_alone(job, text)
+        elif self._decoding:
             self._decode()
         if self._reading:
             self._read()
@@ -489,6 +503,17 @@ class BatchedDecoder:
             self._texts.end(text)
         self._decoding, self._reading = [], []
         self._texts.drop_kept()
+
+    def _decode_alone(self, job: Job, text: Text) -> None:
+        with job.failing_alone():
+            try:
+                logits = self._texts.read([text], [job.token_ids[-1:]])
+            except torch.OutOfMemoryError:
+                self._texts.drop_kept()
+                raise
+            self._take([job], logits[:, -1].float())
+        if job.ending is not None:
+            self._end(job, text)
 
     def _decode(self) -> None:
         jobs, texts = [job for job, _ in self._decoding], [text for _, text in self._decoding]
@@ -606,7 +631,10 @@ class BatchedDecoder:
         """Remove a job that has ended, and keep its cache: after a failure only the part of an earlier request, which is right."""
         self._decoding = [each for each in self._decoding if each[0] is not job]
         self._reading = [each for each in self._reading if each[0] is not job]
-        self._texts.end(text, job.token_ids if job.ending != "failed" else job.token_ids[: job.kept_tokens])
+        kept = len(job.token_ids) if job.ending != "failed" else job.kept_tokens
+        if self._invariant:
+            kept = min(kept, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
+        self._texts.end(text, job.token_ids[:kept])
 
     def _read(self) -> None:
         """Compute a chunk of the prompts that share this step."""
@@ -616,7 +644,7 @@ class BatchedDecoder:
         chunk = self._chunk.tokens
         tokens = min(rest[leader[0]], chunk or rest[leader[0]])
         together = [leader]
-        if self._texts.shares_passes and not _scores_prompt(leader[0].ask):
+        if self._texts.shares_passes and not self._invariant and not _scores_prompt(leader[0].ask):
             others = [each for each in self._reading if each is not leader and rest[each[0]] >= tokens and not _scores_prompt(each[0].ask)]
             together += sorted(others, key=lambda each: rest[each[0]])[: chunk // tokens - 1 if chunk else 0]
         if len(together) > 1:
@@ -666,6 +694,7 @@ class BatchedDecoder:
         last = logits[-1:].float()
         self._take([job], last)
         if job.ending is None:
-            self._texts.join(text)
+            if not self._invariant:
+                self._texts.join(text)
             self._reading.remove((job, text))
             self._decoding.append((job, text))

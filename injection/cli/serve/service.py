@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.options import OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
     REASONING,
     AnswerGrammar,
@@ -50,6 +51,7 @@ class Limits:
         max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
         kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
         prefix_cache: bytes of these for conversations that have ended; None: half.
+        batch_invariant: whether an answer is exactly the same whatever else is answered.
     """
 
     max_queue: int = 64
@@ -60,10 +62,15 @@ class Limits:
     max_client: int | None = None
     kv_memory: int | None = None
     prefix_cache: int | None = None
+    batch_invariant: bool = False
 
 
 class Service:
-    """One loaded model and its engine, whose thread starts with the constructor and ends with `close`."""
+    """One loaded model and its engine, whose thread starts with the constructor and ends with `close`.
+
+    Raises:
+        OptionsError: answers of this model depend on time, against `limits.batch_invariant`.
+    """
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
         self.loaded = loaded
@@ -89,7 +96,11 @@ class Service:
         loaded, limits = self.loaded, self.limits
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
-        drafts = None if operator is None else operator.batch_drafts()
+        drafts = None if operator is None or limits.batch_invariant else operator.batch_drafts()
+        if limits.batch_invariant and injection is not None:
+            if injection.device_counts():
+                raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
+            injection.context.replays_steps = False  # the first steps of a kind are computed layer by layer, which rounds elsewhere
         if self.alone_because is None:
             try:
                 padding = 0 if drafts is None else drafts.longest
@@ -103,10 +114,18 @@ class Service:
                 if drafts is not None and not isinstance(texts, PagedTexts):
                     raise UnbatchableError("it drafts, and its attention does not read keys and values in pages")
                 return BatchedDecoder(
-                    loaded.model, texts, most=limits.max_batch, prefill_chunk=limits.prefill_chunk, drafts=drafts, ends=self.ends
+                    loaded.model,
+                    texts,
+                    most=limits.max_batch,
+                    prefill_chunk=limits.prefill_chunk,
+                    drafts=drafts,
+                    ends=self.ends,
+                    batch_invariant=limits.batch_invariant,
                 )
             except UnbatchableError as error:
                 self.alone_because = str(error)
+        if limits.batch_invariant and operator is not None:
+            raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
         limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
         return SequentialDecoder(
@@ -115,7 +134,7 @@ class Service:
             prefill_chunk=limits.prefill_chunk,
             token_bytes=sum(token_bytes(loaded.model.config, loaded.model.dtype)),
             memory_limit=limit,
-            kept_bytes=limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
+            kept_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )
 
     def close(self) -> None:
