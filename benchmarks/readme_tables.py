@@ -269,8 +269,8 @@ def serve() -> str:
     for row in (row for row in rows if row["server"] == "batch-invariant"):
         own = by_case["invariant", "moegraft", row["clients"], row["prompt"]]
         parts.append(
-            f"With `--batch-invariant`, {row['clients']} clients with prompts of {row['prompt']} tokens get {row['tokens_s']} tokens/s "
-            f"instead of {own['tokens_s']} (others used {float(row['others_share']):.0%} of the cores)."
+            f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
+            f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
         )
     for row in (row for row in rows if row["case"] == "memory"):
         parts.append(
