@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -372,6 +372,21 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
 
+def rotary_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
+
+    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in (given, *given.values()):
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind in ("longrope", "dynamic"):
+            limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
+    return min(limits, default=None)
+
+
 SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short
 LONGEST_WAIT = 3  # times that a short prompt takes, for which another one waits for a chunk
 LEAST_CHUNK = 32  # tokens, below which a chunk would read the weights for too few
@@ -432,7 +447,8 @@ class BatchedDecoder:
 
     Args:
         drafts: over texts in pages, from which tokens can be removed.
-        batch_invariant: whether an answer is exactly the same whatever other answers there are.
+        own_passes: whether each text has passes of its own, so that answers are exactly the same whatever other answers there are.
+        shared_tokens: while a text has more, each has passes of its own; None: any number.
         ends: tokens that end an answer, and a draft.
     """
 
@@ -445,16 +461,18 @@ class BatchedDecoder:
         prefill_chunk: int,
         drafts: BatchDrafts | None = None,
         ends: Sequence[int] = (),
-        batch_invariant: bool = False,
+        own_passes: bool = False,
+        shared_tokens: int | None = None,
     ) -> None:
         assert drafts is None or isinstance(texts, PagedTexts), "tokens can be removed from pages only"
-        assert drafts is None or not batch_invariant, "when drafts pay is a matter of time"
+        assert drafts is None or not own_passes, "when drafts pay is a matter of time"
         self._drafts = drafts
         self._padding = 0 if drafts is None else drafts.longest  # tokens after a text's own in the pass that verifies the longest draft
         self._texts = texts
         self._most = most
-        self._invariant = batch_invariant
-        self._chunk = ChunkSize(prefill_chunk, fixed=batch_invariant)
+        self._own_passes = own_passes
+        self._shared_tokens = shared_tokens
+        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
         self._decoding: list[tuple[Job, Text]] = []
         self._reading: list[tuple[Job, Text]] = []  # the oldest first
         self._oldest_leads = False
@@ -469,6 +487,12 @@ class BatchedDecoder:
     def memory(self) -> CacheMemory:
         return self._texts.memory
 
+    @property
+    def _parted(self) -> bool:
+        """Whether each text has a pass of its own now."""
+        limit = math.inf if self._shared_tokens is None else self._shared_tokens
+        return self._own_passes or any(len(job.token_ids) + self._padding >= limit for job in self.jobs)
+
     def needed_bytes(self, job: Job) -> int:
         return self._texts.needed_bytes(job.most_tokens + self._padding)
 
@@ -478,7 +502,7 @@ class BatchedDecoder:
     def admit(self, job: Job) -> None:
         """Start a request; `fits` must be true."""
         # For the scores of a prompt every token's logits are needed.
-        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._invariant else 1
+        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._own_passes else 1
         text = self._texts.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, multiple=multiple)
         job.kept_tokens = text.tokens
         self._reading.append((job, text))
@@ -489,7 +513,7 @@ class BatchedDecoder:
             if job.cancelled:
                 job.finish("cancelled")
                 self._end(job, text)
-        if self._decoding and self._invariant:
+        if self._decoding and self._parted:
             for job, text in list(self._decoding):
                 self._decode_alone(job, text)
         elif self._decoding:
@@ -632,7 +656,7 @@ class BatchedDecoder:
         self._decoding = [each for each in self._decoding if each[0] is not job]
         self._reading = [each for each in self._reading if each[0] is not job]
         kept = len(job.token_ids) if job.ending != "failed" else job.kept_tokens
-        if self._invariant:
+        if self._own_passes:
             kept = min(kept, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
         self._texts.end(text, job.token_ids[:kept])
 
@@ -644,7 +668,7 @@ class BatchedDecoder:
         chunk = self._chunk.tokens
         tokens = min(rest[leader[0]], chunk or rest[leader[0]])
         together = [leader]
-        if self._texts.shares_passes and not self._invariant and not _scores_prompt(leader[0].ask):
+        if self._texts.shares_passes and not self._parted and not _scores_prompt(leader[0].ask):
             others = [each for each in self._reading if each is not leader and rest[each[0]] >= tokens and not _scores_prompt(each[0].ask)]
             together += sorted(others, key=lambda each: rest[each[0]])[: chunk // tokens - 1 if chunk else 0]
         if len(together) > 1:
@@ -694,7 +718,7 @@ class BatchedDecoder:
         last = logits[-1:].float()
         self._take([job], last)
         if job.ending is None:
-            if not self._invariant:
+            if not self._own_passes:
                 self._texts.join(text)
             self._reading.remove((job, text))
             self._decoding.append((job, text))

@@ -26,7 +26,7 @@ from moegraft.injection.cli.serve.answer_parser import (
 from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.batch import PagedTexts, UnbatchableError, default_limit, open_texts
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
-from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
+from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle, rotary_limit
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
@@ -96,7 +96,13 @@ class Service:
         loaded, limits = self.loaded, self.limits
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
-        drafts = None if operator is None or limits.batch_invariant else operator.batch_drafts()
+        shared_tokens = rotary_limit(loaded.model)
+        own_passes = limits.batch_invariant or shared_tokens == 0
+        drafts = None if operator is None or own_passes else operator.batch_drafts()
+        if shared_tokens == 0:
+            if limits.batch_invariant:
+                raise OptionsError("--batch-invariant: rotary embeddings of the kind 'dynamic' depend on earlier, longer texts")
+            logger.info("serve: each text has passes of its own, as this model's rotary embeddings depend on the longest of a pass")
         if limits.batch_invariant and injection is not None:
             if injection.device_counts():
                 raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
@@ -120,7 +126,8 @@ class Service:
                     prefill_chunk=limits.prefill_chunk,
                     drafts=drafts,
                     ends=self.ends,
-                    batch_invariant=limits.batch_invariant,
+                    own_passes=own_passes or (shared_tokens is not None and not isinstance(texts, PagedTexts)),
+                    shared_tokens=shared_tokens,
                 )
             except UnbatchableError as error:
                 self.alone_because = str(error)

@@ -382,6 +382,27 @@ def test_batch_invariant_passes_have_one_text_and_the_same_tokens(loaded: Loaded
     assert {rows for rows, _ in seen} == {1} and {tokens for _, tokens in seen} == {1, 9, 10, 13, 20}
 
 
+def test_rotary_embeddings_that_depend_on_the_longest_text_do_not_change_those_of_shorter_ones(loaded: LoadedModel) -> None:
+    """As in Phi-3.5-MoE, whose factors are others once a text of the pass is longer than those of its first training."""
+    config = copy.deepcopy(loaded.model.config)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "original_max_position_embeddings": 64}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model = type(loaded.model)(config).eval()
+    model.load_state_dict(loaded.model.state_dict())
+    model = optimize_and_load(model, "cpu-exact", progress=False, threads=1)
+    prompts = [torch.randint(10, 90, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (12, 100)]
+    asked = [Ask(ids, max_tokens=24, logprobs=0) for ids in prompts]
+    long = LoadedModel("long", model, loaded.tokenizer, lambda: [])
+    with running(long, Limits(prefix_cache=0)) as service:
+        [[alone_ids, alone]], _ = scored(service, asked[:1])
+        [[ids, beside], _], _ = scored(service, asked)
+        with passes(long) as seen:
+            scored(service, asked[:1] * 2)
+    assert (2, 1) in seen, "short ones share passes"
+    torch.testing.assert_close([each.logprob for each in beside], [each.logprob for each in alone], atol=1e-4, rtol=0)
+    assert ids == alone_ids
+
+
 def test_what_depends_on_time_is_refused_as_batch_invariant(loaded: LoadedModel, tmp_path: Path, gpu: str) -> None:
     rules = tmp_path / "rules.yaml"
     lines = (
