@@ -145,6 +145,7 @@ def measure(tokenizer: PreTrainedTokenizerFast, count: int) -> list[dict[str, ob
                     compute_bitmask = staticmethod(timed(inner.compute_bitmask))
                     try_consume_tokens = staticmethod(timed(inner.try_consume_tokens))
                     rollback = staticmethod(inner.rollback)
+                    is_error = staticmethod(inner.is_error)
 
                 constraint._matcher = Timed()
                 for end, token in enumerate(ids):

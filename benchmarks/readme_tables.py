@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "README.md", ROOT / "rules" / "guide" / "server.md")
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, str]
 
@@ -266,6 +266,12 @@ def serve() -> str:
             f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
             f"({row['first_count']} prompts) and {row['p99_alone_ms']} ms alone: {row['ratio']} times."
         )
+    for row in (row for row in rows if row["server"] == "batch-invariant"):
+        own = by_case["invariant", "moegraft", row["clients"], row["prompt"]]
+        parts.append(
+            f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
+            f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
+        )
     for row in (row for row in rows if row["case"] == "memory"):
         parts.append(
             f"{row['clients']} contexts of {row['prompt']} tokens: {row['needed_mib']} MiB of keys and values; the process grows by "
@@ -278,6 +284,20 @@ def serve() -> str:
         )
     places = dict.fromkeys(provenance([row]) for row in rows)
     return "\n\n".join([*parts, " ".join(places)])
+
+
+def grammar_cost() -> str:
+    """Return the time per token of grammars with a large vocabulary."""
+    rows = read("grammar_cost")
+    head = ["grammar", "per token, µs: median", "p80", "p99", "most", "of it llguidance's mask: median", "preparing a request, ms"]
+    columns = ("restrict_p50_us", "restrict_p80_us", "restrict_p99_us", "restrict_most_us", "mask_p50_us")
+    body = [[row["case"].replace("_", " "), *(f"{float(row[name]):.0f}" for name in columns), row["begin_p50_ms"]] for row in rows]
+    if not rows:
+        return ""
+    return (
+        f"On one thread, with a vocabulary of {int(rows[0]['vocabulary']):,} tokens (`benchmarks/grammar_cost.py`); the tokenizer is "
+        f"prepared once for a server, in {rows[0]['first_ms']} ms:\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
 
 
 THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
@@ -356,6 +376,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "hybrid_modelled": hybrid_modelled,
     "demo_speed": demo_speed,
     "serve": serve,
+    "grammar_cost": grammar_cost,
     "load_memory": load_memory,
     "sparse_cpu": sparse_cpu,
     "families": families,

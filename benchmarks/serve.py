@@ -10,6 +10,7 @@ lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` wi
     python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
     python benchmarks/serve.py --memory                                         # 32 contexts of 32 to 2048 tokens
     python benchmarks/serve.py --soak 20                                        # minutes of 8 clients: is the memory flat?
+    python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
 
 `--llama-server` is the program of that name, built from llama.cpp's sources, which the source distribution of llama-cpp-python includes:
 
@@ -119,8 +120,14 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
 
 
 @contextmanager
-def servers(folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES) -> Iterator[list[Served]]:
-    """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens."""
+def servers(
+    folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES, *, invariant: bool = False
+) -> Iterator[list[Served]]:
+    """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens.
+
+    Args:
+        invariant: whether a second server of moegraft's runs, with `--batch-invariant`.
+    """
     with ExitStack() as stack:
         rules = stack.enter_context(rule_file("int8"))
         ports = [free_port(), free_port()]
@@ -130,6 +137,9 @@ def servers(folder: Path, llama_server: str | None, threads: int, context: int, 
         ours += ["--threads", str(threads), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
         ours += ["--kv-memory", str(context * places * token_bytes), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
+        if invariant:
+            ours[ours.index(str(ports[0]))] = str(ports[1])
+            found.append(stack.enter_context(running("batch-invariant", [*ours, "--batch-invariant"], ports[1], folder)))
         if llama_server is not None:
             theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(places)]
             theirs += [
@@ -483,6 +493,7 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     parser.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
+    parser.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     until_s = time.perf_counter() + (arguments.minutes * 60 if arguments.minutes else float("inf"))
@@ -496,9 +507,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
-        llama_server = None if arguments.memory or arguments.soak else arguments.llama_server
+        invariant = arguments.batch_invariant
+        llama_server = None if arguments.memory or arguments.soak or invariant else arguments.llama_server
         context = LONGEST + 64 if arguments.beside else LONG + 512
-        found = stack.enter_context(servers(folder, llama_server, arguments.threads, context, 4 if arguments.beside else PLACES))
+        places = 4 if arguments.beside else PLACES
+        found = stack.enter_context(servers(folder, llama_server, arguments.threads, context, places, invariant=invariant))
         if arguments.beside:
             for server in found:
                 keep([measure_beside(server, arguments.seconds)])
@@ -508,7 +521,8 @@ def main() -> None:
             keep([measure_soak(found[0], arguments.soak, 8, arguments.tokens)])
         else:
             for clients, prompt in itertools.product(arguments.clients, arguments.prompts):
-                keep(measure_load(found, clients, prompt, arguments.tokens, arguments.seconds, arguments.rounds, until_s))
+                rows = measure_load(found, clients, prompt, arguments.tokens, arguments.seconds, arguments.rounds, until_s)
+                keep([{**row, "case": "invariant"} for row in rows] if invariant else rows)
 
 
 if __name__ == "__main__":

@@ -270,6 +270,11 @@ class BatchDrafts(ABC):
     model would have generated, so that the text is the same with any drafts.
     """
 
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """The most tokens of a draft."""
+
     @abstractmethod
     def plan(self, texts: int, limit: int) -> int:
         """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""

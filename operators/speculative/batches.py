@@ -32,6 +32,10 @@ class ScheduledBatchDrafts(BatchDrafts):
         self._schedules: dict[int, DraftSchedule] = {}
         self._rounds = 0
 
+    @property
+    def longest(self) -> int:
+        return self._options.max_draft
+
     def plan(self, texts: int, limit: int) -> int:
         return self._schedule(texts).plan(max(limit, 0))
 

@@ -57,6 +57,14 @@ class ServeOptions:
         str | None,
         _option("--prefix-cache", "SIZE", "Of --kv-memory, for conversations that may go on, such as 2GiB; 0: none. Default: half."),
     ] = None
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Exactly the same answer whatever else is answered; each token of each answer has a pass of its own, which is slower.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False
     grace: Annotated[int, _option("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
 
     def __post_init__(self) -> None:
@@ -95,6 +103,7 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             max_client=options.max_client,
             kv_memory=sizes[0],
             prefix_cache=sizes[1],
+            batch_invariant=options.batch_invariant,
         )
         loaded = load_model(model, terminal)
         injection = injection_of(loaded.model)

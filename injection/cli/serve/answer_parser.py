@@ -15,6 +15,7 @@ from moegraft.injection.cli.serve.constraints import grammars, with_whitespace
 
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
+UNPARSED = (ValueError, KeyError, TypeError, AttributeError)  # such as for a call whose arguments are not JSON
 Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt, by the model, or not at all
 
 
@@ -187,7 +188,7 @@ class AnswerParser:
                 self.reasoning_tokens += self._undecided if reasons else 0
                 self._undecided = 0
             deltas = [delta for event in events if (delta := self._delta(event)) is not None]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # such as a call whose arguments are not JSON
+        except UNPARSED as error:
             logger.warning("serve: an answer does not follow the model's response template (%s); the rest is sent as text", error)
             self._parser = None
             yield ParsedDelta("content", self._unparsed)
@@ -195,6 +196,21 @@ class AnswerParser:
         if deltas:
             self._unparsed = ""
         yield from deltas
+
+    def reasons(self, text: str) -> bool | None:
+        """Take text instead of `feed`; return whether all that was undecided is reasoning with its marks, None while it is undecided."""
+        if self._parser is None:
+            return False
+        reasons = self._inside
+        try:
+            events = self._parser.feed(text)
+        except UNPARSED:
+            self._parser = None
+            return False
+        for event in events:
+            self._inside = self._follow(event)
+            reasons |= self._inside
+        return reasons if events else None
 
     def _follow(self, event: Mapping[str, Any]) -> bool:
         """Return whether the text after an event is reasoning."""
@@ -215,3 +231,24 @@ class AnswerParser:
             if not self._single or self._calls == 1:
                 return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None
+
+
+class ReasoningParts:
+    """Divides an answer's text, as it arrives, into its reasoning, with the marks around it, and the rest."""
+
+    def __init__(self, template: Mapping[str, Any], prompt: str) -> None:
+        self._parser = AnswerParser(template, prompt, ())
+        self._undecided = ""  # perhaps the beginning of a mark
+
+    def feed(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield the next parts, each with whether it is reasoning."""
+        for sign in text:  # as the parser does not report where in a text a mark ends
+            self._undecided += sign
+            reasons = self._parser.reasons(sign)
+            if reasons is not None:
+                yield self.rest(), reasons
+
+    def rest(self) -> str:
+        """Return the text that is undecided; at the end of an answer it is no reasoning."""
+        rest, self._undecided = self._undecided, ""
+        return rest

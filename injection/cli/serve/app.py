@@ -195,7 +195,8 @@ def _client(request: HttpRequest) -> str:
 class Preparation:
     """Prepares requests in threads, as encoding a long prompt would stop the streams of others.
 
-    There are few threads, of which one client has at most `PREPARED`: others do not wait for its long prompts and large grammars.
+    There are few threads, of which one client has at most `PREPARED`: others do not wait for its long prompts and large grammars. A thread
+    cannot be cancelled, so that a request which is cancelled counts until its thread has ended.
     """
 
     def __init__(self) -> None:
@@ -204,14 +205,25 @@ class Preparation:
     async def __call__(self, request: HttpRequest, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         client = _client(request)
         free, users = self._clients.setdefault(client, (asyncio.Semaphore(PREPARED), []))
-        users.append(None)
-        try:
-            async with free:
-                return await asyncio.to_thread(work, *args, **kwargs)
-        finally:
+
+        def leave() -> None:
             users.pop()
             if not users:
                 del self._clients[client]
+
+        def ended(thread: asyncio.Task[T]) -> None:
+            free.release()
+            leave()
+
+        users.append(None)
+        try:
+            await free.acquire()
+        except BaseException:
+            leave()
+            raise
+        thread = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
+        thread.add_done_callback(ended)
+        return await asyncio.shield(thread)
 
 
 def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None) -> FastAPI:

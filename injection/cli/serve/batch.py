@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,18 +183,22 @@ class PagedTexts:
         """Whether a text of `total` tokens can begin now."""
         return self._promised + pages_of(total) <= self._pool.pages
 
-    def begin(self, token_ids: list[int], total: int, scope: str, *, fresh: bool = False) -> Text:
-        """Begin a text, with what a kept conversation shares with its prompt; `fresh`: with nothing. The last token is never shared."""
+    def begin(self, token_ids: list[int], total: int, scope: str, *, multiple: int = 1) -> Text:
+        """Begin a text, with what a kept conversation shares with its prompt, of which the last token is never shared.
+
+        Args:
+            multiple: so many tokens are shared, or a multiple of them; 0: none.
+        """
         text = Text(total, scope)
-        if not fresh:
-            self._share(text, np.array(token_ids[:-1]))
+        if multiple:
+            self._share(text, np.array(token_ids[:-1]), multiple)
         self._promised += pages_of(total)
         return text
 
-    def _share(self, text: Text, token_ids: IntArray) -> None:
+    def _share(self, text: Text, token_ids: IntArray, multiple: int) -> None:
         mine = [kept for kept in self._kept if kept.scope == text.scope]
         best = max(mine, key=lambda kept: kept.shared(token_ids), default=None)
-        if best is None or not (shared := best.shared(token_ids)):
+        if best is None or not (shared := best.shared(token_ids) // multiple * multiple):
             return
         self._kept.remove(best)
         try:
@@ -201,7 +206,7 @@ class PagedTexts:
                 self._make_room(1)
             text.sequence = self._pool.begin_with(best.sequence, shared)
         except NoPagesError:
-            text.sequence = self._pool.begin_with(best.sequence, shared - shared % PAGE_TOKENS)
+            text.sequence = self._pool.begin_with(best.sequence, shared - shared % math.lcm(PAGE_TOKENS, multiple))
         finally:
             self._kept.append(best)
 
@@ -318,13 +323,14 @@ class PaddedTexts:
     def fits(self, total: int) -> bool:
         return self._promised([*self._texts, Text(total, "")]) <= self._limit
 
-    def begin(self, token_ids: list[int], total: int, scope: str, *, fresh: bool = False) -> Text:
+    def begin(self, token_ids: list[int], total: int, scope: str, *, multiple: int = 1) -> Text:
         text = Text(total, scope)
         best = max((each for each in self._kept if each[0] == scope), key=lambda each: each[1].shared(token_ids), default=None)
+        shared = best[1].shared(token_ids) // multiple * multiple if best is not None and multiple else 0
         # A short common beginning is not worth cropping another conversation.
-        if best is not None and not fresh and 2 * best[1].shared(token_ids) >= len(best[1].held[0]):
+        if best is not None and shared and 2 * shared >= len(best[1].held[0]):
             self._kept.remove(best)
-            text.cache, _ = best[1].take(token_ids)
+            text.cache, _ = best[1].take(token_ids[: shared + 1])
         self._texts.append(text)
         self._drop_for(self._promised(self._texts))
         return text

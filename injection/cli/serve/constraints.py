@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+TOKEN_S, SPARE_S = 0.01, 1.0  # CPU time of a grammar: for each token of an answer, and beyond that for all of them
 # Between the parts of a JSON text: a space, or a line break with an indentation. With any number, small models write nothing else.
 WHITESPACE = r"( |\n[ \t]{0,40})"
 
@@ -63,11 +65,21 @@ MISSING = "this server lacks the package llguidance: pip install 'moegraft[serve
 
 
 class Constraint:
-    """The tokens by which one answer may go on."""
+    """The tokens by which one answer may go on.
+
+    The CPU time for each is bounded in the mean. With an ambiguous grammar, as `s: s s | "a"`, it grows with the square of the answer's
+    length and more, and all other answers wait for it.
+
+    Attributes:
+        drafts: whether drafts of the answer may be followed; not after one that had to be forgotten.
+    """
 
     def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+        self._first = matcher  # has consumed nothing
+        self._matcher = matcher.deep_copy()
         self._held: list[int] = []  # tokens that the matcher has consumed
+        self._left_s = SPARE_S
+        self.drafts = True
 
     def restrict(self, logits: torch.Tensor, answer: Sequence[int]) -> torch.Tensor:
         """Return `logits` (V,) with -inf for all tokens that cannot follow the tokens of `answer`.
@@ -76,8 +88,9 @@ class Constraint:
         restricted: its tokens are not accepted.
 
         Raises:
-            GrammarError: the grammar has become too large.
+            GrammarError: the grammar has become too large, or takes too long.
         """
+        began_s = time.thread_time()
         shared = next((place for place, pair in enumerate(zip(self._held, answer, strict=False)) if pair[0] != pair[1]), None)
         shared = min(len(self._held), len(answer)) if shared is None else shared
         if shared < len(self._held):
@@ -89,16 +102,29 @@ class Constraint:
         mask = None if taken < len(following) else self._matcher.compute_bitmask()
         if self._matcher.is_error():  # for good; its mask ends the answer, as if it were complete
             raise GrammarError(f"the answer cannot follow its grammar any further: {self._matcher.get_error().strip()}")
+        took_s = time.thread_time() - began_s
+        self._left_s = min(SPARE_S, self._left_s + TOKEN_S * max(1, len(following)) - took_s)
+        if self._left_s < 0:
+            raise GrammarError(
+                f"the answer cannot follow its grammar any further: its next token took {1e3 * took_s:.0f} ms of CPU time, and in the mean "
+                f"no more than {1e3 * TOKEN_S:.0f} ms are allowed; an ambiguous rule, as 's: s s | \"a\"', has ever more readings"
+            )
         if mask is None:
             return logits
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         allowed = torch.from_numpy(bits[: logits.shape[-1]]).to(logits.device, torch.bool)
         return logits.masked_fill(~allowed, -torch.inf)
 
+    def restart(self) -> None:
+        """Forget a draft whose tokens have made the grammar too large: a matcher with an error follows nothing any more."""
+        self._matcher = self._first.deep_copy()
+        self._held = []
+        self._left_s = SPARE_S
+        self.drafts = False
+
     def copy(self) -> Constraint:
-        """Return a constraint by the same grammar for another answer; this one's answer has not begun."""
-        assert not self._held, "the answer has not begun"
-        return Constraint(self._matcher.deep_copy())
+        """Return a constraint by the same grammar for another answer."""
+        return Constraint(self._first)
 
 
 class Grammars:

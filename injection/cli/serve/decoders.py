@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,9 +64,13 @@ class Draft:
     """The draft of one answer: tokens that the model may choose next. As a `Job`, it has all that the choice of a token needs.
 
     Its random numbers are those that the answer will use, so that the model chooses a draft token again where both distributions agree.
+
+    Args:
+        most: tokens that it may have.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, most: int) -> None:
+        self.most = most if job.constraint is None or job.constraint.drafts else 0
         self.ask = job.ask
         self.constraint = job.constraint
         self.token_ids = list(job.token_ids)
@@ -83,6 +87,8 @@ class Draft:
             yield
         except Exception:  # noqa: BLE001 # the answer is chosen from other logits
             self.ended = True
+            if self.constraint is not None:
+                self.constraint.restart()
 
 
 def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
@@ -186,15 +192,20 @@ class _Usable(LogitsProcessor):
 
 
 class _Adjusted(LogitsProcessor):
-    """Applies the penalties, biases and grammar of a request that `generate` does not have; if that fails, as `_Usable`."""
+    """Applies the penalties, biases and grammar of a request that `generate` does not have; if that fails, as `_Usable`.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        drafting: whether the tokens after the answer are a draft's, which may not fail it.
+    """
+
+    def __init__(self, job: Job, drafting: Callable[[], bool]) -> None:
         self._job = job
+        self._drafting = drafting
         self._ask = replace(job.ask, repetition_penalty=None)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         found = torch.zeros_like(scores)
-        with self._job.failing_alone():
+        with Draft(self._job, 0).failing_alone() if self._drafting() else self._job.failing_alone():
             rows = zip(scores, input_ids.tolist(), strict=True)
             found = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
         return found
@@ -272,6 +283,10 @@ class SequentialDecoder:
             self._answer(reading)
             self._reading.popleft()
 
+    def _drafting(self) -> bool:
+        injection = injection_of(self._model)
+        return injection is not None and injection.drafting
+
     def _answer(self, reading: _Reading) -> None:
         job, cache, ids = reading.job, reading.cache, reading.job.ask.token_ids
         steps = captured_steps_of(self._model)
@@ -285,7 +300,7 @@ class SequentialDecoder:
                 past_key_values=given,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
-                logits_processor=[_Usable(job), _Adjusted(job)],
+                logits_processor=[_Usable(job), _Adjusted(job, self._drafting)],
                 max_new_tokens=job.ask.max_tokens,
                 max_length=None,
                 num_beams=1,
@@ -301,7 +316,7 @@ class SequentialDecoder:
             cache, shared = self._kept.take(ids[: job.kept_tokens + 1])
             if shared == job.kept_tokens:
                 self._kept.keep(ids, cache)
-        if self._token_bytes * len(self._kept.held[0]) > self._most_kept:
+        if not self._most_kept or self._token_bytes * len(self._kept.held[0]) > self._most_kept:
             self._kept.drop()
 
     def forget(self) -> None:
@@ -357,6 +372,21 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
 
+def rotary_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
+
+    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in (given, *given.values()):
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind in ("longrope", "dynamic"):
+            limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
+    return min(limits, default=None)
+
+
 SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short
 LONGEST_WAIT = 3  # times that a short prompt takes, for which another one waits for a chunk
 LEAST_CHUNK = 32  # tokens, below which a chunk would read the weights for too few
@@ -373,16 +403,18 @@ class ChunkSize:
 
     Args:
         most: 0: whole prompts.
+        fixed: whether all chunks have this size.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, fixed: bool = False) -> None:
         self._most = most
+        self._fixed = fixed
         self._short_s = self._token_s = 0.0
         self._left = 0  # chunks before short prompts are forgotten
 
     @property
     def tokens(self) -> int:
-        if not self._left:
+        if self._fixed or not self._left:
             return self._most
         fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
         return min(self._most, max(LEAST_CHUNK, fitting))
@@ -413,8 +445,14 @@ class BatchedDecoder:
     full model's logits with the answer's next random number, as without drafts; a draft only decides for how many tokens these logits
     are known. So an answer does not depend on what was drafted, nor on when drafts pay.
 
+    What a kernel gives one row depends, by rounding, on the number of rows: other products of matrices are fastest for more. If answers
+    must not depend on that, each text has passes of its own, prompts have the same chunks whatever else is read, and a conversation goes on
+    from whole chunks of earlier prompts only, as its answer was computed in other passes than a prompt is.
+
     Args:
         drafts: over texts in pages, from which tokens can be removed.
+        own_passes: whether each text has passes of its own, so that answers are exactly the same whatever other answers there are.
+        shared_tokens: while a text has more, each has passes of its own; None: any number.
         ends: tokens that end an answer, and a draft.
     """
 
@@ -427,12 +465,18 @@ class BatchedDecoder:
         prefill_chunk: int,
         drafts: BatchDrafts | None = None,
         ends: Sequence[int] = (),
+        own_passes: bool = False,
+        shared_tokens: int | None = None,
     ) -> None:
         assert drafts is None or isinstance(texts, PagedTexts), "tokens can be removed from pages only"
+        assert drafts is None or not own_passes, "when drafts pay is a matter of time"
         self._drafts = drafts
+        self._padding = 0 if drafts is None else drafts.longest  # tokens after a text's own in the pass that verifies the longest draft
         self._texts = texts
         self._most = most
-        self._chunk = ChunkSize(prefill_chunk)
+        self._own_passes = own_passes
+        self._shared_tokens = shared_tokens
+        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
         self._decoding: list[tuple[Job, Text]] = []
         self._reading: list[tuple[Job, Text]] = []  # the oldest first
         self._oldest_leads = False
@@ -447,16 +491,23 @@ class BatchedDecoder:
     def memory(self) -> CacheMemory:
         return self._texts.memory
 
+    @property
+    def _parted(self) -> bool:
+        """Whether each text has a pass of its own now."""
+        limit = math.inf if self._shared_tokens is None else self._shared_tokens
+        return self._own_passes or any(len(job.token_ids) + self._padding >= limit for job in self.jobs)
+
     def needed_bytes(self, job: Job) -> int:
-        return self._texts.needed_bytes(job.most_tokens)
+        return self._texts.needed_bytes(job.most_tokens + self._padding)
 
     def fits(self, job: Job) -> bool:
-        return len(self._decoding) + len(self._reading) < self._most and self._texts.fits(job.most_tokens)
+        return len(self._decoding) + len(self._reading) < self._most and self._texts.fits(job.most_tokens + self._padding)
 
     def admit(self, job: Job) -> None:
         """Start a request; `fits` must be true."""
         # For the scores of a prompt every token's logits are needed.
-        text = self._texts.begin(job.ask.token_ids, job.most_tokens, job.scope, fresh=_scores_prompt(job.ask))
+        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._own_passes else 1
+        text = self._texts.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, multiple=multiple)
         job.kept_tokens = text.tokens
         self._reading.append((job, text))
 
@@ -466,7 +517,10 @@ class BatchedDecoder:
             if job.cancelled:
                 job.finish("cancelled")
                 self._end(job, text)
-        if self._decoding:
+        if self._decoding and self._parted:
+            for job, text in list(self._decoding):
+                self._decode_alone(job, text)
+        elif self._decoding:
             self._decode()
         if self._reading:
             self._read()
@@ -477,6 +531,17 @@ class BatchedDecoder:
             self._texts.end(text)
         self._decoding, self._reading = [], []
         self._texts.drop_kept()
+
+    def _decode_alone(self, job: Job, text: Text) -> None:
+        with job.failing_alone():
+            try:
+                logits = self._texts.read([text], [job.token_ids[-1:]])
+            except torch.OutOfMemoryError:
+                self._texts.drop_kept()
+                raise
+            self._take([job], logits[:, -1].float())
+        if job.ending is not None:
+            self._end(job, text)
 
     def _decode(self) -> None:
         jobs, texts = [job for job, _ in self._decoding], [text for _, text in self._decoding]
@@ -555,14 +620,15 @@ class BatchedDecoder:
     def _draft(self, jobs: Sequence[Job], texts: Sequence[Text]) -> list[Draft]:
         """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""
         length = 0
+        rests = [job.ask.max_tokens - job.completion_tokens - 1 for job in jobs]  # before the last token, which is not drafted
         if self._drafts is not None:
-            length = self._drafts.plan(len(jobs), min(job.ask.max_tokens - job.completion_tokens for job in jobs) - 1)
+            length = self._drafts.plan(len(jobs), max(rests))
         if self._drafts is None or not length:
             return []
-        drafts = [Draft(job) for job in jobs]
-        going = list(zip(drafts, texts, strict=True))
+        drafts = [Draft(job, min(length, rest)) for job, rest in zip(jobs, rests, strict=True)]
+        going = [(draft, text) for draft, text in zip(drafts, texts, strict=True) if draft.most]
         for draft, _ in going[:]:
-            if (found := self._drafts.lookup(draft.token_ids, length)) is not None:
+            if (found := self._drafts.lookup(draft.token_ids, draft.most)) is not None:
                 draft.tokens, draft.confidences = found, [1.0] * len(found)
                 going = []
         held = [text.tokens for text in texts]
@@ -578,7 +644,8 @@ class BatchedDecoder:
                     draft.tokens.append(token)
                     draft.token_ids.append(token)
                     draft.confidences.append(share)
-                    draft.ended = token in self._ends or not self._drafts.continues(draft.confidences)
+                    full = len(draft.tokens) == draft.most
+                    draft.ended = full or token in self._ends or not self._drafts.continues(draft.confidences)
                 going = [(draft, text) for draft, text in going if not draft.ended]
                 if not going:
                     break
@@ -592,7 +659,10 @@ class BatchedDecoder:
         """Remove a job that has ended, and keep its cache: after a failure only the part of an earlier request, which is right."""
         self._decoding = [each for each in self._decoding if each[0] is not job]
         self._reading = [each for each in self._reading if each[0] is not job]
-        self._texts.end(text, job.token_ids if job.ending != "failed" else job.token_ids[: job.kept_tokens])
+        kept = len(job.token_ids) if job.ending != "failed" else job.kept_tokens
+        if self._own_passes:
+            kept = min(kept, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
+        self._texts.end(text, job.token_ids[:kept])
 
     def _read(self) -> None:
         """Compute a chunk of the prompts that share this step."""
@@ -602,7 +672,7 @@ class BatchedDecoder:
         chunk = self._chunk.tokens
         tokens = min(rest[leader[0]], chunk or rest[leader[0]])
         together = [leader]
-        if self._texts.shares_passes and not _scores_prompt(leader[0].ask):
+        if self._texts.shares_passes and not self._parted and not _scores_prompt(leader[0].ask):
             others = [each for each in self._reading if each is not leader and rest[each[0]] >= tokens and not _scores_prompt(each[0].ask)]
             together += sorted(others, key=lambda each: rest[each[0]])[: chunk // tokens - 1 if chunk else 0]
         if len(together) > 1:
@@ -652,6 +722,7 @@ class BatchedDecoder:
         last = logits[-1:].float()
         self._take([job], last)
         if job.ending is None:
-            self._texts.join(text)
+            if not self._own_passes:
+                self._texts.join(text)
             self._reading.remove((job, text))
             self._decoding.append((job, text))

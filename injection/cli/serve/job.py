@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.options import is_greedy
+from moegraft.injection.cli.serve.answer_parser import ReasoningParts
 from moegraft.injection.cli.serve.constraints import Constraint
 
 
@@ -141,6 +142,7 @@ class Job:
 
     Args:
         raw: whether the text has special tokens, which mark reasoning and calls of tools.
+        parts: finds the answer's reasoning, in which stop strings have no effect; None if it has none.
         constraint: the grammar that the answer follows.
         client: who asks; the engine lets clients take turns.
         scope: whose the conversation is: its cache is used again for requests of this scope only.
@@ -154,6 +156,7 @@ class Job:
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
+        parts: ReasoningParts | None = None,
         constraint: Constraint | None = None,
         client: str = "",
         scope: str = "",
@@ -179,6 +182,7 @@ class Job:
         self._sent_tokens = 0  # of the pieces so far
         self._end_tokens = frozenset(end_tokens)
         self._stop = StopText(ask.stop)
+        self._parts = parts
         self.prompt_scores: list[TokenScore] = []
         self._scores: list[TokenScore] = []  # not yet sent
         self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
@@ -221,6 +225,8 @@ class Job:
             return
         with self.failing_alone():
             self._streamer.end()
+            if self._parts is not None:
+                self._show(self._stop.feed(self._parts.rest()))
         self.ending = self.ending or ending
 
     def fail(self, error: Exception) -> None:
@@ -264,7 +270,12 @@ class Job:
         return (self.completion_tokens - 1) / taken_s if self.completion_tokens > 1 and taken_s > 0 else None
 
     def _spell(self, text: str) -> None:
-        safe = self._stop.feed(text)
+        shown = ""
+        for part, reasons in [(text, False)] if self._parts is None else self._parts.feed(text):
+            shown += self._stop.rest() + part if reasons and not self._stop.stopped else self._stop.feed(part)
+        self._show(shown)
+
+    def _show(self, safe: str) -> None:
         if safe:
             scores, self._scores = self._scores, []
             self._send(safe, scores)

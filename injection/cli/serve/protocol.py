@@ -356,6 +356,9 @@ def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any
     return messages
 
 
+TemplateVariables = dict[Text, bool | int | float | Text]
+
+
 class ChatBody(Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -365,7 +368,7 @@ class ChatBody(Completion):
     tools: list[Tool] | None = None
     tool_choice: Choosing | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[Text, bool | int | float | Text] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """Variables of the model's chat template, such as `enable_thinking`."""
     functions: Annotated[Any, Off(None, [])] = None
     function_call: Annotated[Any, Off(None)] = None
@@ -539,6 +542,7 @@ class TokenizeBody(Lenient):
     content: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
 
@@ -559,7 +563,7 @@ class TokenizeBody(Lenient):
         return self.prompt is not None if given is None else given
 
     def request(self) -> Request:
-        return ChatBody(model=None, messages=self.messages or [], tools=self.tools).request()
+        return ChatBody(messages=self.messages or [], tools=self.tools, chat_template_kwargs=self.chat_template_kwargs).request()
 
 
 class DetokenizeBody(Lenient):

@@ -14,11 +14,19 @@ from transformers import GenerationConfig
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, Reasoning, response_template
+from moegraft.injection.cli.options import OptionsError
+from moegraft.injection.cli.serve.answer_parser import (
+    REASONING,
+    AnswerGrammar,
+    AnswerParser,
+    Reasoning,
+    ReasoningParts,
+    response_template,
+)
 from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.batch import PagedTexts, UnbatchableError, default_limit, open_texts
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
-from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle
+from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle, rotary_limit
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
@@ -43,6 +51,7 @@ class Limits:
         max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
         kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
         prefix_cache: bytes of these for conversations that have ended; None: half.
+        batch_invariant: whether an answer is exactly the same whatever else is answered.
     """
 
     max_queue: int = 64
@@ -53,10 +62,15 @@ class Limits:
     max_client: int | None = None
     kv_memory: int | None = None
     prefix_cache: int | None = None
+    batch_invariant: bool = False
 
 
 class Service:
-    """One loaded model and its engine, whose thread starts with the constructor and ends with `close`."""
+    """One loaded model and its engine, whose thread starts with the constructor and ends with `close`.
+
+    Raises:
+        OptionsError: answers of this model depend on time, against `limits.batch_invariant`.
+    """
 
     def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
         self.loaded = loaded
@@ -80,25 +94,45 @@ class Service:
 
     def _decoder(self) -> Decoder:
         loaded, limits = self.loaded, self.limits
+        injection = injection_of(loaded.model)
+        operator = None if injection is None else injection.model_operator
+        shared_tokens = rotary_limit(loaded.model)
+        own_passes = limits.batch_invariant or shared_tokens == 0
+        drafts = None if operator is None or own_passes else operator.batch_drafts()
+        if shared_tokens == 0:
+            if limits.batch_invariant:
+                raise OptionsError("--batch-invariant: rotary embeddings of the kind 'dynamic' depend on earlier, longer texts")
+            logger.info("serve: each text has passes of its own, as this model's rotary embeddings depend on the longest of a pass")
+        if limits.batch_invariant and injection is not None:
+            if injection.device_counts():
+                raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
+            injection.context.replays_steps = False  # the first steps of a kind are computed layer by layer, which rounds elsewhere
         if self.alone_because is None:
             try:
+                padding = 0 if drafts is None else drafts.longest
                 texts = open_texts(
                     loaded.model,
                     limit=limits.kv_memory,
                     kept_bytes=limits.prefix_cache,
                     most=limits.max_batch,
-                    context=loaded.context_tokens,
+                    context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                 )
-                injection = injection_of(loaded.model)
-                operator = None if injection is None else injection.model_operator
-                drafts = None if operator is None else operator.batch_drafts()
                 if drafts is not None and not isinstance(texts, PagedTexts):
                     raise UnbatchableError("it drafts, and its attention does not read keys and values in pages")
                 return BatchedDecoder(
-                    loaded.model, texts, most=limits.max_batch, prefill_chunk=limits.prefill_chunk, drafts=drafts, ends=self.ends
+                    loaded.model,
+                    texts,
+                    most=limits.max_batch,
+                    prefill_chunk=limits.prefill_chunk,
+                    drafts=drafts,
+                    ends=self.ends,
+                    own_passes=own_passes or (shared_tokens is not None and not isinstance(texts, PagedTexts)),
+                    shared_tokens=shared_tokens,
                 )
             except UnbatchableError as error:
                 self.alone_because = str(error)
+        if limits.batch_invariant and operator is not None:
+            raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
         limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
         return SequentialDecoder(
@@ -107,7 +141,7 @@ class Service:
             prefill_chunk=limits.prefill_chunk,
             token_bytes=sum(token_bytes(loaded.model.config, loaded.model.dtype)),
             memory_limit=limit,
-            kept_bytes=limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
+            kept_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )
 
     def close(self) -> None:
@@ -131,13 +165,15 @@ class Service:
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
         template = None if request.kind == "text" else self._response_template
+        reasons = template is not None and any(name in template["fields"] for name in REASONING)
         found: list[Choice] = []
         form: Constraint | None = None
         for index in range(request.n):
-            parser = None
+            parser = parts = None
             if template is not None:
                 prompt = str(tokenizer.decode(token_ids))
                 parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
+                parts = ReasoningParts(template, prompt) if ask.stop and reasons else None
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
@@ -147,6 +183,7 @@ class Service:
                 self.ends,
                 partial(listener, index),
                 raw=template is not None,
+                parts=parts,
                 constraint=form.copy() if form is not None and request.n > 1 else form,
                 client=client,
                 scope=scope,
@@ -227,10 +264,12 @@ class Service:
         """
         Raises:
             PromptRefusedError: the chat template refuses the conversation.
-            RequestError: the template has no place for tools.
+            RequestError: the template has no place for tools, or there is none.
         """
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
+            if request.template_variables:
+                raise RequestError(422, "chat_template_kwargs: this model has no chat template", param="chat_template_kwargs")
             if request.tools or any(message["role"] == "tool" for message in request.messages):
                 raise RequestError(422, "this model has no chat template, which tools need", param="tools")
             conversation = Conversation(tokenizer)

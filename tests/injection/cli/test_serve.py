@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request as HttpRequest
@@ -37,8 +38,10 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve.batch import PagedTexts
-from moegraft.injection.cli.serve.constraints import grammars
+from moegraft.injection.cli.serve import decoders
+from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
+from moegraft.injection.cli.serve.constraints import Constraint, grammars
+from moegraft.injection.cli.serve.decoders import BatchedDecoder
 from moegraft.injection.cli.serve.job import Ask, Job, StopText
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
@@ -377,6 +380,84 @@ def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pyt
     with serving(loaded) as server:
         assert ask(server, "Who are the kings of England?", max_tokens=40).choices[0].finish_reason in ("stop", "length")
     assert damaged, "drafts were made"
+
+
+def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None:
+    """Also where memory is for no more than their own tokens and those of a draft: a pass has as many of each text."""
+    loaded = with_drafts(tmp_path, "draft_top_k: 1, confidence: 0, max_draft: 4, schedule: fixed")
+    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
+    ids = [*loaded.tokenizer("Who are the kings of England? " * 4)["input_ids"]][:30]
+    seen: list[tuple[int, int]] = []
+    limit = 1 << 22
+    for _ in range(2):
+        texts = open_texts(loaded.model, limit=limit, kept_bytes=0, most=2, context=128 + 4)
+        decoder = BatchedDecoder(loaded.model, texts, most=2, prefill_chunk=0, drafts=drafts)
+        jobs = [Job(Ask(prompt, most), loaded.tokenizer, []) for prompt, most in (((4 * ids)[:100], 28), (ids, 2))]
+        limit = sum(map(decoder.needed_bytes, jobs))
+        with torch.inference_mode():
+            for job in jobs:
+                assert decoder.fits(job)
+                decoder.admit(job)
+            while not jobs[1].completion_tokens:
+                decoder.step()
+            hook = loaded.model.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+            )
+            decoder.step()
+            hook.remove()
+            while jobs[0].ending is None:
+                decoder.step()
+        assert [job.ending for job in jobs] == ["length"] * 2
+    assert seen == 2 * [*4 * [(1, 1)], (2, 5)]
+
+
+def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch, and where the answer alone is computed by `generate`."""
+    import llguidance
+
+    loaded = with_drafts(tmp_path, "confidence: 0, max_draft: 8, schedule: fixed")
+    tokenizer = loaded.tokenizer
+    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
+    drafting, step, large = drafts.drafting, PagedTexts.step, [tokenizer(sign)["input_ids"][-1] for sign in "(a"]
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        def draws(*given: Any) -> torch.Tensor:
+            logits = step(*given)
+            logits[:, large] += torch.tensor([1e4, 2e4])
+            return logits
+
+        with drafting(), monkeypatch.context() as patch:
+            patch.setattr(PagedTexts, "step", draws)
+            yield
+
+    grammar = grammars('start: (/[b-z ]/ | "(" s ")")+\ns: s s | "a"')
+    ask = Ask(tokenizer("Who?")["input_ids"], 20, logit_bias={large[0]: -100.0})
+
+    def answer() -> Job:
+        service = Service(loaded, Limits())
+        job = Job(ask, tokenizer, service.ends, constraint=service._grammars.constraint(grammar))
+        try:
+            service.engine.submit([job])
+            until(lambda: job.ending is not None)
+        finally:
+            service.close()
+        return job
+
+    expected = answer()
+    restarted: list[None] = []
+    monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=llguidance.LLParserLimits(max_items_in_row=14)))
+    monkeypatch.setattr(drafts, "drafting", noted)
+    restart = Constraint.restart
+    monkeypatch.setattr(Constraint, "restart", lambda self: restarted.append(restart(self)))
+    found = answer()
+    assert (found.ending, found.token_ids) == (expected.ending, expected.token_ids) and len(restarted) == 1
+    job = Job(ask, tokenizer, [], constraint=found.constraint.copy())  # type: ignore[union-attr]
+    drawn, own = ([*ask.token_ids, *more] for more in ([large[0], *large[1:] * 8], found.token_ids[len(ask.token_ids) :]))
+    logits = torch.zeros(1, loaded.model.config.vocab_size)
+    assert not decoders._Adjusted(job, lambda: True)(torch.tensor([drawn]), logits).any()
+    assert job.ending is None and len(restarted) == 2
+    assert decoders._Adjusted(job, lambda: False)(torch.tensor([own]), logits)[0, large[1]] == -torch.inf
 
 
 def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:

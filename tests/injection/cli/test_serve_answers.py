@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.constraints import Grammars
+from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
 
 
@@ -429,6 +430,44 @@ def test_variables_of_the_chat_template_are_given_to_it(loaded: LoadedModel) -> 
         for name in ("chat_template", "tokenize", "messages"):
             with pytest.raises(openai.UnprocessableEntityError, match=name):
                 ask(server, "weather?", extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> None:
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = None
+    options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    with (
+        serving(LoadedModel("plain", loaded.model, tokenizer, lambda: [])) as server,
+        pytest.raises(openai.UnprocessableEntityError, match="chat_template_kwargs: this model has no chat template"),
+    ):
+        ask(server, "weather?", extra_body=options)
+    with scripted(loaded, "It rains.", opening="{% if enable_thinking %}<think>{% endif %}") as server:
+        counts = [
+            server.service.tokenize(TokenizeBody(messages=[{"role": "user", "content": "hi"}], chat_template_kwargs=given))["count"]
+            for given in (None, {"enable_thinking": True})
+        ]
+        assert counts[1] == counts[0] + len("<think>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opening", ["<assistant>", "<|im_start|>assistant\n<think>\n"], ids=["the model reasons", "the prompt begins it"])
+@pytest.mark.parametrize(("stop", "content"), [("rain", "It "), (["k", "pour"], "It rains. It "), ("?</", "It rains. It pours.")])
+def test_stop_strings_end_the_answer_and_not_its_reasoning(
+    loaded: LoadedModel, opening: str, stop: Any, content: str, stream: bool
+) -> None:
+    """Nor do the marks around it: they are no part of the answer."""
+    mark = "<think>" if opening == "<assistant>" else ""
+    with scripted(loaded, f"{mark}rain or pour? I think?</think>It rains. It pours.", opening=opening) as server:
+        reply = ask(server, "weather?", max_tokens=100, stop=stop, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in reply]
+            reasoning = "".join(getattr(each, "reasoning_content", None) or "" for each in deltas)
+            found = reasoning, "".join(each.content or "" for each in deltas)
+        else:
+            found = reply.choices[0].message.reasoning_content, reply.choices[0].message.content
+        assert found == ("rain or pour? I think?", content)
+        text = server.client().completions.create(model="scripted", prompt="weather?", max_tokens=100, stop="?</").choices[0].text
+        assert text == f"{mark}rain or pour? I think", "in a text completion nothing is marked"
 
 
 def test_the_last_message_may_be_the_systems(server: Server) -> None:

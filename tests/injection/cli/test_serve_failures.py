@@ -22,6 +22,7 @@ import torch
 from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve import constraints
 from moegraft.injection.cli.serve.app import Preparation
 from moegraft.injection.cli.serve.decoders import usable
 from moegraft.injection.cli.serve.protocol import TextBody
@@ -326,19 +327,49 @@ def test_when_the_thread_ends_all_requests_end_and_health_reports_it(loaded: Loa
 
 
 @pytest.mark.usefixtures("slowly")
-def test_a_grammar_that_grows_too_large_ends_its_answer_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["items", "time"])
+def test_a_grammar_that_grows_too_large_ends_its_answer_alone(model: LoadedModel, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is not taken for a complete one."""
     import llguidance
 
     few = llguidance.LLParserLimits(max_items_in_row=60)  # in a grammar with many readings, every token adds some
     with serving(model) as server, ThreadPoolExecutor(3) as pool:
         alone = said(server, "hello", max_tokens=60)
-        monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=few))
+        if bound == "items":
+            monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=few))
+        else:
+            monkeypatch.setattr(constraints, "TOKEN_S", 0.0)
+            monkeypatch.setattr(constraints, "SPARE_S", 0.02)
         others = [pool.submit(said, server, "hello", max_tokens=60) for _ in range(2)]
         with pytest.raises(openai.InternalServerError, match="cannot follow its grammar any further"):
             ask(server, LONG, max_tokens=200, logit_bias={"0": -100}, extra_body={"grammar": 'start: s\ns: s s | "a" | "b" | "c"'})
         assert [other.result() for other in others] == [alone] * 2
         assert said(server, "hello", max_tokens=60) == alone
+
+
+@pytest.mark.parametrize(
+    ("costs_s", "ends"),
+    [
+        ([0.9, *[0.009] * 500], None),  # as where a large grammar's first token takes long
+        ([0.0151] * 500, 196),
+        ([0.001] * 1000 + [0.7, 0.7], 1001),
+    ],
+)
+def test_an_answers_grammar_has_a_bounded_time_in_the_mean(
+    costs_s: list[float], ends: int | None, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = constraints.Grammars(loaded.tokenizer, len(loaded.tokenizer), [0])
+    constraint = prepared.constraint(constraints.grammars("start: /a*/"))
+    clock = iter([now for cost in costs_s for now in (0.0, cost)])
+    monkeypatch.setattr(constraints, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    answer = loaded.tokenizer("a" * len(costs_s))["input_ids"]
+    for tokens in range(len(costs_s)):
+        if tokens == ends:
+            with pytest.raises(constraints.GrammarError, match=r"ms of CPU time, .* an ambiguous rule"):
+                constraint.restrict(torch.zeros(len(loaded.tokenizer)), answer[:tokens])
+            return
+        constraint.restrict(torch.zeros(len(loaded.tokenizer)), answer[:tokens])
+    assert ends is None
 
 
 @pytest.mark.parametrize(
@@ -374,6 +405,33 @@ def test_preparing_one_clients_requests_leaves_threads_for_others() -> None:
         finally:
             go_on.set()
         assert await asyncio.gather(*many) == list(range(40))
+        assert not prepare._clients
+
+    asyncio.run(visit())
+
+
+def test_a_cancelled_preparation_counts_until_its_thread_ends() -> None:
+    """As when a client leaves: the thread goes on, and the client may not have more of them."""
+    prepare, go_on, begun = Preparation(), threading.Event(), []
+    request: Any = SimpleNamespace(client=SimpleNamespace(host="one"))
+
+    def slow(number: int) -> int:
+        begun.append(number)
+        assert go_on.wait(20)
+        return number
+
+    async def visit() -> None:
+        try:
+            for number in range(6):
+                task = asyncio.create_task(prepare(request, slow, number))
+                await asyncio.sleep(0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert begun == [0, 1]
+        finally:
+            go_on.set()
+        assert await asyncio.wait_for(prepare(request, len, "text"), 10) == 4
         assert not prepare._clients
 
     asyncio.run(visit())

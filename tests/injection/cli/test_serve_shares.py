@@ -12,16 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from support.gpus import placed
 from support.serving import PATIENCE_S, ask, messages, openai, serving, until
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel, load_model
-from moegraft.injection.cli.options import ModelOptions
+from moegraft.injection.cli.options import ModelOptions, OptionsError
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import decoders
 from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
@@ -335,6 +339,95 @@ def test_an_answer_does_not_depend_on_31_others() -> None:
 
         together = answers(asked)
         assert [answers([each])[0] for each in asked[::3]] == together[::3]
+
+
+Scored = tuple[list[int], list[Any]]
+
+
+def scored(service: Service, asked: list[Ask]) -> tuple[list[Scored], list[int]]:
+    """The tokens and scores of answers that are computed at the same time, and how many tokens of each prompt were known."""
+    jobs, scores = [], [list[Any]() for _ in asked]
+    for own, each in zip(scores, asked, strict=True):
+        jobs.append(Job(each, service.loaded.tokenizer, service.ends, lambda piece, own=own: own.extend(piece.scores)))  # type: ignore[misc]
+    service.engine.submit(jobs)
+    wait(*jobs)
+    until(lambda: service.engine.running == 0)
+    return [(job.token_ids, own) for job, own in zip(jobs, scores, strict=True)], [job.kept_tokens for job in jobs]
+
+
+@pytest.mark.parametrize(("rules", "dtype"), [("cpu", "bfloat16"), ("cpu-exact", "bfloat16")])  # int8 weights, and bfloat16 ones
+def test_a_batch_invariant_answer_is_exactly_the_same_beside_others(rules: str, dtype: str) -> None:
+    """Tokens and every bit of their scores, greedy and drawn; at first, again, and in a conversation that goes on."""
+    loaded = bundled(rules, dtype)
+    prompts = [ids * (1 + 3 * (number % 3)) for number, ids in enumerate(questions(loaded)[:9])]
+    asked = [
+        Ask(ids, max_tokens=10, seed=number, temperature=1.2 * (number % 2), top_k=0 if number % 3 else 40, logprobs=3)
+        for number, ids in enumerate(prompts)
+    ]
+    with running(loaded, Limits(prefill_chunk=32, batch_invariant=True)) as service:
+        first = scored(service, asked[4:5])[0]
+        together, _ = scored(service, asked)
+        assert together[4:5] == first
+        for number in (0, 5, 8):
+            [alone], [known] = scored(service, [asked[number]])
+            assert alone == together[number] and (known > 0) == (len(prompts[number]) > 32)
+        further = [replace(one, token_ids=[*ids, *prompts[0]]) for one, (ids, _) in zip(asked, together, strict=True)]
+        goes_on, known_tokens = scored(service, further)
+        assert max(known_tokens) > 32 and all(known % 32 == 0 for known in known_tokens)
+    with running(loaded, Limits(prefill_chunk=32, batch_invariant=True, prefix_cache=0)) as service:
+        for number in (5, 8):
+            assert scored(service, [further[number]]) == ([goes_on[number]], [0])
+
+
+@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["padded", "one by one"])
+def test_batch_invariant_passes_have_one_text_and_the_same_tokens(loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
+    model = way(loaded)
+    with running(model, Limits(prefill_chunk=20, batch_invariant=True)) as service, passes(model) as seen:
+        jobs = [job(model, 6, prompt=length, seed=1) for length in (70, 9, 33, 70)]
+        service.engine.submit(jobs)
+        wait(*jobs)
+        again = job(model, 6, prompt=70)
+        service.engine.submit([again])
+        wait(again)
+        assert jobs[0].token_ids == jobs[3].token_ids == again.token_ids
+    assert {rows for rows, _ in seen} == {1} and {tokens for _, tokens in seen} == {1, 9, 10, 13, 20}
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_text_do_not_change_those_of_shorter_ones(loaded: LoadedModel) -> None:
+    """As in Phi-3.5-MoE, whose factors are others once a text of the pass is longer than those of its first training."""
+    config = copy.deepcopy(loaded.model.config)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "original_max_position_embeddings": 64}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model = type(loaded.model)(config).eval()
+    model.load_state_dict(loaded.model.state_dict())
+    model = optimize_and_load(model, "cpu-exact", progress=False, threads=1)
+    prompts = [torch.randint(10, 90, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (12, 100)]
+    asked = [Ask(ids, max_tokens=24, logprobs=0) for ids in prompts]
+    long = LoadedModel("long", model, loaded.tokenizer, lambda: [])
+    with running(long, Limits(prefix_cache=0)) as service:
+        [[alone_ids, alone]], _ = scored(service, asked[:1])
+        [[ids, beside], _], _ = scored(service, asked)
+        with passes(long) as seen:
+            scored(service, asked[:1] * 2)
+    assert (2, 1) in seen, "short ones share passes"
+    torch.testing.assert_close([each.logprob for each in beside], [each.logprob for each in alone], atol=1e-4, rtol=0)
+    assert ids == alone_ids
+
+
+def test_what_depends_on_time_is_refused_as_batch_invariant(loaded: LoadedModel, tmp_path: Path, gpu: str) -> None:
+    rules = tmp_path / "rules.yaml"
+    lines = (
+        ("match: {kind: model}, replace: {class: speculative_draft, kwargs: {mode: adaptive, tolerance: 0.3}}", "speculative_draft drafts"),
+        (
+            f'id: experts, match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {{gpu: "{gpu}", cache: {{ratio: 0.5}}}}}}',
+            "which device computes an expert",
+        ),
+    )
+    for line, reason in lines:
+        rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {{{line}}}\n")
+        model = optimize_and_load(placed(copy.deepcopy(loaded.model), gpu), rules, progress=False, threads=1)
+        with pytest.raises(OptionsError, match=f"--batch-invariant: {reason}"):
+            Service(LoadedModel("tiny", model, loaded.tokenizer, lambda: []), Limits(batch_invariant=True))
 
 
 @pytest.mark.parametrize(
