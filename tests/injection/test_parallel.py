@@ -174,18 +174,22 @@ REFUSE = textwrap.dedent(
     os.environ["MOEGRAFT_RANK_TIMEOUT"] = "0" if rank else "60"
     refused(rules)
     os.environ["MOEGRAFT_RANK_TIMEOUT"] = "12"
+    tried = Path(alone).with_name("tried")
     for waited_s in (0, 4):
         closed = Path(alone).with_name(f"closed-{waited_s}")
         model = optimize_and_load(path, rules, progress=False)
         if not waited_s:
             refused(rules)
         if rank:
+            tried.touch()
             while not closed.exists():
                 time.sleep(0.05)
             model.moegraft.follow()
             print("followed")
         else:
             found = fingerprint(model)
+            while not tried.exists():  # once it is closed, rank 1 would not be refused
+                time.sleep(0.05)
             time.sleep(waited_s)
             model.moegraft.close()
             closed.touch()
