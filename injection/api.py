@@ -20,7 +20,7 @@ from moegraft.injection.grafting import graft
 from moegraft.injection.injected import injection_of
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.parallel import Processes, check_distributed_config, process_count, tell_others
+from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -84,15 +84,16 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         CheckpointError, UnsupportedModelError, ThresholdsError, NotEnoughMemoryError: before any weight is read where possible; no
             half-built model is left.
     """
-    registry = registry or load_registry()
     started_together = process_count() > 1 and not dry_run
     try:
+        registry = registry or load_registry()
         rule_file = _read_rules(rules, vars, registry)
         if distributed_config is not None:
             check_distributed_config(distributed_config, process_count())
     except Exception as error:
         if started_together:
-            tell_others(error)
+            logger.error("%s (all processes that load this model end with this error)", error)
+            report_to_others(error)
         raise
 
     def opened() -> MetaModel | PreTrainedModel:
@@ -132,30 +133,28 @@ def _load_divided(
     progress: bool,
 ) -> PreTrainedModel:
     """Load this process's share of a model; where one process fails, all do."""
-    processes = Processes()
-    threads = options["threads"] or processes.threads
-    torch.set_num_threads(threads)  # torchrun sets 1
-    processes.take_cores(threads)
-    with processes.agreed():
-        target = opened()
-        if not isinstance(target, MetaModel):
-            raise UnsupportedModelError(
-                "this model is in memory, and several processes share a checkpoint: pass its folder or hub id, or set "
-                "'parallel: {shares: none}' in the rule file for a whole model in each process"
-            )
-        whole = plan(target, rules, registry=registry)
-    with processes.agreed():
+    with Processes() as processes:
+        with processes.agreed():
+            threads = options["threads"] or processes.threads
+            torch.set_num_threads(threads)  # torchrun sets 1
+            processes.take_cores(threads)
+            target = opened()
+            if not isinstance(target, MetaModel):
+                raise UnsupportedModelError(
+                    "this model is in memory, and several processes share a checkpoint: pass its folder or hub id, or set "
+                    "'parallel: {shares: none}' in the rule file for a whole model in each process"
+                )
+            whole = plan(target, rules, registry=registry)
         shares = processes.divide(rules.shares, whole)
-    with processes.agreed():
-        the_plan = plan(target, rules, registry=registry, shares=shares)
-        if shares.rank == 0:
-            _log_notices(the_plan)
-        group = processes.group(shares)
-        model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
-    injection = injection_of(model)
-    assert injection is not None, "what load returns is injected"
-    group.weight_samples = processes.weight_samples(injection.operators)
-    processes.close()
+        with processes.agreed():
+            the_plan = plan(target, rules, registry=registry, shares=shares)
+            if shares.rank == 0:
+                _log_notices(the_plan)
+            group = processes.group(shares)
+            model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
+        injection = injection_of(model)
+        assert injection is not None, "what load returns is injected"
+        group.weight_samples = processes.weight_samples(injection.operators)
     group.start()
     return model
 

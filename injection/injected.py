@@ -164,9 +164,9 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
             return own_generate(self, *args, **kwargs)
         if group.rank:
             return group.await_result()
-        with group.result() as tell:
+        with group.result() as give:
             outputs = own_generate(self, *args, **kwargs)
-            tell(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences)
+            give(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences)
         return outputs
 
     def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:

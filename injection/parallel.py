@@ -5,17 +5,18 @@ torchrun and `accelerate launch` start the processes and set WORLD_SIZE, RANK an
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -25,11 +26,12 @@ import torch.distributed as dist
 from moegraft.injection.planning import Plan, human_bytes
 from moegraft.injection.rules.rule import ShareRule
 from moegraft.operators.base import Operator
-from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError, error_sentence
 from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 CONNECTING_S = 300.0  # that the last process may start after the first
 LOADING_S = 3600.0  # that the slowest process may load longer than the fastest
 Core = tuple[int, ...]  # the numbers of its CPUs: two with simultaneous multithreading
@@ -86,50 +88,91 @@ def check_distributed_config(config: Any, processes: int) -> None:
             raise UnsupportedModelError(f"distributed_config.{name} is {found!r:.100}: only experts are divided over processes; remove it")
 
 
-def tell_others(failure: Exception) -> None:
-    """Let the other processes, which wait for this one, end with its error."""
-    with suppress(type(failure), MoegraftError), Processes().agreed():
+def report_to_others(failure: Exception) -> None:
+    """Let the other processes, which connect to load a model, end with an error of this one; wait CONNECTING_S for them."""
+    with suppress(type(failure), MoegraftError), Processes() as processes, processes.agreed():
         raise failure
+
+
+def _text_of(failure: Exception) -> str:
+    return error_sentence(failure) if isinstance(failure, MoegraftError | OSError) else f"{type(failure).__name__}: {failure}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a process has for experts."""
+    """What a process has for experts, and what it would take to hold everything."""
 
     free_bytes: int
     read_gbps: float
+    experts_bytes: int
+    rest_bytes: int
 
 
 class Processes:
-    """All processes of this program, which exist until it ends, and a connection for them to agree, until `close`.
+    """All processes of this program, connected while the body of `with` runs, to load a model together.
+
+    After a failure in the body all connections end, so that no other process waits for this one.
 
     Raises:
-        MoegraftError: they cannot reach each other.
+        MoegraftError: they cannot reach each other, one of them fails here, or this one has another model.
     """
 
     def __init__(self) -> None:
         self.count, self.rank = process_count(), process_rank()
+        self.peers: list[Peer] = []
+        self.timeout_s = TIMEOUT_S
+        self._local = 1  # processes on this machine
+        self._neighbours: dict[int, tuple[Core, ...]] = {}  # their cores
+        self._loading: dist.ProcessGroup | None = None
+        self._running: dist.ProcessGroup | None = None  # that of the model, while it runs
+
+    def __enter__(self) -> Self:
+        if any(group.in_use for group in _groups):
+            gc.collect()  # a deleted model may be part of a cycle
         if any(group.in_use for group in _groups):
             raise UnsupportedModelError(
                 "another model is loaded over these processes, which follow one model at a time: close it in all of them "
                 "(model.moegraft.close()) before the next is loaded"
             )
         try:
+            self._connect()
+        except BaseException:
+            self._free(self._loading, self._running)
+            raise
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        loading, running = self._loading, self._running
+        self._loading = self._running = None
+        self._free(loading, None if failure is None else running)
+
+    def _connect(self) -> None:
+        try:
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=CONNECTING_S))
-            self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
-            self.peers = [Peer(rank, host) for rank, host in enumerate(self._gathered(socket.gethostname()))]
-            with self.agreed():
-                self.timeout_s = _timeout_s()
-            self._quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            self._loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECTING_S))
+            everywhere = self.exchange(lambda: (_machine_id(), _physical_cores(), _timeout_s()))
+            self.timeout_s = everywhere[self.rank][2]
+            # All processes are here. From now on, one may be much slower than another.
+            meeting, self._loading = self._loading, dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
+            self._free(meeting)
+            self._running = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, MoegraftError):
                 raise
-            raise MoegraftError(f"the {self.count} processes cannot reach each other: {error}") from error
-        self._local = _number("LOCAL_WORLD_SIZE", 0) or sum(peer.host == self.peers[self.rank].host for peer in self.peers)
-        everywhere = self._gathered((_machine_id(), _physical_cores()))
-        own_machine, self._cores = everywhere[self.rank]
-        self._neighbours = {rank: cores for rank, (machine, cores) in enumerate(everywhere) if machine == own_machine}
+            raise GroupLostError(
+                f"{self.peers[self.rank] if self.peers else f'rank {self.rank}'} cannot reach all of the {self.count} processes "
+                f"({_first_line(error)}): start all of them with the same model and rules; one that is missing has logged why"
+            ) from error
+        self._neighbours = {rank: cores for rank, (machine, cores, _) in enumerate(everywhere) if machine == everywhere[self.rank][0]}
+        self._local = _number("LOCAL_WORLD_SIZE", 0) or len(self._neighbours)
+
+    @staticmethod
+    def _free(*groups: dist.ProcessGroup | None) -> None:
+        for group in groups:
+            if group is not None:
+                with suppress(ValueError):  # this program has destroyed all groups
+                    dist.destroy_process_group(group)
 
     @property
     def threads(self) -> int:
@@ -146,10 +189,10 @@ class Processes:
         Args:
             threads: that compute; where they are more than the part, they stay where they are.
         """
-        count = len(self._neighbours)
-        if not 1 < count <= len(self._cores) or any(cores != self._cores for cores in self._neighbours.values()):
+        count, cores = len(self._neighbours), self._neighbours[self.rank]
+        if not 1 < count <= len(cores) or any(other != cores for other in self._neighbours.values()):
             return
-        part = part_of(self._cores, sorted(self._neighbours).index(self.rank), count)
+        part = part_of(cores, sorted(self._neighbours).index(self.rank), count)
         if threads > len(part):
             return
         own = {cpu for core in part for cpu in core}
@@ -165,34 +208,44 @@ class Processes:
         Raises:
             MoegraftError: of the body here or, with its rank, elsewhere.
         """
-        failure: BaseException | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 # the others are told of any
-            failure = error
-        texts = self._gathered(None if failure is None else str(failure) or type(failure).__name__)
-        if failure is not None:
-            raise failure
-        failed = [(peer, text) for peer, text in zip(self.peers, texts, strict=True) if text is not None]
-        if failed:
-            raise MoegraftError("; ".join(f"{peer}: {text}" for peer, text in failed))
+        except Exception as error:  # noqa: BLE001 # the others end with any
+            self._gather(None, error)
+        else:
+            self._gather(None)
 
-    def _gathered(self, own: Any) -> list[Any]:
-        """Return the object of each process.
+    def exchange(self, compute: Callable[[], T]) -> list[T]:
+        """Return what `compute` returns in each process; where it fails in one, it fails in all.
 
         Raises:
-            GroupLostError: one has ended.
+            MoegraftError: of `compute` here or, with its rank, elsewhere.
         """
+        try:
+            own = compute()
+        except Exception as error:  # noqa: BLE001 # the others end with any
+            return self._gather(None, error)
+        return self._gather(own)
+
+    def _gather(self, own: Any, failure: Exception | None = None) -> list[Any]:
+        """Return the object of each process; raise the failure of any."""
         found: list[Any] = [None] * self.count
         try:
-            dist.all_gather_object(found, own, group=self._waiting)
+            dist.all_gather_object(found, (socket.gethostname(), own, None if failure is None else _text_of(failure)), group=self._loading)
         except RuntimeError as error:
-            reason = next(iter(str(error).splitlines()), "")[:200]
-            raise GroupLostError(f"another process ended while the model was loaded ({reason}); start all again") from error
-        return found
+            if failure is None:
+                reason = f"another process ended while the model was loaded ({_first_line(error)}); start all again"
+                raise GroupLostError(reason) from error
+        if failure is not None:
+            raise failure
+        self.peers = [Peer(rank, host) for rank, (host, _, _) in enumerate(found)]
+        failed = [(peer, text) for peer, (_, _, text) in zip(self.peers, found, strict=True) if text is not None]
+        if failed:
+            raise MoegraftError("; ".join(f"{peer}: {text}" for peer, text in failed))
+        return [each for _, each, _ in found]
 
     def divide(self, rule: ShareRule, whole: Plan) -> Shares:
-        """Return the shares of the processes.
+        """Return the shares of the processes, which all of them compute alike from what each of them has.
 
         Args:
             whole: the plan of one process that holds everything.
@@ -202,15 +255,25 @@ class Processes:
                 model.
             NotEnoughMemoryError: the experts do not fit in the memory of all processes.
         """
+        held = {swap.module: swap.footprint for swap in whole.swaps if swap.operator_type.kind == "experts"}
         layers = [
             (swap.module, swap.operator, swap.operator_type.identity(swap.options), swap.footprint.total_bytes)
             for swap in whole.swaps
-            if swap.operator_type.kind == "experts"
+            if swap.module in held
         ]
-        others = self._gathered((rule, layers))
-        for peer, found in zip(self.peers, others, strict=True):
-            if found != others[0]:
-                what = "a model or rules with other experts" if found[0] == others[0][0] else f"shares {found[0]}, not {others[0][0]}"
+
+        def offer() -> _Offer | None:
+            if rule != "auto":
+                return None
+            experts = sum(footprint.by_device.get("cpu", 0) for footprint in held.values())
+            rest = whole.bytes_by_device.get("cpu", 0) - experts
+            return _Offer(probe_machine().available_bytes // self._local, _read_gbps(), experts, rest)
+
+        everywhere = self.exchange(lambda: ((rule, layers), offer()))
+        first = everywhere[0][0]
+        for peer, (found, _) in zip(self.peers, everywhere, strict=True):
+            if found != first:
+                what = "a model or rules with other experts" if found[0] == first[0] else f"shares {found[0]}, not {first[0]}"
                 raise UnsupportedModelError(f"{peer} has {what}; give all processes the same files")
         if rule != "auto":
             assert rule != "none", "such rules start no group"
@@ -219,34 +282,31 @@ class Processes:
                     f"parallel.shares has {len(rule)} numbers, and {self.count} processes were started; give one for each, or 'auto'"
                 )
             return Shares(rule, self.rank)
-        offers = self._gathered(_Offer(probe_machine().available_bytes // self._local, _read_gbps()))
-        experts = sum(swap.footprint.by_device.get("cpu", 0) for swap in whole.swaps if swap.operator_type.kind == "experts")
-        rest = whole.bytes_by_device.get("cpu", 0) - experts
+        offers = [each for _, each in everywhere if each is not None]
+        lead = offers[0]
         sizes = divide_by_speed(
-            [offer.read_gbps for offer in offers],
-            [int(offer.free_bytes * (1 - KEPT_FREE)) - (0 if rank else rest) for rank, offer in enumerate(offers)],
-            experts,
+            [each.read_gbps for each in offers],
+            [int(each.free_bytes * (1 - KEPT_FREE)) - (0 if rank else lead.rest_bytes) for rank, each in enumerate(offers)],
+            lead.experts_bytes,
         )
         if self.rank == 0:
-            for peer, offer, size in zip(self.peers, offers, sizes, strict=True):
-                free = human_bytes(offer.free_bytes)
-                logger.info("%s: %.0f %% of the experts (reads %.0f GB/s, %s free)", peer, 100 * size, offer.read_gbps, free)
+            for peer, each, size in zip(self.peers, offers, sizes, strict=True):
+                free = human_bytes(each.free_bytes)
+                logger.info("%s: %.0f %% of the experts (reads %.0f GB/s, %s free)", peer, 100 * size, each.read_gbps, free)
         return Shares(tuple(sizes), self.rank)
 
     def group(self, shares: Shares) -> ExpertGroup:
-        group = ExpertGroup(shares, self.peers, self._quick, self.timeout_s)
+        assert self._running is not None, "called in the body of 'with'"
+        group = ExpertGroup(shares, self.peers, self._running, self.timeout_s)
         _groups.add(group)
         return group
 
     def weight_samples(self, operators: Mapping[str, Operator]) -> dict[str, list[bytes]]:
         """Return the weight samples of the operators of experts, each those of all processes."""
-        own = {path: list(operator.weight_samples()) for path, operator in operators.items() if operator.kind == "experts"}
-        parts = self._gathered(own)
-        return {path: [sample for part in parts for sample in part[path]] for path in own}
-
-    def close(self) -> None:
-        """Free what was needed to agree."""
-        dist.destroy_process_group(self._waiting)
+        parts = self.exchange(
+            lambda: {path: list(operator.weight_samples()) for path, operator in operators.items() if operator.kind == "experts"}
+        )
+        return {path: [sample for part in parts for sample in part[path]] for path in parts[self.rank]}
 
 
 def part_of(cores: Sequence[Core], place: int, count: int) -> Sequence[Core]:
@@ -310,3 +370,7 @@ def _read_gbps() -> float:
         data.sum()
         best = max(best, PROBE_BYTES / (time.perf_counter() - began) / 1e9)
     return round(best, 1)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

@@ -201,7 +201,7 @@ class Operator(nn.Module, ABC):
 
         An operator that can joins `InjectionContext.expert_group`.
         """
-        return f"{cls.name} needs all experts in one process"
+        return f"{cls.name} needs all experts in one process: replace it by hybrid_experts, or start one process"
 
     # For verification and calibration
 

@@ -208,6 +208,7 @@ class ExpertGroup:
         self._leader = _Wire(peers[0], group)
         self._answers = _Buffer()
         self._failure: str | None = None
+        self._started = False
         self._closed = threading.Event()
         self._ended: NDArray[np.uint8] = np.zeros(1, np.uint8)  # rank 0 has sent the end
         self._receiving_end: Any = None
@@ -225,10 +226,13 @@ class ExpertGroup:
     @property
     def in_use(self) -> bool:
         """Whether this process has a model over this group that is neither closed nor deleted."""
-        return not self._closed.is_set() and not self._ended[0] and any(compute() is not None for _, compute in self._layers)
+        if not self._started or self._closed.is_set() or self._ended[0]:
+            return False
+        return any(compute() is not None for _, compute in self._layers)
 
     def start(self) -> None:
         """Begin the signs of life, on rank 0. A rank that is still loading would not receive them in time."""
+        self._started = True
         if self.rank:
             self._receiving_end = self._group.recv([torch.from_numpy(self._ended)], 0, END)
         else:
@@ -309,22 +313,20 @@ class ExpertGroup:
     def result(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Send the other ranks what the body gives to the yielded function, for those that wait for a result, or the body's error."""
         found: list[torch.Tensor] = []
+        stream = io.BytesIO()
         try:
             yield found.append
+            torch.save(found[0].cpu(), stream)
         except BaseException as error:
             if not isinstance(error, GroupLostError):
-                self._tell_result(b"", f"{type(error).__name__}: {error}")
+                self._send_result(FAILED, f"{type(error).__name__}: {error}".encode()[:REPORT_BYTES])
             raise
-        stream = io.BytesIO()
-        torch.save(found[0].cpu(), stream)
-        self._tell_result(stream.getvalue(), "")
+        self._send_result(DONE, stream.getvalue())
 
-    def _tell_result(self, content: bytes, failure: str) -> None:
-        told = content or failure.encode()[:REPORT_BYTES]
-        numbers = 0, DONE if content else FAILED, 0, 0, len(told)
+    def _send_result(self, status: int, content: bytes) -> None:
         with self._messages():
             for link in self._others:
-                self._guarded(link.peer, partial(link.tell, RESULT, numbers, told))
+                self._guarded(link.peer, partial(link.send, RESULT, (0, status, 0, 0, len(content)), content))
 
     def _sign_of_life(self) -> None:
         while not self._closed.wait(self._timeout_s / 4):
@@ -336,7 +338,7 @@ class ExpertGroup:
                     self._showing_life = True
                     try:
                         for link in self._others:
-                            self._guarded(link.peer, partial(link.tell, ALIVE))
+                            self._guarded(link.peer, partial(link.send, ALIVE))
                     finally:
                         self._showing_life = False
             except GroupLostError:
@@ -379,7 +381,7 @@ class ExpertGroup:
                 self._group.send([torch.ones(1, dtype=torch.uint8)], link.peer.rank, END).wait()
 
     def _free(self) -> None:
-        """Free the connections, which torch.distributed keeps until it is told."""
+        """Free the connections, which torch.distributed keeps until they are destroyed."""
         with suppress(ValueError):  # the program has done so
             dist.destroy_process_group(self._group)
 
@@ -484,15 +486,14 @@ class ExpertGroup:
 
     def _work(self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Compute rows and send their sums behind a status; after a failure, its text follows."""
-        reply, sums = self._answers.reply(rows.shape[0], rows.shape[1], rows.dtype)
         failure = None
-        status = DONE
         try:
+            reply, sums = self._answers.reply(rows.shape[0], rows.shape[1], rows.dtype)
             self._compute(layer, rows, ids, weights, sums)
+            reply.numpy()[0] = DONE
         except Exception as error:  # noqa: BLE001 # rank 0 must not wait in vain, whatever it is
             failure = f"{type(error).__name__}: {error}"
-            status = FAILED
-        reply.numpy()[0] = status
+            reply = torch.full((STATUS_BYTES,), FAILED, dtype=torch.uint8)
         self._guarded(self._leader.peer, lambda: self._group.send([reply], 0, MESSAGES).wait())
         if failure is not None:
             logger.exception("layer %d failed", layer)
@@ -514,7 +515,7 @@ class _Link:
         self._reply, self._sums = self._answers.reply(0, 0, torch.float32)
         self._receiving: Any = None  # until the reply is complete, also where an interrupt kept rank 0 from waiting for it
 
-    def tell(self, kind: int, numbers: Sequence[int] = (), content: bytes = b"") -> None:
+    def send(self, kind: int, numbers: Sequence[int] = (), content: bytes = b"") -> None:
         self._settle()
         self._wire.prepare(len(content))
         if content:

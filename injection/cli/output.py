@@ -33,11 +33,12 @@ CONTROLS = dict.fromkeys([*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0
 
 
 @contextmanager
-def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None]:
+def user_errors(program: str, *, wrong_rules: int = USER_ERROR, together: bool = False) -> Iterator[None]:
     """End the program without a traceback after a user's error, a closed pipe or Ctrl-C.
 
     Args:
         wrong_rules: the exit code for mistakes in a rule file; that for a file that cannot be read is USER_ERROR.
+        together: whether processes that torchrun starts load one model, so that an error of one has to end the others.
 
     Raises:
         typer.Exit: with the exit code of the error that the body raised.
@@ -50,10 +51,23 @@ def user_errors(program: str, *, wrong_rules: int = USER_ERROR) -> Iterator[None
         raise typer.Exit(BROKEN_PIPE) from None
     except (MoegraftError, OSError) as error:
         print(error_message(error, program), file=sys.stderr)
+        if together and os.environ.get("WORLD_SIZE", "1") != "1":
+            _report_to_others(error)
         in_rules = isinstance(error, RuleErrors) and Path(error.diagnostics[0].position.file).is_file()
         raise typer.Exit(wrong_rules if in_rules else USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _report_to_others(error: Exception) -> None:
+    """End the other processes where this one fails before it has connected to them to load the model."""
+    from torch import distributed
+
+    from moegraft.injection.parallel import process_count, report_to_others
+    from moegraft.operators.expert_group import GroupLostError
+
+    if process_count() > 1 and not distributed.is_initialized() and not isinstance(error, GroupLostError):
+        report_to_others(error)
 
 
 def error_message(error: Exception, program: str) -> str:

@@ -67,12 +67,11 @@ def measure_network() -> Network | None:
     Raises:
         MoegraftError: they cannot reach each other, or one has ended.
     """
-    processes = Processes()
-    count = processes.count
-    group = processes.group(Shares((1,) * count, processes.rank))
     echo = _Echo()
-    layer = group.join(count, echo.compute)
-    processes.close()
+    with Processes() as processes, processes.agreed():
+        count = processes.count
+        group = processes.group(Shares((1,) * count, processes.rank))
+        layer = group.join(count, echo.compute)
     group.start()
     if processes.rank:
         group.follow()

@@ -235,7 +235,9 @@ class HybridExperts(Operator):
     def why_undivided(cls, options: HybridExpertsOptions) -> str | None:
         if options.gpu != "none":
             return f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
-        return None if options.sparsity is None else "sparsity is not supported where several processes hold the experts"
+        if options.sparsity is not None:
+            return "sparsity is not supported where several processes hold the experts: remove it, or start one process"
+        return None
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 import torch
 from support.families import build_model, save_checkpoint, served_cases
 from support.gguf_files import write_gguf
-from support.ranks import end, start_ranks
+from support.ranks import PATIENCE_S, end, start_ranks
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moegraft.cpu_backend import default_threads
@@ -26,6 +27,16 @@ from moegraft.operators.registry import load_registry
 
 FEW = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
 GENERATING = tuple(case.model_type for case in served_cases() if case.generates)
+ON_CPU = "with several processes, experts run on the CPU"
+# Operators and options with which experts are not divided, and what the refusal contains.
+UNDIVIDED = {
+    "hybrid_experts, kwargs: {gpu: auto}": ON_CPU,
+    "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": ON_CPU,  # several GPUs of a process
+    "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": ON_CPU,  # captured steps
+    "hybrid_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparsity is not supported",
+    "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
+}
+PROGRAM = "from moegraft.injection.cli.moegraft import main; main()"
 # Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, and what other ranks returned.
 COMPARE = textwrap.dedent(
     """
@@ -163,23 +174,103 @@ REFUSE = textwrap.dedent(
     os.environ["MOEGRAFT_RANK_TIMEOUT"] = "0" if rank else "60"
     refused(rules)
     os.environ["MOEGRAFT_RANK_TIMEOUT"] = "12"
+    tried = Path(alone).with_name("tried")
     for waited_s in (0, 4):
         closed = Path(alone).with_name(f"closed-{waited_s}")
         model = optimize_and_load(path, rules, progress=False)
         if not waited_s:
             refused(rules)
         if rank:
+            tried.touch()
             while not closed.exists():
                 time.sleep(0.05)
             model.moegraft.follow()
             print("followed")
         else:
             found = fingerprint(model)
+            while not tried.exists():  # once it is closed, rank 1 would not be refused
+                time.sleep(0.05)
             time.sleep(waited_s)
             model.moegraft.close()
             closed.touch()
     if rank == 0:
         print(found == fingerprint(optimize_and_load(path, alone, progress=False)))
+    """
+)
+# Rank 1 fails alone at one place after another while rank 0 waits for it, and then computes; prints what each rank ends with.
+ALONE = textwrap.dedent(
+    """
+    import os, sys, time
+    from types import SimpleNamespace
+    import torch
+    from support.families import prompt
+    import moegraft.injection.api as api
+    import moegraft.injection.parallel as parallel
+    from moegraft.operators import expert_group
+    from moegraft.operators.experts.hybrid import HybridExperts
+
+    path, auto, given, whole, *undivided = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    described = SimpleNamespace(tp_size=2, ep_size=2, tp_plan={})
+
+    def attempt(rules, call=None):
+        began = time.monotonic()
+        try:
+            model = api.optimize_and_load(path, rules, progress=False, distributed_config=described)
+            if call is not None:
+                call(model)
+        except (Exception, KeyboardInterrupt) as error:
+            print(f"{type(error).__name__}: {error}".splitlines()[-1])
+        assert time.monotonic() - began < 200, "nobody waits for the time of a connection"
+
+    def failing(place, name, error, rules=given, call=None, on=1):
+        def fail(*args, **kwargs):
+            raise error
+        if rank == on:
+            saved, _ = getattr(place, name), setattr(place, name, fail)
+        attempt(rules, call)
+        if rank == on:
+            setattr(place, name, saved)
+
+    failing(api, "load_registry", ImportError("no such plug-in"))
+    failing(parallel, "_machine_id", PermissionError("no identity"))
+    failing(parallel.Processes, "take_cores", PermissionError("no cores"))
+    failing(parallel, "probe_machine", PermissionError("no machine"), auto)
+    failing(HybridExperts, "weight_samples", MemoryError("no sample"))
+    failing(HybridExperts, "load", KeyboardInterrupt())
+    for rules in undivided:
+        attempt(rules)
+
+    def answer(model):
+        print("found", model.generate(prompt(3), max_new_tokens=2).shape)
+
+    def fails_once(model):
+        if rank == 0:
+            try:
+                model(input_ids=prompt(3))
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}")
+            print(model(input_ids=prompt(3)).logits.isfinite().all().item())
+            model.moegraft.close()
+        else:
+            reply, group = expert_group._Buffer.reply, expert_group._Buffer
+            def fail(*args):
+                group.reply = reply
+                raise MemoryError("no buffer")
+            group.reply = fail
+            model.moegraft.follow()
+            print("followed")
+
+    attempt(given, fails_once)
+    failing(torch, "save", OSError("no result"), call=lambda model: (answer(model), model.moegraft.close()), on=0)
+    time.sleep(1)
+    parallel.CONNECTING_S = 5
+    if rank:
+        attempt(given)
+    else:
+        model = api.optimize_and_load(path, whole, progress=False)
+        answer(model)
+        time.sleep(6)
     """
 )
 # Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond
@@ -225,7 +316,7 @@ def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
     return file
 
 
-def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = 120) -> None:
+def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = PATIENCE_S) -> None:
     models = [str(saved(folder, family)) for family in families]
     with_file = next(case for case in served_cases() if case.model_type == "mixtral")
     write_gguf(folder / "mixtral" / "model.gguf", build_model(with_file))
@@ -241,7 +332,7 @@ def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, ti
 
 
 def test_three_ranks_equal_the_stock_model(tmp_path: Path, long: bool) -> None:
-    compare(tmp_path, GENERATING if long else FEW, "[3, 2, 1]", 3, timeout_s=3000 if long else 180)
+    compare(tmp_path, GENERATING if long else FEW, "[3, 2, 1]", 3, timeout_s=3000 if long else PATIENCE_S)
 
 
 def test_two_ranks_equal_the_stock_model_in_every_family(tmp_path: Path, long: bool) -> None:
@@ -261,7 +352,7 @@ def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> Non
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(f"{text}\nparallel: {{shares: [1, 2]}}\n")
         (tmp_path / f"alone-{name}.yaml").write_text(f"{text}\nparallel: {{shares: none}}\n")
-    results = end(start_ranks(["-c", RULES, *(str(tmp_path / f"{name}.yaml") for name in texts)], 2), 180)
+    results = end(start_ranks(["-c", RULES, *(str(tmp_path / f"{name}.yaml") for name in texts)], 2))
     assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
     rows = [json.loads(line) for line in results[0][1].splitlines()]
     assert [name for name, *_ in rows] == list(texts)
@@ -335,6 +426,49 @@ def test_refusals_reach_all_ranks_rank_0_closes_alone_and_saved_chats_know_all_e
     assert other[4:] == ["followed", "followed"], "rank 0 has closed each model before rank 1 followed it"
     assert lead[4] == "True", "the fingerprint is that of one process with all experts"
     assert "ended or does not answer" not in results[0][2]
+
+
+def test_a_rank_that_fails_alone_ends_all_with_its_message(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("auto.yaml", "given.yaml", "whole.yaml")]
+    for file, shares in zip(files, ("auto", "[2, 1]", "none"), strict=True):
+        file.write_text(f"extends: cpu-exact\nparallel: {{shares: {shares}}}\n")
+    for number, replaced in enumerate(UNDIVIDED):
+        file = tmp_path / f"undivided-{number}.yaml"
+        file.write_text(f"version: 1\nrules: [{{match: {{kind: experts}}, replace: {{class: {replaced}}}}}]\n")
+        files.append(file)
+    results = end(start_ranks(["-c", ALONE, str(saved(tmp_path, "mixtral")), *map(str, files)], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    lead, other = (out.splitlines() for _, out, _ in results)
+    alone = ("no such plug-in", "no identity", "no cores", "no machine", "no sample")
+    for place, reason in enumerate(alone):
+        assert "MoegraftError: rank 1 on " in lead[place] and reason in lead[place]
+        assert other[place].endswith(reason)
+    assert "GroupLostError: another process ended while the model was loaded" in lead[5] and other[5] == "KeyboardInterrupt: "
+    for lines in (lead, other):
+        for place, reason in enumerate(UNDIVIDED.values(), 6):
+            assert reason in lines[place]
+    lead, other = lead[6 + len(UNDIVIDED) :], other[6 + len(UNDIVIDED) :]
+    assert "rank 1 on " in lead[0] and "failed: MemoryError: no buffer" in lead[0] and lead[1] == "True" and other[0] == "followed"
+    assert lead[2] == "OSError: no result" and other[1] == "GroupLostError: rank 0 failed: OSError: no result"
+    assert "rank 1 cannot reach all of the 2 processes" in other[2] and "with the same model and rules" in other[2]
+    assert lead[3].startswith("found")
+
+
+def test_a_program_that_fails_before_it_loads_ends_the_others(tmp_path: Path) -> None:
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "config.json").write_bytes((saved(tmp_path, "mixtral") / "config.json").read_bytes())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cases = {
+            f"serve --port {taken.getsockname()[1]}": ("serve --port 0", 0, "cannot listen on 127.0.0.1 port"),
+            "serve --port 0": (f"serve --port 0 --model {without}", 1, "tokenizer"),
+        }
+        for lead, (other, failing, reason) in cases.items():
+            code = f"import os, sys; sys.argv[1:] = {[lead.split(), other.split()]}[int(os.environ['RANK'])]; {PROGRAM}"
+            results = end(start_ranks(["-c", code], 2))
+            assert [code for code, _, _ in results] == [2, 2], "\n".join(err for _, _, err in results)
+            assert reason in results[failing][2] and "rank" not in results[failing][2]
+            assert f"rank {failing} on " in results[1 - failing][2] and reason in results[1 - failing][2]
 
 
 def test_a_missing_shard_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
@@ -442,23 +576,6 @@ def test_automatic_shares_follow_speed_within_memory() -> None:
 def test_wrong_shares_are_refused_with_their_place(tmp_path: Path, shares: str, message: str) -> None:
     with pytest.raises(RuleFileError, match=rf"divided.yaml:2:\d+: error: {message}"):
         read_rules(rules_with(tmp_path, shares), registry=load_registry())
-
-
-def test_operators_that_need_all_experts_are_refused(tmp_path: Path) -> None:
-    meta = build_meta_model(saved(tmp_path, "qwen3_moe"))
-    on_cpu = "with several processes, experts run on the CPU"
-    cases = {
-        "hybrid_experts, kwargs: {gpu: auto}": on_cpu,
-        "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": on_cpu,  # several GPUs of a process
-        "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": on_cpu,  # captured steps
-        "hybrid_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparsity is not supported",
-        "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
-    }
-    for replaced, reason in cases.items():
-        rules = tmp_path / "undivided.yaml"
-        rules.write_text(f"version: 1\nrules: [{{match: {{kind: experts}}, replace: {{class: {replaced}}}}}]\n")
-        with pytest.raises(RuleFileError, match=reason):
-            plan(meta, rules, shares=Shares((1, 1), 0))
 
 
 def test_the_description_of_other_parallelism_is_refused_by_name() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
+PATIENCE_S = 400  # for a busy machine
 
 
 def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[subprocess.Popen[str]]:
@@ -39,7 +40,7 @@ def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[
     ]
 
 
-def end(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str, str]]:
+def end(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = PATIENCE_S) -> list[tuple[int, str, str]]:
     """Wait for all ranks; return their exit codes, outputs and errors."""
     try:
         found = []

@@ -74,7 +74,7 @@ class ServeOptions:
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
 
 
-@user_errors(PROGRAM)
+@user_errors(PROGRAM, together=True)
 @takes_options(ModelOptions, ServeOptions)
 def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
