@@ -136,6 +136,11 @@ class _Fused:
         self._tensor = tensor
         self._held: tuple[int, torch.Tensor] | None = None
         quantised = _quantised(tensor)
+        if quantised is not None and quantised.halves and (layout.interleaved or quantised.transposed != layout.transposed):
+            raise CheckpointError(
+                f"{tensor.origin}: gate and up have a scale each, and are no halves of its rows in this model, as which they are read; "
+                "quantise the model again with one scale for both, or load the floating-point checkpoint or a GGUF file instead"
+            )
         # Codes are of a matrix in `nn.Linear` orientation.
         self._has_codes = quantised is not None and quantised.transposed == layout.transposed
         self._codes: tuple[int, ScaledCodes] | None = None
