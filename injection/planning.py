@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -154,7 +154,7 @@ def plan(
         rule = rule_of.get(path)
         if rule is not None and rule.operator is not None:
             operator = registry[rule.operator]
-            options = _resolve_weights(path, operator, rule.options, weights)
+            options = _options_for(path, modules[path], operator, rule.options, weights)
             footprint = operator.footprint(modules[path], options, dtype)
             if shares is not None and operator.kind == "experts":
                 num_experts = read_layout(modules[path]).num_experts
@@ -168,14 +168,14 @@ def plan(
     return Plan(tuple(swaps), findings.in_order(), rules.files, replaced_bytes, rest_bytes, shares)
 
 
-def _resolve_weights(path: str, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:
+def _options_for(path: str, module: nn.Module, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:
     """Return `options` with the weight type that applies to a checkpoint whose weights are stored in blocks."""
-    stored = weights.stored_types(path) if weights is not None and operator.weight_types else None
-    if stored is None:
+    if not operator.weight_types:
         return options
+    stored = weights.stored_types(path) if weights is not None else None
     supports = partial(operator.supports_weight_type, options)
-    resolved = resolve_weight_type(str(options.weights), stored, operator.weight_types, supports)
-    return replace(options, weights=resolved)
+    resolve = partial(resolve_weight_type, stored=stored, known=operator.weight_types, supports=supports) if stored is not None else None
+    return operator.options_for(path, module, options, resolve)
 
 
 def _split_bytes(model: nn.Module, replaced: Sequence[str]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ stock model need not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weights import STORED_FORMATS, each_type
 
 GIB = 1 << 30
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
@@ -60,6 +60,23 @@ BY_WEIGHTS: Mapping[str, Expected] = {
     else Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products")
     for name in STORED_FORMATS
 }
+# Of matrices that are packed to blocks when a model is loaded; the errors of the weights add to those of activations.
+BY_ENCODING: Mapping[str, Expected] = {
+    name: Expected(typical, 2 * typical, f"weights rounded to {name}: about {100 * typical / 3**0.5:.2g} % each, in three products")
+    for name, typical in {
+        "q6_k": 3.0e-2,
+        "q5_1": 6.0e-2,
+        "q5_k": 6.3e-2,
+        "q5_0": 7.0e-2,
+        "q4_1": 1.2e-1,
+        "q4_k": 1.3e-1,
+        "iq4_nl": 1.3e-1,
+        "iq4_xs": 1.3e-1,
+        "mxfp4": 2.0e-1,
+        "q3_k": 2.5e-1,
+        "q2_k": 4.6e-1,
+    }.items()
+}
 # The stock module computes in float32, the operator's input and output have the model's dtype.
 BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
     torch.float32: Expected(0.0, 0.0, "float32 activations"),
@@ -68,9 +85,14 @@ BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
 }
 
 
-def expected_error(weight_type: str | None, activations: torch.dtype) -> Expected | None:
-    """Return the error to expect, the larger one for `gate_up+down`; None for a weight type whose error is unknown."""
-    parts = [BY_WEIGHTS.get(name) for name in (weight_type or "").split("+")]
+def expected_error(weight_type: str | None, activations: torch.dtype, stored: Container[str] | None = None) -> Expected | None:
+    """Return the error to expect, the largest one of several types; None for a weight type whose error is unknown.
+
+    Args:
+        stored: the formats of blocks that the file has; by default all.
+    """
+    names = each_type(weight_type or "")
+    parts = [(BY_ENCODING if stored is not None and name in BY_ENCODING and name not in stored else BY_WEIGHTS).get(name) for name in names]
     of_activations = BY_ACTIVATIONS.get(activations)
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or of_activations is None:
@@ -231,19 +253,20 @@ def _comparing(path: str, operator: Operator, stock: StockModules, found: dict[s
             return value.to("cpu", dtype) if value.is_floating_point() else value.to("cpu")
 
         expected: torch.Tensor = stock_module(*map(to_stock, args), **{name: to_stock(value) for name, value in kwargs.items()})
-        found[path] = _layer_error(path, operator, output, expected)
+        found[path] = _layer_error(path, operator, output, expected, stock.stored_types(path))
         return expected.to(output.dtype).to(output.device)
 
     return compare
 
 
-def _layer_error(path: str, operator: Operator, output: torch.Tensor, stock: torch.Tensor) -> LayerError:
+def _layer_error(path: str, operator: Operator, output: torch.Tensor, stock: torch.Tensor, stored: Container[str]) -> LayerError:
     """Compare two outputs of one module, of any dtypes."""
     ours, theirs = output.detach().double().flatten().to("cpu"), stock.detach().double().flatten()
     difference, size = float((ours - theirs).norm()), float(theirs.norm())
     relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
     cosine = float(F.cosine_similarity(ours, theirs, dim=0))
-    return LayerError(path, operator.name, operator.weight_type, relative, cosine, expected_error(operator.weight_type, output.dtype))
+    limit = expected_error(operator.weight_type, output.dtype, stored)
+    return LayerError(path, operator.name, operator.weight_type, relative, cosine, limit)
 
 
 class StockModules:
@@ -256,8 +279,14 @@ class StockModules:
         """
         self._skeleton = meta_skeleton(source, torch.float32)
         weights = open_weights(source, self._skeleton)
+        self._weights = weights
         self._tensors = weights.tensors
         self._keymap = weights.keymap
+
+    def stored_types(self, path: str) -> frozenset[str]:
+        """Return the weight types of a module whose weights are stored in blocks."""
+        found = self._weights.stored_types(path)
+        return frozenset() if found is None else frozenset((found.gate_up, found.down))
 
     def make(self, path: str) -> nn.Module:
         """Build the module at `path`, in float32 if that fits in memory, else in the stored dtype.

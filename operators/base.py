@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -160,6 +160,19 @@ class Operator(nn.Module, ABC):
     def devices_wanted(cls, options: Any) -> frozenset[str]:
         """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices."""
         return frozenset()
+
+    @classmethod
+    def options_for(cls, path: str, module: nn.Module, options: Any, resolve: Callable[[str], str] | None) -> Any:
+        """Return the options of a rule for one module, which may be on meta; of operators with the option `weights`.
+
+        Args:
+            resolve: returns the weight type that one in a rule means for this module, whose weights are stored in blocks; None where
+                they are not.
+
+        Raises:
+            OSError, MoegraftError: a file that the options name cannot be read, or is for another model; `plan_errors` reports it.
+        """
+        return options if resolve is None else replace(options, weights=resolve(str(options.weights)))
 
     @classmethod
     def weight_type_for(cls, options: Any, dtype: torch.dtype) -> str | None:

@@ -145,6 +145,11 @@ def apart(weight_type: str) -> tuple[str, str]:
     return weight_type.partition("+")[0], weight_type.rpartition("+")[2]
 
 
+def each_type(weight_type: str) -> list[str]:
+    """Return every type in a name; `int8/q4_k+q6_k` has one for hot and two for cold experts."""
+    return weight_type.replace("/", "+").split("+")
+
+
 def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
     """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
 

@@ -51,6 +51,7 @@ INTERFACE = {
     "activations",
     "atomic_file",
     "base",
+    "block_encoding",
     "cache_form",
     "context",
     "errors",

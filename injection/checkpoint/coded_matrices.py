@@ -36,8 +36,8 @@ class ScaledCodes:
         scales: (blocks of rows, blocks of columns), floating point.
         zeros: int8 of the same shape; None for symmetric codes.
         block: the rows and columns of a block; the last one may be cut off.
-        of_matrix: one float32 number by which all scales are multiplied, or divided; None for one level of scales.
-        divides: whether it divides them.
+        of_matrix: float32 numbers by which scales are multiplied, or divided: (1, 1) for all, or (rows, 1); None for one level of scales.
+        divides: whether they divide them.
     """
 
     codes: torch.Tensor
@@ -69,7 +69,8 @@ class ScaledCodes:
         count = self.codes.shape[0]
         own = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
         assert own[0] is not None
-        return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]))
+        of_matrix = self.of_matrix if self.of_matrix is None or len(self.of_matrix) == 1 else self.of_matrix[chosen]
+        return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]), of_matrix=of_matrix)
 
     def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
         """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
@@ -158,17 +159,17 @@ def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
 
 
 def _nvfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return blocks of a byte of the matrix's scale, of which four rows have all; eight E4M3 scales; and nibbles."""
+    """Return blocks of a byte of the second scale, of which four rows have all; eight E4M3 scales; and nibbles."""
     codes, scales, whole = matrix.codes, matrix.scales, matrix.of_matrix
     if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn or whole is None or matrix.block != NVFP4_BLOCK or len(codes) % 4:
         return None
-    whole = whole.reciprocal() if matrix.divides else whole
+    whole = (whole.reciprocal() if matrix.divides else whole).float().expand(len(codes), 1).reshape(-1, 4)
     bits = scales.contiguous().view(torch.uint8)
     # The kernel has no NaN among E4M3's scales, and multiplies them by the matrix's and by twice the codes, up to 12.
-    if (bits & 127 == 127).any() or not (whole * (448 * 12)).isfinite():
+    if (bits & 127 == 127).any() or not (whole * (448 * 12)).isfinite().all() or not torch.equal(whole, whole[:, :1].expand_as(whole)):
         return None
     rows, blocks = len(codes), codes.shape[1] // FORMATS["nvfp4"].block_weights
-    quarters = np.tile(whole.float().reshape(1).numpy().view(np.uint8), rows // 4).reshape(rows, 1, 1).repeat(blocks, axis=1)
+    quarters = _bytes_of(whole[:, :1]).reshape(rows, 1, 1).repeat(blocks, axis=1)
     nibbles = _nibbles(codes.contiguous()).reshape(rows, blocks, -1)
     return np.concatenate([quarters, bits.numpy().reshape(rows, blocks, -1), nibbles], axis=-1)
 

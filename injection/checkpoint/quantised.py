@@ -6,7 +6,6 @@ settings decide what these leave open.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +110,7 @@ class Quantised(Conversion):
         held_by: the kernels' types that hold the weights without rounding, except as `ScaledCodes.held_as` states, the smallest first.
         converted_type: the type that they are converted to where none of these can be used.
         transposed: whether the parameter is the transpose of the matrix of codes.
+        halves: whether the halves of the matrix's rows have a scale each, as fused gate and up projections may.
     """
 
     format: str
@@ -121,6 +121,7 @@ class Quantised(Conversion):
     held_by: tuple[str, ...] = ()
     converted_type: str = "bfloat16"
     transposed: bool = False
+    halves: bool = False
 
     @property
     def extents(self) -> list[Extent]:
@@ -244,6 +245,23 @@ def _at(tensor: LazyTensor, expert: int | None) -> torch.Tensor:
     return tensor[...] if expert is None else tensor[expert]
 
 
+def _whole_scales(scales: LazyTensor, shape: tuple[int, ...]) -> int:
+    """Return how many parts of a matrix's rows have a scale each: 1 for whole matrices, 2 for fused gate and up; 0 for other scales."""
+    *lead, rows, _ = shape
+    own = [*scales.shape]
+    while own and own[-1] == 1 and len(own) > len(lead):
+        own.pop()
+    if own == lead or scales.shape in ((), (1,)):
+        return 1
+    return 2 if own == [*lead, 2] and rows % 2 == 0 else 0
+
+
+def _whole_scales_at(scales: LazyTensor, shape: tuple[int, ...], expert: int | None) -> torch.Tensor:
+    """Return the scales of the parts of a matrix's rows, (parts, 1)."""
+    numbers = scales[...].reshape(-1, 1)
+    return numbers if len(numbers) == 1 or expert is None else numbers.reshape(shape[0], -1, 1)[expert]
+
+
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the integers of `bits` bits in int32, the lowest bits first: (..., words) as (..., words, 32 / bits) uint8."""
     packed = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
@@ -285,10 +303,11 @@ def _is_block(block: object) -> bool:
 
 def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks: Sequence[Block]) -> None:
     shape = _matrices(weight)
-    block = _fitting(weight, shape, scales, blocks)
+    parts = _whole_scales(scales, shape) if (0, 0) in blocks else 0
+    block = (shape[-2] // parts, shape[-1]) if parts else _fitting(weight, shape, scales, blocks)
 
     def read(expert: int | None) -> ScaledCodes:
-        return ScaledCodes(_at(weight, expert), _at(scales, expert), None, block)
+        return ScaledCodes(_at(weight, expert), _whole_scales_at(scales, shape, expert) if parts else _at(scales, expert), None, block)
 
     held_by: tuple[str, ...] = ()
     if weight.stored_dtype == "F8_E4M3":
@@ -297,7 +316,7 @@ def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, block
             held_by = ("fp8",)
         elif block[1] % 256 == 0 == shape[-1] % 256:
             held_by = ("fp8_rows",)
-    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by))
+    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by, halves=parts == 2))
 
 
 # MXFP4 and NVFP4
@@ -347,19 +366,21 @@ def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor
         read = partial(_read_fp4, codes, partial(_powers, scales), block)
         pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, ("mxfp4",)))
         return
-    if math.prod(two_level.shape) not in (1, *lead):
-        raise CheckpointError(f"{two_level.origin}: shape {two_level.shape}, expected one number for each matrix")
+    parts = _whole_scales(two_level, shape)
+    if not parts:
+        expected = "one number for each matrix, or two for fused gate and up projections"
+        raise CheckpointError(f"{two_level.origin}: shape {two_level.shape}, expected {expected}")
 
     def read_two_level(expert: int | None) -> ScaledCodes:
-        numbers = two_level[...].float().reshape(-1)
-        of_matrix = numbers[0 if expert is None or len(numbers) == 1 else expert]
+        numbers = _whole_scales_at(two_level, shape, expert).float()
+        of_matrix = numbers if len(numbers) == 1 else numbers.repeat_interleave(rows // parts, 0)
         matrix = _read_fp4(codes, partial(_at, scales), block, expert)
         return replace(matrix, of_matrix=of_matrix, divides=divides)
 
     # Gate and up may be halves of the rows, each of a multiple of four.
     held_by = ("nvfp4",) if rows % 8 == 0 == shape[-1] % 128 else ()
     kind = f"NVFP4{' of compressed-tensors' if divides else ''}"
-    pairing.add(name, Quantised(kind, (codes, scales, two_level), shape, block, read_two_level, held_by))
+    pairing.add(name, Quantised(kind, (codes, scales, two_level), shape, block, read_two_level, held_by, halves=parts == 2))
 
 
 # compressed-tensors

@@ -116,9 +116,9 @@ def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTy
     )
 
 
-def _held(matrix: ScaledCodes, weight_type: str, origin: str) -> Codes | StoredBlocks | None:
+def _held(matrix: ScaledCodes, weight_type: str, origin: str, held_by: Sequence[str]) -> Codes | StoredBlocks | None:
     found = matrix.held_as(weight_type)
-    if found is None and weight_type in STORED_FORMATS:
+    if found is None and weight_type in STORED_FORMATS and weight_type in held_by:
         raise CheckpointError(f"{origin}: a weight or scale is NaN or too large for {weight_type}; download it again, or set another type")
     return found
 
@@ -136,6 +136,11 @@ class _Fused:
         self._tensor = tensor
         self._held: tuple[int, torch.Tensor] | None = None
         quantised = _quantised(tensor)
+        if quantised is not None and quantised.halves and (layout.interleaved or quantised.transposed != layout.transposed):
+            raise CheckpointError(
+                f"{tensor.origin}: gate and up have a scale each, and are no halves of its rows in this model, as which they are read; "
+                "quantise the model again with one scale for both, or load the floating-point checkpoint or a GGUF file instead"
+            )
         # Codes are of a matrix in `nn.Linear` orientation.
         self._has_codes = quantised is not None and quantised.transposed == layout.transposed
         self._codes: tuple[int, ScaledCodes] | None = None
@@ -155,7 +160,7 @@ class _Fused:
         if self._codes is None or self._codes[0] != expert:
             self._codes = None
             self._codes = (expert, quantised.read(expert))
-        return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert))
+        return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.held_by)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -185,7 +190,8 @@ class _PerExpert:
         if quantised is None:
             return None
         matrix = quantised.read(None)
-        return _held(matrix.rows(self._layout.rows(part)) if self._fused else matrix, weight_type, self.origin(part, expert))
+        own = matrix.rows(self._layout.rows(part)) if self._fused else matrix
+        return _held(own, weight_type, self.origin(part, expert), quantised.held_by)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -378,7 +384,7 @@ class CheckpointLinear:
         quantised = self._quantised
         if part != "weight" or quantised is None:
             return None
-        return _held(quantised.read(None), weight_type, self.origin(part))
+        return _held(quantised.read(None), weight_type, self.origin(part), quantised.held_by)
 
     def stored_types(self) -> StoredTypes | None:
         """Return the weight type as that of all parts if the weight is quantised, else None."""
@@ -460,9 +466,9 @@ class CheckpointWeights:
         converted = dict(self._quantised)
         for path, name in weight_types.items():
             for parameter, target in self.keymap.under(path).items():
-                weight_type = apart(name)[parameter.startswith("down")]
+                types = {apart(each)[parameter.startswith("down")] for each in name.split("/")}
                 for key in target.all_keys:
-                    if key in converted and weight_type in converted[key].held_by:
+                    if key in converted and types <= set(converted[key].held_by):
                         del converted[key]
         if converted:
             formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))

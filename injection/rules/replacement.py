@@ -104,7 +104,8 @@ class _Reader:
 
     def value(self, hint: Any, node: Node, path: str) -> Any:
         """Return `node` as a value of type `hint`; None, with an error, if it is none."""
-        member = next((member for member in _members(hint) if _fits(member, node)), None)
+        fitting = [member for member in _members(hint) if _fits(member, node)]
+        member = max(fitting, key=lambda member: _known_keys(member, node), default=None)
         if member is None:
             self._error(node.position, self._mismatch(hint, node, path))
             return None
@@ -165,6 +166,13 @@ def _fits(hint: Any, node: Node) -> bool:
     if hint is Path:
         return isinstance(value, str)
     return type(value) is hint
+
+
+def _known_keys(hint: Any, node: Node) -> int:
+    """Return how many keys of a mapping are options of a dataclass."""
+    if not isinstance(node, MappingNode) or not is_dataclass(hint):
+        return 0
+    return len({field.name for field in fields(hint)} & {entry.key for entry in node})
 
 
 _NAMES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "null"}

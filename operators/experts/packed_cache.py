@@ -19,7 +19,7 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -57,7 +57,7 @@ class CacheKey:
     weight_type: str
     layout: str
     sparse: bool
-    first: int  # expert of the module that the file begins with
+    experts: str  # of the module, in the order of the file
     layout_version: int
     converters: str
 
@@ -66,16 +66,17 @@ class CacheKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False, first: int = 0) -> CacheKey:
+def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse: bool = False, experts: Sequence[int] = ()) -> CacheKey:
     """Return the key of one layer.
 
     Args:
         fingerprint: of the layer's `WeightSource`.
         layout: with the number of experts in the file.
         sparse: selects the layout of the layer's `PackedExperts`.
-        first: expert of the module, where the file has some of them.
+        experts: of the module, in the order of the file; by default all.
     """
-    return CacheKey(fingerprint, weight_type, repr(layout), sparse, first, LAYOUT_VERSION, _converters())
+    held = ",".join(map(str, experts or range(layout.num_experts)))
+    return CacheKey(fingerprint, weight_type, repr(layout), sparse, held, LAYOUT_VERSION, _converters())
 
 
 def check_folder(cache_dir: str) -> None:

@@ -23,7 +23,6 @@ from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moegraft.injection.checkpoint.gguf.encode import ENCODED, FLOATS, encode, fitting_type, row_bytes
 from moegraft.injection.checkpoint.gguf.model import ARCHITECTURES, Names, experts_name, layer_of
 from moegraft.injection.checkpoint.gguf.parameters import rope_rows
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
@@ -31,6 +30,7 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
 from moegraft.injection.rules.rule import Layers, parse_layers
 from moegraft.operators.atomic_file import new_file
+from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type, row_bytes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.weight_formats import FORMATS

@@ -251,8 +251,9 @@ class GgufWeights:
     def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
         kept = set()
         for path, name in weight_types.items():
-            for tensors, weight_type in zip(self._matrices(path), apart(name), strict=True):
-                kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
+            by_part = zip(*(apart(each) for each in name.split("/")), strict=True)  # hot and cold experts have a tensor in common
+            for tensors, types in zip(self._matrices(path), by_part, strict=True):
+                kept |= {tensor.name for tensor in tensors if set(types) == {tensor.kept_type}}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
         log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
 

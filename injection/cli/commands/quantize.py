@@ -71,10 +71,10 @@ def quantize(
     if not out.parent.is_dir():
         raise OptionsError(f"{out}: the folder {out.parent} does not exist; create it first")
     options = ModelOptions(model, rules, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
-    from moegraft.injection.checkpoint.gguf.encode import FLOATS
     from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
     from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
     from moegraft.injection.meta_model import build_meta_model
+    from moegraft.operators.block_encoding import FLOATS
 
     try:
         choices = read_types(weights)

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
-from moegraft.injection.checkpoint.gguf.encode import ENCODED, FLOATS, encode, fitting_type
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
+from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
 SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that are shared by 32 or rounded

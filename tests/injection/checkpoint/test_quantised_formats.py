@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -238,6 +239,59 @@ def test_nvfp4_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
         held = {part: torch.from_numpy(packed.unpack(expert, part)) for part in ("gate", "up", "down")}
         assert torch.equal(torch.cat([held["gate"], held["up"]]), meant["gate_up_proj"][expert])
         assert torch.equal(held["down"], meant["down_proj"][expert])
+
+
+TENSORS_FP8 = float8("_scale", (0, 0), {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]})
+
+
+@pytest.mark.parametrize(
+    ("form", "number", "expected"),
+    [
+        (FORMATS["modelopt nvfp4"], "_scale_2", "nvfp4"),
+        (FORMATS["compressed nvfp4"], "_global_scale", "nvfp4"),
+        (TENSORS_FP8, "_scale", "fp8"),
+    ],
+    ids=["modelopt nvfp4", "compressed-tensors nvfp4", "modelopt fp8"],
+)
+def test_fused_gate_and_up_may_have_a_scale_each(form: Format, number: str, expected: str, tmp_path: Path) -> None:
+    """A scale of shape (E, 2) beside gate_up_proj (E, 2I, H); of (E,) beside down_proj. All values against NumPy's."""
+    save(form, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    prefix = "model.layers.1.mlp.experts"
+    for key in [key for key in tensors if key.startswith(prefix)]:
+        del tensors[key]
+    codes = "_packed" if number == "_global_scale" else ""
+    rounding = 3e-7 if number == "_global_scale" else 0  # of the reciprocal of a scale that divides
+    meant: dict[str, np.ndarray[Any, Any]] = {}
+    for name in ("gate_up_proj", "down_proj"):
+        whole = qwen3().get_parameter(f"{prefix}.{name}").detach()
+        written = [form.write("m", weight)[0] for weight in whole]
+        stored = {suffix: torch.stack([each[f"m.weight{suffix}"] for each in written]) for suffix in {codes, "_scale", number}}
+        parts = 2 if name == "gate_up_proj" else 1
+        numbers = 0.001 * torch.arange(1, 3 * parts + 1).reshape(3, parts).float() ** 2
+        stored[number] = numbers if parts == 2 else numbers[:, 0]
+        tensors |= {f"{prefix}.{name}{suffix}": tensor for suffix, tensor in stored.items()}
+        factors = (1 / numbers if number == "_global_scale" else numbers).numpy().repeat(whole.shape[1] // parts, axis=1)[..., None]
+        if expected == "fp8":
+            meant[name] = stored[codes].float().numpy() * factors
+        else:
+            pairs = stored[codes].numpy()
+            values = FP4.numpy()[np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)]
+            meant[name] = values * (stored["_scale"].float().numpy() * factors).repeat(16, axis=-1)
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    found, kept = load(tmp_path, EXPERTS), load(tmp_path, HEAD)
+    packed = found.get_submodule(prefix)._packed
+    assert packed is not None and packed.weight_type == expected
+    for expert in range(3):
+        held = {part: packed.unpack(expert, part) for part in ("gate", "up", "down")}
+        np.testing.assert_allclose(np.concatenate([held["gate"], held["up"]]), meant["gate_up_proj"][expert], rtol=rounding)
+        np.testing.assert_allclose(held["down"], meant["down_proj"][expert], rtol=rounding)
+    for name, values in meant.items():  # the stock module, through the other path
+        np.testing.assert_allclose(kept.get_parameter(f"{prefix}.{name}").detach().numpy(), values, rtol=rounding)
+    tensors[f"{prefix}.gate_up_proj{number}"] = torch.ones(3, 3)
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{prefix}.gate_up_proj{number}: shape \(3, 3\), expected "):
+        load(tmp_path, EXPERTS)
 
 
 @pytest.mark.parametrize("divides", [False, True], ids=["modelopt", "compressed-tensors"])
