@@ -6,8 +6,9 @@
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
 calibration text, and by llama.cpp's quantiser where `llama-cpp-python` is installed: `llama_model_quantize` of the model in BF16, with
-`pure` (all matrices in one type) and without an importance matrix, which `llama-quantize --pure FILE OUT TYPE` does as well. The bundled model has rows of 64 weights in its experts' last projections, which super-blocks of 256 do not divide: those
-matrices are in the type that takes their place (q4_k: q5_0), and the bytes are those of the file.
+`pure` (all matrices in one type) and without an importance matrix, as `llama-quantize --pure FILE OUT TYPE`. The bundled model has rows of
+64 weights in its experts' last projections, which super-blocks of 256 do not divide: those matrices are in the type that takes their place
+(q4_k: q5_0), and the bytes are those of the file.
 """
 
 from __future__ import annotations

@@ -342,8 +342,8 @@ class HybridExperts(Operator):
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
         where = "" if self.gpu_layer is None else f" and {self.gpu_layer.describe()}"
         share = "" if self._group is None else f", experts {self._held.start} to {self._held[-1]} of {self.num_experts}"
-        if isinstance(self.options.weights, LayerWeights):
-            share = f", {len(self.options.weights.experts)} of {self.num_experts} experts hot"
+        if self._packed is not None and self._others is not None:
+            share = f", {self._packed.shape.num_experts} of {self.num_experts} experts hot"
         return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}{share}"
 
     def statistics(self) -> Mapping[str, object]:
@@ -499,7 +499,7 @@ class HybridExperts(Operator):
     def _compute_sets(
         self, sets: Sequence[PackedExperts], tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Add up what the experts of each set compute, in calls that a recorded step replays."""
+        """Add up what the experts of each set compute, rounded to the dtype of `out`, in calls that a recorded step replays."""
         assert self._places is not None, "two sets have places"
         try:
             ids = [torch.gather(row.expand(len(index), -1), 1, index + 1) for row in self._places]

@@ -22,7 +22,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The thresholds file to write.")] = None,
     routing: Annotated[
         Path | None,
-        typer.Option("--routing", metavar="FILE.npz", help="Record the routers' choices: a profile for 'cache: {policy: static}'."),
+        typer.Option("--routing", metavar="FILE.npz", help="Record the routers' choices: a profile for expert caches and weights."),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
     rules: Annotated[
@@ -57,8 +57,8 @@ def calibrate(
     With --out, one pass over the first four fifths of the text finds the quantiles of each layer's activations. The last fifth is
     then run with every neuron and with each target, which gives sparsity, perplexity and how often the most likely next token stays
     the same. The file is valid for this model's weights and for any target; rules name it in 'sparsity' (see the guide). With
-    --routing, one pass over the whole text records each router's scores and choices, for expert caches. Exit code 0: the files are
-    written; 1: the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
+    --routing, one pass over the whole text records each router's scores and choices, for expert caches and for hot and cold experts.
+    Exit code 0: the files are written; 1: the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
     if out is None and routing is None:
         raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both")
@@ -138,7 +138,8 @@ def _routing_lines(trace: Trace, routing: Path) -> list[str]:
     return [
         f"routing of {plural(trace.num_tokens, 'token')} in {plural(trace.num_layers, 'layer')}, "
         f"{trace.top_k} of {trace.num_experts} experts per token",
-        f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}",
+        f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}, or on the CPU "
+        f"weights: {{hot: int8, cold: int4, profile: {routing.name}}}",
     ]
 
 

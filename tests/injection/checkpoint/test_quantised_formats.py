@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import prompt
 from support.quantised_files import FORMATS, FP4, FP8_BLOCKS, Format, Tensors, awq, compressed, float8, gptq
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
@@ -291,6 +291,22 @@ def test_fused_gate_and_up_may_have_a_scale_each(form: Format, number: str, expe
     tensors[f"{prefix}.gate_up_proj{number}"] = torch.ones(3, 3)
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{prefix}.gate_up_proj{number}: shape \(3, 3\), expected "):
+        load(tmp_path, EXPERTS)
+
+
+def test_a_scale_each_is_refused_where_gate_and_up_are_alternating_rows(tmp_path: Path) -> None:
+    """gpt-oss interleaves the rows of gate and up."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 64}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads, dtype="float32"))
+    model.save_pretrained(tmp_path)
+    tensors, key = load_file(tmp_path / WEIGHTS), "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[key] = torch.zeros(2, 64, 32, dtype=torch.uint8)
+    tensors[f"{key}_scale"] = torch.zeros(2, 64, 4).to(torch.float8_e4m3fn)
+    tensors[f"{key}_scale_2"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    reconfigure(tmp_path, lambda config: config.update(quantization_config=dict(FORMATS["modelopt nvfp4"].settings)))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj: gate and up have a scale each, and are no halves of its rows in this model"):
         load(tmp_path, EXPERTS)
 
 

@@ -29,9 +29,13 @@ EXITS = {"diff": 1}  # the two files do differ
 # They run until they are stopped, or load and chat: their own tests run them, and here their options are read.
 READ_ONLY = ("serve",)
 MODEL = "path/or/hub-id"
+TEXT = "Speak, what is it that thou wouldst have of me? " * 60
 GIVEN = {  # what a page's commands find in the folder
-    "README.md": {"rules.yaml": "extends: cpu\n", "mine.txt": "Speak, what is it that thou wouldst have of me? " * 60},
-    "recipes.md": {"two-gpus.yaml": next(block.text for block in blocks("yaml") if "cuda:1" in block.text and "extends" in block.text)},
+    "README.md": {"rules.yaml": "extends: cpu\n", "mine.txt": TEXT},
+    "recipes.md": {
+        "two-gpus.yaml": next(block.text for block in blocks("yaml") if "cuda:1" in block.text and "extends" in block.text),
+        "mine.txt": TEXT,
+    },
     "ktransformers.md": {"theirs.yaml": the_block("", "theirs").text},
 }
 
