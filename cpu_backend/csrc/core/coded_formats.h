@@ -795,6 +795,8 @@ struct CodedFormat {
   int file_bytes;
   int parts;
   bool float8;
+  bool grid;
+  bool split;  // has bits that are packed apart
 };
 
 namespace {
@@ -812,7 +814,8 @@ struct CodedTable {
 };
 template <class... Formats>
 constexpr CodedTable table_of(FormatList<Formats...>) {
-  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>}...}};
+  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>, kIsGrid<Formats>,
+            (Formats::kHighBits > 0)}...}};
 }
 constexpr CodedTable kCodedTable = table_of(CodedFormats());
 
