@@ -16,6 +16,8 @@
 //   stored_codes           of a group, from the bytes of a block in the file
 //   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
 //   Reader<T>              the same for a vector of rows: `block` begins a packed block, and `group` sets `scale` and `minimum`
+//   kMostFactor            where the scales of a block's parts are whole numbers up to this times `of_scales`, and their products with codes
+//                          fit 8 bits: `factors` of Reader<T> then sets `factor`, in 32-bit integers, and `minimum`. Absent elsewhere
 //
 // Formats whose codes are not bits of their own but indexes into a grid, or numbers of several columns, have instead of the last seven
 //   kGrid                  true
@@ -366,7 +368,7 @@ struct Q2K {
   static constexpr const char* kName = "q2_k";
   // d, dmin, and 16 bytes with a scale and a minimum of 4 bits.
   static constexpr Field kHeader[] = {{80, 2}, {82, 2}, {0, 4}, {4, 4}, {8, 4}, {12, 4}};
-  static constexpr int kColumns = 256, kFileBytes = 84, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 0;
+  static constexpr int kColumns = 256, kFileBytes = 84, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 0, kMostFactor = 15;
   static constexpr bool kMinimum = true;
   static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
     const std::uint8_t* four = block + 16 + group / 4 * kGroup;
@@ -385,6 +387,7 @@ struct Q2K {
   struct Reader {
     using I = typename T::I;
     typename T::F scale[2], minimum[2], of_scales, of_minima;
+    I factor[2];
     const std::byte* words;
     MOEGRAFT_INLINE void block(const std::byte* block, int row) {
       of_scales = halves_of<T>(block, 0, row);
@@ -392,12 +395,16 @@ struct Q2K {
       words = field_at<4>(block, 4, row);
     }
     MOEGRAFT_INLINE void group(int index) {
+      factors(index);
+      scale[0] = T::mul(of_scales, T::to_float(factor[0]));
+      scale[1] = T::mul(of_scales, T::to_float(factor[1]));
+    }
+    MOEGRAFT_INLINE void factors(int index) {
       const I two = T::shift_right(T::load_int(words + index / 2 * kWordsBytes), 16 * (index % 2));
-      const I scales = T::low_nibbles(two), minima = T::high_nibbles(two);
-      scale[0] = T::mul(of_scales, bytes_to_floats<T>(scales));
-      scale[1] = T::mul(of_scales, bytes_to_floats<T>(T::next_bytes(scales)));
-      minimum[0] = T::mul(of_minima, bytes_to_floats<T>(minima));
-      minimum[1] = T::mul(of_minima, bytes_to_floats<T>(T::next_bytes(minima)));
+      factor[0] = T::and_words(two, 15);
+      factor[1] = T::and_words(T::template shifted<-8>(two), 15);
+      minimum[0] = T::mul(of_minima, T::to_float(T::and_words(T::template shifted<-4>(two), 15)));
+      minimum[1] = T::mul(of_minima, T::to_float(T::and_words(T::template shifted<-12>(two), 15)));
     }
   };
 };
@@ -747,6 +754,11 @@ template <class Coded>
 constexpr int kRowsOfScale<Coded, std::void_t<decltype(Coded::kScaleRows)>> = Coded::kScaleRows;
 
 template <class Coded, class = void>
+constexpr bool kHasFactors = false;
+template <class Coded>
+constexpr bool kHasFactors<Coded, std::void_t<decltype(Coded::kMostFactor)>> = true;
+
+template <class Coded, class = void>
 constexpr bool kHasTable = false;
 template <class Coded>
 constexpr bool kHasTable<Coded, std::void_t<decltype(Coded::kTable)>> = true;
@@ -795,6 +807,8 @@ struct CodedFormat {
   int file_bytes;
   int parts;
   bool float8;
+  bool grid;
+  bool split;  // has bits that are packed apart
 };
 
 namespace {
@@ -812,7 +826,8 @@ struct CodedTable {
 };
 template <class... Formats>
 constexpr CodedTable table_of(FormatList<Formats...>) {
-  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>}...}};
+  return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>, kIsGrid<Formats>,
+            (Formats::kHighBits > 0)}...}};
 }
 constexpr CodedTable kCodedTable = table_of(CodedFormats());
 

@@ -16,6 +16,7 @@ struct Avx2 {
   static constexpr int kFloatTokens = 6;    // for half a block: 12 sums, 2 weights and a broadcast in 16 registers
   static constexpr int kIntegerTokens =
       4;  // for half a block: 8 integer sums in registers; float sums are loaded and stored once per group
+  static constexpr int kPartTokens = kIntegerTokens;
   static constexpr int kWholeTokens = 1;  // a single token reads each line once, in order
   static constexpr int kDotRows = 2;  // by 4 tokens, for half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;
@@ -58,6 +59,8 @@ struct Avx2 {
   static I load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static void store_int(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
   static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  static I mul_shorts(I a, I b) { return _mm256_mullo_epi16(a, b); }
   static int reduce_add(I x) {
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -92,6 +95,12 @@ struct Avx2 {
   static I and_words(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi32(mask)); }
   static I and_bytes(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
   static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+  static I add_bytes(I a, I b) { return _mm256_add_epi8(a, b); }
+  // The integer part of 3 / 256 times each byte.
+  static I first_digits(I x) {
+    const auto minus_reached = [x](char least) { return _mm256_cmpeq_epi8(_mm256_max_epu8(x, _mm256_set1_epi8(least)), x); };
+    return _mm256_abs_epi8(_mm256_add_epi8(minus_reached(86), minus_reached(-85)));
+  }
   // Shifts words to the left, or to the right where `By` is negative.
   template <int By>
   static I shifted(I x) {

@@ -2,7 +2,8 @@
 //
 // An index stands for 4 or 8 columns with a level of 2 or 3 bits each. Tables hold the lower 2 bits of four columns in a byte, and the third
 // bits in the lower half of one; bytes of 64 indexes are looked up at once. A shift by a different count for every byte then moves the bits of
-// each of four columns to the bottom of its own byte, the sign to the bit above them, and one more table has the code.
+// each of four columns to the bottom of its own byte, the sign to the bit above them, and one more table has the code. Codes of IQ1_S have no
+// signs: they are the levels times 8, plus 0 or 2.
 #include <math.h>
 
 #include <type_traits>
@@ -92,56 +93,37 @@ MOEGRAFT_INLINE I to_bottom(I bits, int first) {
   return _mm512_multishift_epi64_epi8(shift_counts<Step>(first), bits);
 }
 
-// Bytes of a table of 256, 512 or 1024, whose indexes have the upper bits in the lowest bits of `upper`.
-template <int Count>
-MOEGRAFT_INLINE I look_up(const std::uint8_t (&table)[Count], I index, I upper) {
-  const auto quarter = [&](int first) {
-    const auto two = [&](int at) {
-      return _mm512_permutex2var_epi8(_mm512_load_si512(table + at), index, _mm512_load_si512(table + at + 64));
-    };
-    return _mm512_mask_mov_epi8(two(first), _mm512_movepi8_mask(index), two(first + 128));
-  };
-  if constexpr (Count == 256) {
-    return quarter(0);
-  } else {
-    const __mmask64 bit0 = _mm512_test_epi8_mask(upper, _mm512_set1_epi8(1));
-    const I low = _mm512_mask_mov_epi8(quarter(0), bit0, quarter(256));
-    if constexpr (Count == 512) return low;
-    else {
-      const __mmask64 bit1 = _mm512_test_epi8_mask(upper, _mm512_set1_epi8(2));
-      return _mm512_mask_mov_epi8(low, bit1, _mm512_mask_mov_epi8(quarter(512), bit0, quarter(768)));
+// The bytes that two tables have at indexes: `upper` are the indexes without their lower 7 bits.
+template <int Count, int V>
+MOEGRAFT_INLINE void look_up(const std::uint8_t (&first)[Count], const std::uint8_t (&second)[Count], const I (&index)[V],
+                             const I (&upper)[V], I (&a)[V], I (&b)[V]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) a[v] = b[v] = index[v];
+  I part = _mm512_setzero_si512();
+#pragma GCC unroll 1
+  for (int at = 0; at < Count; at += 128, part = _mm512_add_epi8(part, _mm512_set1_epi8(1))) {
+    const I first_low = _mm512_load_si512(first + at), first_high = _mm512_load_si512(first + at + 64);
+    const I second_low = _mm512_load_si512(second + at), second_high = _mm512_load_si512(second + at + 64);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {  // others keep their index, or what another part has replaced it by
+      const __mmask64 here = _mm512_cmpeq_epi8_mask(upper[v], part);
+      a[v] = _mm512_mask2_permutex2var_epi8(first_low, a[v], here, first_high);
+      b[v] = _mm512_mask2_permutex2var_epi8(second_low, b[v], here, second_high);
     }
   }
 }
 
-MOEGRAFT_INLINE I even_signs_of(I sevens) {
-  return _mm512_permutex2var_epi8(_mm512_load_si512(kSignBytes.bytes), sevens, _mm512_load_si512(kSignBytes.bytes + 64));
-}
 // Bits of `a` under the mask, others of `b`.
 MOEGRAFT_INLINE I selected(I a, I b, int mask) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8(static_cast<char>(mask)), a, b, 0xca); }
 
-// 8 columns with 3 levels and signs (16 rows): word w has bits of index w / 2.
+// Indexes without their lower 7 bits, from the lower 8 bits and from those above them, which begin at bit 1 of a byte.
 template <int Count>
-MOEGRAFT_INLINE void store_two_bits(const BitTables<Count>& tables, I index, I upper, I signs, I codes, PanelGroup& out, int row) {
-  const I lower[2] = {look_up(tables.lower[0], index, upper), look_up(tables.lower[1], index, upper)};
-#pragma GCC unroll 8
-  for (int word = 0; word < 8; ++word) {
-    const I level = to_bottom<2>(lower[word % 2], 8 * (word / 2)), sign = to_bottom<1>(signs, 4 * word - 2);
-    _mm512_store_si512(&out.codes[word][row], _mm512_permutexvar_epi8(selected(level, sign, 3), codes));
-  }
+MOEGRAFT_INLINE I upper_bits(I index, I above) {
+  return Avx512Base::and_bytes(selected(above, _mm512_srli_epi16(index, 7), 0xfe), Count / 128 - 1);
 }
 
-// 16 columns with 8 levels and signs: word w of these has bits of index w.
-template <int Count>
-MOEGRAFT_INLINE void store_three_bits(const BitTables<Count>& tables, I index, I upper, I signs, I codes, PanelGroup& out, int first,
-                                      int row) {
-  const I lower = look_up(tables.lower[0], index, upper), third = look_up(tables.third, index, upper);
-#pragma GCC unroll 4
-  for (int word = 0; word < 4; ++word) {
-    const I level = selected(to_bottom<2>(lower, 8 * word), to_bottom<1>(third, 8 * word - 2), 3);
-    const I sign = to_bottom<1>(signs, 4 * (first + word) - 3);
-    _mm512_store_si512(&out.codes[first + word][row], _mm512_permutexvar_epi8(selected(level, sign, 7), codes));
-  }
+MOEGRAFT_INLINE I even_signs_of(I sevens) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(kSignBytes.bytes), sevens, _mm512_load_si512(kSignBytes.bytes + 64));
 }
 
 template <class Coded>
@@ -171,15 +153,19 @@ struct Bits<Iq3S> {
   static constexpr BitTables<512> kTables = three_bit_tables(kIq3SGrid);
   static constexpr CodeTable kCodes = code_table(Iq3S::kLevels, Iq3S::kOffset);
 };
+template <>
+struct Bits<Iq1S> {
+  static constexpr BitTables<2048> kTables = two_bit_tables(kIq1SGrid);
+};
 
+template <class Coded, class... Others>
+constexpr bool is_one_of() {
+  return (std::is_same_v<Coded, Others> || ...);
+}
 template <class Coded>
-constexpr bool is_one_of() {
-  return false;
-}
-template <class Coded, class First, class... Rest>
-constexpr bool is_one_of() {
-  return std::is_same_v<Coded, First> || is_one_of<Coded, Rest...>();
-}
+constexpr bool kHasThreeLevels = is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S, Iq1S>();
+template <class Coded>
+constexpr bool kHasEightLevels = is_one_of<Coded, Iq3Xxs, Iq3S>();
 
 // d * (0.5 + scale) * factor, of scales of 4 bits from `bit` on.
 MOEGRAFT_INLINE F half_scale(F d, I words, int bit, float factor) {
@@ -187,68 +173,192 @@ MOEGRAFT_INLINE F half_scale(F d, I words, int bit, float factor) {
   return _mm512_mul_ps(_mm512_mul_ps(d, _mm512_add_ps(_mm512_set1_ps(0.5f), scale)), _mm512_set1_ps(factor));
 }
 
+// Four bytes of each of 16 words, of one vector (0 to 3) or of a second one (64 to 67).
+MOEGRAFT_INLINE I words_of(int a, int b, int c, int e) {
+  const I lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const I starts = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x04040404));
+  return _mm512_add_epi8(starts, _mm512_set1_epi32(a | b << 8 | c << 16 | e << 24));
+}
+
+// A group of a packed block.
 template <class Coded>
-struct GridExpansion<Avx512Vbmi, Coded, std::enable_if_t<is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S>()>> {
-  static void expand(const std::byte* block, int first, int count, PanelGroup* out) {
-    for (int row = 0; row < kBlockRows; row += kLanes)
-      for (int group = 0; group < count; ++group) expand_rows(block, row, first + group, out[group]);
+struct PackedGroup {
+  const std::byte* block;
+  int group;
+  MOEGRAFT_INLINE F d(int row) const { return halves_of<Avx512Base>(block, 0, row); }
+  MOEGRAFT_INLINE I word(int index, int row) const {
+    return _mm512_loadu_si512(block + Derived<Coded>::kLinesOffset + group * Derived<Coded>::kLinesBytes + index * kWordsBytes + row * 4);
   }
-
-  static MOEGRAFT_INLINE void expand_rows(const std::byte* block, int row, int group, PanelGroup& out) {
-    using T = Avx512Base;
-    const std::byte* lines = block + Derived<Coded>::kLinesOffset + group * Derived<Coded>::kLinesBytes + row * 4;
-    const auto word = [&](int index) { return T::load_int(lines + index * kWordsBytes); };
-    const auto header = [&](int before) { return T::load_int(field_at<4>(block, before + group / 4 * 4, row)); };
-    const F d = halves_of<T>(block, 0, row);
-    const I codes = _mm512_load_si512(Bits<Coded>::kCodes.codes);
-    const auto& tables = Bits<Coded>::kTables;
-    const int byte = 8 * (group % 4);
-    if constexpr (std::is_same_v<Coded, Iq2Xxs>) {
-      const I last = word(1), signs = even_signs_of(to_bottom<7>(last, 0));
-      store_two_bits(tables, word(0), signs, signs, codes, out, row);
-      T::store(&out.scale[0][row], half_scale(d, last, 28, 0.25f));
-    } else if constexpr (std::is_same_v<Coded, Iq2Xs>) {
-      const I four = words_of(0, 2, 64, 66), low = word(0), high = word(1);
-      const I index = _mm512_permutex2var_epi8(low, four, high);
-      const I upper = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
-      store_two_bits(tables, index, upper, even_signs_of(_mm512_srli_epi16(upper, 1)), codes, out, row);
-    } else if constexpr (std::is_same_v<Coded, Iq2S>) {
-      const I upper = to_bottom<2>(T::shift_right(header(2), byte), 0);
-      store_two_bits(tables, word(0), upper, word(1), codes, out, row);
-    } else if constexpr (std::is_same_v<Coded, Iq3Xxs>) {
-      const I last = word(2), signs = even_signs_of(to_bottom<7>(last, 0));
-      store_three_bits(tables, word(0), signs, signs, codes, out, 0, row);
-      store_three_bits(tables, word(1), signs, signs, codes, out, 4, row);
-      T::store(&out.scale[0][row], half_scale(d, last, 28, 0.5f));
-    } else {
-      const I signs = word(2), upper = T::shift_right(header(2), byte);
-      store_three_bits(tables, word(0), to_bottom<1>(upper, 0), signs, codes, out, 0, row);
-      store_three_bits(tables, word(1), to_bottom<1>(upper, 4), signs, codes, out, 4, row);
-      const I scales = T::load_int(field_at<4>(block, 10, row));
-      const F odd = T::add(T::to_float(T::and_words(T::shift_right(scales, 4 * group), 15)), T::set(0.5f));
-      T::store(&out.scale[0][row], T::mul(d, T::add(odd, odd)));
-    }
-    if constexpr (Coded::kParts == 2) {
-      const I scales = header(std::is_same_v<Coded, Iq2S> ? 10 : 2);
-      T::store(&out.scale[0][row], half_scale(d, scales, byte, 0.25f));
-      T::store(&out.scale[1][row], half_scale(d, scales, byte + 4, 0.25f));
-    }
-  }
-
-  // Four bytes of each of 16 words, of one vector (0 to 3) or of a second one (64 to 67).
-  static MOEGRAFT_INLINE I words_of(int a, int b, int c, int e) {
-    const I lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const I starts = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x04040404));
-    return _mm512_add_epi8(starts, _mm512_set1_epi32(a | b << 8 | c << 16 | e << 24));
+  // The 32 / Groups bits of this group in a field with those of Groups.
+  template <int Groups>
+  MOEGRAFT_INLINE I header(int before, int row) const {
+    return Avx512Base::shift_right(_mm512_loadu_si512(field_at<4>(block, before + group / Groups * 4, row)),
+                                   32 / Groups * (group % Groups));
   }
 };
+
+// Gives the codes of a group to `out` in 16 vectors, and its scales.
+template <class Coded, class Out>
+MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const PackedGroup<Coded>& packed, Out& out) {
+  using T = Avx512Base;
+  constexpr auto& kTables = Bits<Coded>::kTables;
+  constexpr int kCount = sizeof kTables.lower[0];
+  I index[2], upper[2], signs[2];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * kLanes;
+    const F d = packed.d(row);
+    index[half] = packed.word(0, row);
+    I above = T::zero_int();
+    if constexpr (std::is_same_v<Coded, Iq2Xxs>) {
+      const I last = packed.word(1, row);
+      signs[half] = even_signs_of(to_bottom<7>(last, 0));
+      out.scale(0, half, half_scale(d, last, 28, 0.25f));
+    } else if constexpr (std::is_same_v<Coded, Iq2Xs>) {
+      const I four = words_of(0, 2, 64, 66), low = index[half], high = packed.word(1, row);
+      const I second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
+      index[half] = _mm512_permutex2var_epi8(low, four, high);
+      signs[half] = even_signs_of(_mm512_srli_epi16(second, 1));
+      above = _mm512_add_epi8(second, second);
+    } else if constexpr (std::is_same_v<Coded, Iq2S>) {
+      signs[half] = packed.word(1, row);
+      above = to_bottom<2>(packed.template header<4>(2, row), -1);
+    } else {
+      const I bits = packed.template header<2>(2, row);
+      signs[half] = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));  // plus 1, or 0
+      above = to_bottom<3>(bits, -1);
+      const F scale = T::to_float(T::and_words(T::shift_right(bits, 12), 7));
+      out.scale(0, half, T::mul(T::mul(d, T::add(T::add(scale, scale), T::set(1.0f))), T::set(0.125f)));
+    }
+    if constexpr (Coded::kParts == 2) {
+      const I scales = packed.template header<4>(std::is_same_v<Coded, Iq2S> ? 10 : 2, row);
+      out.scale(0, half, half_scale(d, scales, 0, 0.25f));
+      out.scale(1, half, half_scale(d, scales, 4, 0.25f));
+    }
+    upper[half] = upper_bits<kCount>(index[half], above);
+  }
+  I lower[2][2];  // of the first four columns of an index, and of the last four
+  look_up(kTables.lower[0], kTables.lower[1], index, upper, lower[0], lower[1]);
+#pragma GCC unroll 8
+  for (int word = 0; word < 8; ++word) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const I four = lower[word % 2][half];
+      if constexpr (std::is_same_v<Coded, Iq1S>) {
+        out.codes(word, half, _mm512_ternarylogic_epi32(to_bottom<2>(four, 8 * (word / 2) - 3), _mm512_set1_epi8(24), signs[half], 0xea));
+      } else {
+        const I code = selected(to_bottom<2>(four, 8 * (word / 2)), to_bottom<1>(signs[half], 4 * word - 2), 3);
+        out.codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes.codes)));
+      }
+    }
+  }
+}
+
+template <class Coded, class Out>
+MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const PackedGroup<Coded>& packed, Out& out) {
+  using T = Avx512Base;
+  constexpr auto& kTables = Bits<Coded>::kTables;
+  constexpr int kCount = sizeof kTables.third;
+  I signs[2], index[4], upper[4], lower[4], third[4];  // [half and 16 columns]
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const int row = half * kLanes;
+    const I last = packed.word(2, row);
+    I above[2] = {};
+    if constexpr (std::is_same_v<Coded, Iq3Xxs>) {
+      signs[half] = even_signs_of(to_bottom<7>(last, 0));
+      out.scale(0, half, half_scale(packed.d(row), last, 28, 0.5f));
+    } else {
+      const I bits = packed.template header<4>(2, row);
+      above[0] = to_bottom<1>(bits, -1);
+      above[1] = to_bottom<1>(bits, 3);
+      signs[half] = last;
+      const I scales = T::load_int(field_at<4>(packed.block, 10, row));
+      const F odd = T::add(T::to_float(T::and_words(T::shift_right(scales, 4 * packed.group), 15)), T::set(0.5f));
+      out.scale(0, half, T::mul(packed.d(row), T::add(odd, odd)));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      index[2 * half + i] = packed.word(i, row);
+      upper[2 * half + i] = upper_bits<kCount>(index[2 * half + i], above[i]);
+    }
+  }
+  look_up(kTables.lower[0], kTables.third, index, upper, lower, third);
+#pragma GCC unroll 8
+  for (int word = 0; word < 8; ++word) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int i = 2 * half + word / 4;
+      const I level = selected(to_bottom<2>(lower[i], 8 * (word % 4)), to_bottom<1>(third[i], 8 * (word % 4) - 2), 3);
+      const I code = selected(level, to_bottom<1>(signs[half], 4 * word - 3), 7);
+      out.codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes.codes)));
+    }
+  }
+}
+
+struct ToPanel {
+  PanelGroup& group;
+  MOEGRAFT_INLINE void codes(int word, int half, I codes) const { _mm512_store_si512(&group.codes[word][half * kLanes], codes); }
+  MOEGRAFT_INLINE void scale(int part, int half, F scale) const { _mm512_storeu_ps(&group.scale[part][half * kLanes], scale); }
+};
+
+template <class Coded>
+struct GridExpansion<Avx512Vbmi, Coded, std::enable_if_t<kHasThreeLevels<Coded> || kHasEightLevels<Coded>>> {
+  static void expand(const std::byte* block, int first, int count, PanelGroup* out) {
+    for (int group = 0; group < count; ++group) {
+      ToPanel to{out[group]};
+      moegraft::expand(PackedGroup<Coded>{block, first + group}, to);
+    }
+  }
+};
+
+// A tile of one token multiplies codes where they are expanded: a panel in memory would take longer than the products.
+template <Format Kind>
+struct ToDots {
+  const std::uint32_t* words;  // a record's, of this group
+  I dots[2][2];  // [part][half]
+  F scales[2][2];
+  MOEGRAFT_INLINE explicit ToDots(const std::uint32_t* words) : words(words) {
+    for (int part = 0; part < CodedOf<Kind>::kParts; ++part) dots[part][0] = dots[part][1] = Avx512Base::broadcast_int(words + 1 + part);
+  }
+  MOEGRAFT_INLINE void codes(int word, int half, I codes) {
+    I& sum = dots[word / (kGroup / 4 / CodedOf<Kind>::kParts)][half];
+    sum = Avx512Vbmi::dot_int8(sum, codes, Avx512Base::broadcast_int(words + first_code_word(Kind) + word));
+  }
+  MOEGRAFT_INLINE void scale(int part, int half, F scale) { scales[part][half] = scale; }
+};
+
+template <Format Kind>
+void grid_tile(const TileArgs& args) {
+  using Coded = CodedOf<Kind>;
+  using T = Avx512Base;
+  if (args.tokens > 1) return panel_tile<Avx512Vbmi, Kind>(args);
+  F sums[1][2] = {};
+  for (int group = 0; group < args.groups; ++group) {
+    const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+    prefetch_ahead(args, group);
+    ToDots<Kind> to(args.records + group * words_per_group(Kind));
+    expand(PackedGroup<Coded>{block, group % Derived<Coded>::kGroups}, to);
+    const F share = T::broadcast_float(to.words);
+    for (int half = 0; half < 2; ++half) {
+      const F first = T::to_float(to.dots[0][half]);
+      if constexpr (Coded::kParts == 2) {
+        const F both = T::fma(T::to_float(to.dots[1][half]), to.scales[1][half], T::mul(first, to.scales[0][half]));
+        sums[0][half] = T::fma(both, share, sums[0][half]);
+      } else {
+        sums[0][half] = T::fma(first, T::mul(to.scales[0][half], share), sums[0][half]);
+      }
+    }
+  }
+  store_tile<T, 2, 1>(sums, args.out, 0);
+}
 
 template <int... Index>
 void replace(Kernels& kernels, std::integer_sequence<int, Index...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (is_one_of<CodedOf<kKind>, Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S>()) {
-      kernels.tile[static_cast<int>(kKind)] = panel_tile<Avx512Vbmi, kKind>;
+    if constexpr (kHasThreeLevels<CodedOf<kKind>> || kHasEightLevels<CodedOf<kKind>>) {
+      kernels.tile[static_cast<int>(kKind)] = grid_tile<kKind>;
       kernels.panel[static_cast<int>(kKind)] = panel<Avx512Vbmi, kKind>;
     }
   };

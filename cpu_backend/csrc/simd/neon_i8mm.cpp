@@ -102,14 +102,18 @@ struct CodedProduct {
 #pragma GCC unroll 4
         for (int p = 0; p < Pairs; ++p) load_sums(out + 2 * p * kBlockRows + 2 * row, sums[p][0], sums[p][1]);
       }
-      for (int group = 0; group < groups; ++group) add_group<0, Pairs>(weights[group], tokens[group], row, sums);
+      for (int group = 0; group < groups; ++group) {
+        [[maybe_unused]] float32x4_t partial[Pairs][2];  // of the first of two parts
+        add_group<0, Pairs>(weights[group], tokens[group], row, partial, sums);
+      }
 #pragma GCC unroll 4
       for (int p = 0; p < Pairs; ++p) store_sums(out + 2 * p * kBlockRows + 2 * row, sums[p][0], sums[p][1]);
     }
   }
 
   template <int Part, int Pairs>
-  static MOEGRAFT_INLINE void add_group(const Weights& weights, const Tokens& tokens, int row, float32x4_t (&sums)[Pairs][2]) {
+  static MOEGRAFT_INLINE void add_group(const Weights& weights, const Tokens& tokens, int row, float32x4_t (&partial)[Pairs][2],
+                                        float32x4_t (&sums)[Pairs][2]) {
     int32x4_t dots[Pairs][2];
 #pragma GCC unroll 4
     for (int p = 0; p < Pairs; ++p)
@@ -133,18 +137,22 @@ struct CodedProduct {
         if constexpr (Coded::kMinimum)
           sums[p][r] =
               vfmaq_f32(sums[p][r], vld1q_f32(weights.minimum[Part][row + r]), vreinterpretq_f32_u32(vld1q_u32(tokens.start[Part][p])));
-        sums[p][r] = vfmaq_f32(sums[p][r], vcvtq_f32_s32(dots[p][r]), vmulq_f32(scale, vld1q_f32(tokens.scale[p])));
+        const float32x4_t sum = vcvtq_f32_s32(dots[p][r]), share = vld1q_f32(tokens.scale[p]);
+        if constexpr (kParts == 1) sums[p][r] = vfmaq_f32(sums[p][r], sum, vmulq_f32(scale, share));
+        else if constexpr (Part == 0) partial[p][r] = vmulq_f32(sum, scale);
+        else sums[p][r] = vfmaq_f32(sums[p][r], vfmaq_f32(partial[p][r], sum, scale), share);
       }
     }
-    if constexpr (Part + 1 < kParts) add_group<Part + 1, Pairs>(weights, tokens, row, sums);
+    if constexpr (Part + 1 < kParts) add_group<Part + 1, Pairs>(weights, tokens, row, partial, sums);
   }
 };
 
+// Not of formats with factors, whose tiles apply a scale once for a block.
 template <int... I>
 void add_products(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (has_codes(kKind) && !kIsGrid<CodedOf<kKind>>) {
+    if constexpr (has_codes(kKind) && !kIsGrid<CodedOf<kKind>> && !kHasFactors<CodedOf<kKind>>) {
       matrix.least_tokens[static_cast<int>(kKind)] = kLeastTokens;
       matrix.multiply[static_cast<int>(kKind)] = matrix_pairs<CodedProduct<kKind>, kKind>;
     }

@@ -29,6 +29,7 @@ struct Neon {
   static constexpr int kVectors = 4;
   static constexpr int kFloatTokens = 6;    // for half a block: 24 sums, 4 weights and a broadcast in 32 registers
   static constexpr int kIntegerTokens = 4;  // for half a block: 16 integer sums; float sums are loaded and stored once per group
+  static constexpr int kPartTokens = kIntegerTokens;
   static constexpr int kWholeTokens = 1;    // a single token reads each line once, in order
   static constexpr int kDotRows = 2;        // by 4 tokens, for half the lanes
   static constexpr int kDotTokens = 4;
@@ -87,6 +88,11 @@ struct Neon {
     vst1q_u8(bytes + 16, vreinterpretq_u8_u32(x.high));
   }
   static I add_int(I a, I b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
+  static I mul_int(I a, I b) { return {vmulq_u32(a.low, b.low), vmulq_u32(a.high, b.high)}; }
+  static I mul_shorts(I a, I b) {
+    return {vreinterpretq_u32_u16(vmulq_u16(vreinterpretq_u16_u32(a.low), vreinterpretq_u16_u32(b.low))),
+            vreinterpretq_u32_u16(vmulq_u16(vreinterpretq_u16_u32(a.high), vreinterpretq_u16_u32(b.high)))};
+  }
   static I and_int(I a, I b) { return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)}; }
   static I or_int(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
   static int reduce_add(I x) { return static_cast<int>(vaddvq_u32(vaddq_u32(x.low, x.high))); }
@@ -128,6 +134,19 @@ struct Neon {
     const uint8x16_t subtrahend = vdupq_n_u8(static_cast<std::uint8_t>(value));
     return {vreinterpretq_u32_u8(vsubq_u8(vreinterpretq_u8_u32(x.low), subtrahend)),
             vreinterpretq_u32_u8(vsubq_u8(vreinterpretq_u8_u32(x.high), subtrahend))};
+  }
+  static I add_bytes(I a, I b) {
+    return {vreinterpretq_u32_u8(vaddq_u8(vreinterpretq_u8_u32(a.low), vreinterpretq_u8_u32(b.low))),
+            vreinterpretq_u32_u8(vaddq_u8(vreinterpretq_u8_u32(a.high), vreinterpretq_u8_u32(b.high)))};
+  }
+  // The integer part of 3 / 256 times each byte.
+  static I first_digits(I x) {
+    const auto digits = [](uint32x4_t words) {
+      const uint8x16_t bytes = vreinterpretq_u8_u32(words);
+      const uint8x16_t one = vshrq_n_u8(vcgeq_u8(bytes, vdupq_n_u8(86)), 7), two = vshrq_n_u8(vcgeq_u8(bytes, vdupq_n_u8(171)), 7);
+      return vreinterpretq_u32_u8(vaddq_u8(one, two));
+    };
+    return {digits(x.low), digits(x.high)};
   }
   // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
   template <int Index>

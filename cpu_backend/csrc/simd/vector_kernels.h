@@ -37,11 +37,6 @@ void tile_of(const TileArgs& args) {
   }
 }
 
-template <class T, Format Kind>
-constexpr int tile_limit() {
-  return has_codes(Kind) ? T::kIntegerTokens : T::kFloatTokens;
-}
-
 // Calls the tile that is compiled for exactly this number of tokens.
 template <class T, Format Kind, int N = tile_limit<T, Kind>()>
 void tile(const TileArgs& args) {

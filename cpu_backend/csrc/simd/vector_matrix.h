@@ -148,27 +148,30 @@ struct PairPanel {
 static_assert(sizeof(PairPanel) <= sizeof ExpandedWeights::memory);
 
 template <class T, Format Kind>
-MOEGRAFT_INLINE void expand_to_pairs(const std::byte* block, int group, PairPanel& out) {
-  using Coded = CodedOf<Kind>;
-  static_assert(Derived<Coded>::kGroups % kFloatPanelGroups == 0, "a panel has one scale of each row");
-  const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-  const typename T::F enlarge = T::set(0x1p120f);
-  for (int v = 0; v < T::kVectors; ++v) {
-    const int row = v * T::kWidth;
-    typename Coded::template Reader<T> reader;
-    reader.block(base, row);
-    T::store(out.scale + row, reader.scale[0]);
-    const std::byte* lines = base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes + row * 4;
-    for (int pair = 0; pair < kFloatPanelGroups * kGroup / 2; pair += 2, lines += kWordsBytes) {
-      const typename T::I codes = T::load_int(lines);
-      const auto column = [&](auto index) { return T::mul(T::template small_float8<decltype(index)::value>(codes), enlarge); };
-      T::store_int(&out.pairs[pair][row],
-                   T::exact_pairs(column(std::integral_constant<int, 0>()), column(std::integral_constant<int, 1>())));
-      T::store_int(&out.pairs[pair + 1][row],
-                   T::exact_pairs(column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>())));
+struct PairExpansion {
+  static void expand(const std::byte* block, int group, PairPanel& out) {
+    using Coded = CodedOf<Kind>;
+    static_assert(Derived<Coded>::kGroups % kFloatPanelGroups == 0, "a panel has one scale of each row");
+    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+    const typename T::F enlarge = T::set(0x1p120f);
+    for (int v = 0; v < T::kVectors; ++v) {
+      const int row = v * T::kWidth;
+      typename Coded::template Reader<T> reader;
+      reader.block(base, row);
+      T::store(out.scale + row, reader.scale[0]);
+      const std::byte* lines =
+          base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes + row * 4;
+      for (int pair = 0; pair < kFloatPanelGroups * kGroup / 2; pair += 2, lines += kWordsBytes) {
+        const typename T::I codes = T::load_int(lines);
+        const auto column = [&](auto index) { return T::mul(T::template small_float8<decltype(index)::value>(codes), enlarge); };
+        T::store_int(&out.pairs[pair][row],
+                     T::exact_pairs(column(std::integral_constant<int, 0>()), column(std::integral_constant<int, 1>())));
+        T::store_int(&out.pairs[pair + 1][row],
+                     T::exact_pairs(column(std::integral_constant<int, 2>()), column(std::integral_constant<int, 3>())));
+      }
     }
   }
-}
+};
 
 template <class T, int N>
 inline void multiply_pairs(const std::uint32_t* words, const PairPanel& panel, bool adds, float* out) {
@@ -214,7 +217,7 @@ void matrix_pairs(const MatrixArgs& args) {
   const int parts = args.groups / kFloatPanelGroups * tiles, lines = (args.ahead_lines + parts - 1) / parts;
   const std::byte* ahead = args.ahead;
   for (int first = 0; first < args.groups; first += kFloatPanelGroups) {
-    expand_to_pairs<T, Kind>(args.block, first, panel);
+    PairExpansion<T, Kind>::expand(args.block, first, panel);
     const std::uint32_t* words = args.records + static_cast<std::size_t>(first) * kRows * words_per_group(Format::kBFloat16Dot);
     float* out = args.out;
     for (int tile = 0; tile < tiles; ++tile, words += args.tile_words, out += kRows * kBlockRows) {

@@ -173,14 +173,11 @@ MOEGRAFT_INLINE void dot_step(typename T::I (&dots)[N][V], const std::byte* line
   dot_columns<T, Coded, V, N>(dots, second, codes + 2 * Step + 1, stride);
 }
 
-// Adds the products of the columns of a group that share a scale: unsigned codes times the activations' signed codes are summed in integers.
+// Sums the products of the columns of a part of a group, unsigned codes times the activations' signed codes, in integers.
 template <class T, Format Kind, int Part, int V, int N>
-MOEGRAFT_INLINE void add_part(typename T::F (&sums)[N][V], const typename CodedOf<Kind>::template Reader<T> (&scales)[V],
-                              const std::byte* lines, typename T::I table, const std::uint32_t* words) {
-  using F = typename T::F;
+MOEGRAFT_INLINE void dot_part(typename T::I (&dots)[N][V], const std::byte* lines, typename T::I table, const std::uint32_t* words) {
   using Coded = CodedOf<Kind>;
   constexpr int kWords = words_per_group(Kind);
-  typename T::I dots[N][V];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
@@ -193,16 +190,74 @@ MOEGRAFT_INLINE void add_part(typename T::F (&sums)[N][V], const typename CodedO
     dot_step<T, Coded, 2, V, N>(dots, lines, table, codes, kWords);
     dot_step<T, Coded, 3, V, N>(dots, lines, table, codes, kWords);
   }
+}
+
+// Adds the products of the columns of a group with one scale.
+template <class T, Format Kind, int V, int N>
+MOEGRAFT_INLINE void add_whole(typename T::F (&sums)[N][V], const typename CodedOf<Kind>::template Reader<T> (&scales)[V],
+                               const std::byte* lines, typename T::I table, const std::uint32_t* words) {
+  using F = typename T::F;
+  using Coded = CodedOf<Kind>;
+  constexpr int kWords = words_per_group(Kind);
+  typename T::I dots[N][V];
+  dot_part<T, Kind, 0, V, N>(dots, lines, table, words);
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     const F share = T::broadcast_float(words + n * kWords);
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      if constexpr (Coded::kMinimum)
-        sums[n][v] = T::fma(scales[v].minimum[Part], T::broadcast_float(words + n * kWords + 1 + Part), sums[n][v]);
-      sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scales[v].scale[Part], share), sums[n][v]);
+      if constexpr (Coded::kMinimum) sums[n][v] = T::fma(scales[v].minimum[0], T::broadcast_float(words + n * kWords + 1), sums[n][v]);
+      sums[n][v] = T::fma(T::to_float(dots[n][v]), T::mul(scales[v].scale[0], share), sums[n][v]);
     }
   }
+}
+
+// The same with two scales. Of formats with factors, `block` sums the products of a block, which its scale is applied to at the end.
+template <class T, Format Kind, int V, int N>
+MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typename T::F (&block)[N][V],
+                               const typename CodedOf<Kind>::template Reader<T> (&scales)[V], const std::byte* lines, typename T::I table,
+                               const std::uint32_t* words) {
+  using F = typename T::F;
+  constexpr bool kFactors = kHasFactors<CodedOf<Kind>>;
+  static_assert(CodedOf<Kind>::kMinimum == kFactors, "no format has other combinations");
+  constexpr int kWords = words_per_group(Kind);
+  typename T::I dots[N][V];
+  [[maybe_unused]] typename T::I whole[N][V];
+  [[maybe_unused]] F partial[N][V];
+  dot_part<T, Kind, 0, V, N>(dots, lines, table, words);
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      if constexpr (kFactors) whole[n][v] = T::mul_int(dots[n][v], scales[v].factor[0]);
+      else partial[n][v] = T::mul(T::to_float(dots[n][v]), scales[v].scale[0]);
+    }
+  dot_part<T, Kind, 1, V, N>(dots, lines, table, words);
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) {
+    const std::uint32_t* record = words + n * kWords;
+    const F share = T::broadcast_float(record);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      if constexpr (kFactors) {
+        const typename T::I both = T::add_int(whole[n][v], T::mul_int(dots[n][v], scales[v].factor[1]));
+        sums[n][v] = T::fma(scales[v].minimum[0], T::broadcast_float(record + 1), sums[n][v]);
+        sums[n][v] = T::fma(scales[v].minimum[1], T::broadcast_float(record + 2), sums[n][v]);
+        block[n][v] = T::fma(T::to_float(both), share, block[n][v]);
+      } else {
+        sums[n][v] = T::fma(T::fma(T::to_float(dots[n][v]), scales[v].scale[1], partial[n][v]), share, sums[n][v]);
+      }
+    }
+  }
+}
+
+// Tokens of the largest tile.
+template <class T, int Parts>
+constexpr int kCodedTokens = Parts == 1 ? T::kIntegerTokens : T::kPartTokens;
+template <class T, Format Kind>
+constexpr int tile_limit() {
+  if constexpr (has_codes(Kind)) return kCodedTokens<T, CodedOf<Kind>::kParts>;
+  else return T::kFloatTokens;
 }
 
 template <class T, class Coded>
@@ -220,6 +275,7 @@ inline void tile_coded(const TileArgs& args, int first_vector) {
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
   for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
+    [[maybe_unused]] typename T::F of_block[N][V] = {};
     typename Coded::template Reader<T> scales[V];
     const std::byte* lines = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
     if (kGroups == 1) prefetch_ahead(args, first);  // in front of what is read from memory
@@ -228,9 +284,18 @@ inline void tile_coded(const TileArgs& args, int first_vector) {
     for (int group = 0; group < kGroups; ++group, lines += Derived<Coded>::kLinesBytes, words += words_per_group(Kind) * N) {
       if (kGroups > 1) prefetch_ahead(args, first + group);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) scales[v].group(group);
-      add_part<T, Kind, 0, V, N>(sums, scales, lines, table, words);
-      if constexpr (Coded::kParts == 2) add_part<T, Kind, 1, V, N>(sums, scales, lines, table, words);
+      for (int v = 0; v < V; ++v) {
+        if constexpr (kHasFactors<Coded>) scales[v].factors(group);
+        else scales[v].group(group);
+      }
+      if constexpr (Coded::kParts == 2) add_parts<T, Kind, V, N>(sums, of_block, scales, lines, table, words);
+      else add_whole<T, Kind, V, N>(sums, scales, lines, table, words);
+    }
+    if constexpr (kHasFactors<Coded>) {
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[n][v] = T::fma(of_block[n][v], scales[v].of_scales, sums[n][v]);
     }
   }
   store_tile<T, V, N>(sums, args.out, first_vector);
