@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -233,6 +234,7 @@ class Processes:
         try:
             dist.all_gather_object(found, (socket.gethostname(), own, None if failure is None else _text_of(failure)), group=self._loading)
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads must end before the interpreter does
             if failure is None:
                 reason = f"another process ended while the model was loaded ({_first_line(error)}); start all again"
                 raise GroupLostError(reason) from error

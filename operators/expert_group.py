@@ -212,7 +212,8 @@ class ExpertGroup:
         self._closed = threading.Event()
         self._ended: NDArray[np.uint8] = np.zeros(1, np.uint8)  # rank 0 has sent the end
         self._receiving_end: Any = None
-        self._showing_life = False  # the thread of the signs of life has the lock
+        self._life: threading.Thread | None = None
+        self._showing_life = False  # that thread has the lock
         self._own_s = 0.0
         self._calls = 0
         self._warned = False
@@ -236,8 +237,11 @@ class ExpertGroup:
         if self.rank:
             self._receiving_end = self._group.recv([torch.from_numpy(self._ended)], 0, END)
         else:
+            self._life = threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True)
+            self._life.start()
+            # It may free the connections last, which must not happen in a daemon thread while the interpreter ends: that would abort.
+            atexit.register(self._life.join)
             atexit.register(self.close)
-            threading.Thread(target=self._sign_of_life, name="moegraft-ranks", daemon=True).start()
 
     def join(self, num_experts: int, compute: Compute) -> int:
         """Add a layer and return its number.
@@ -368,6 +372,9 @@ class ExpertGroup:
                 self._free()
             finally:
                 self._lock.release()
+        if self._life is not None and self._life is not threading.current_thread():
+            self._life.join()
+            atexit.unregister(self._life.join)
 
     def _break_off(self) -> None:
         """End all waiting in this group: gloo closes the connections of a group when a wait in it runs out of time."""
