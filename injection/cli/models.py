@@ -31,6 +31,9 @@ from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
 
 MAX_TOKEN_CHARACTERS = 32  # characters per token of a text, on average
+# PyTorch keeps what oneDNN prepares for a matrix product in two caches of 1024 entries, here half a MiB for each number of rows, and so for
+# each length of a prompt: half a GiB in all. To prepare one again takes less than a millisecond.
+MATRIX_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         MoegraftError: the model, its tokenizer or the rules cannot be used.
     """
     quiet_libraries()
+    for name, capacity in MATRIX_CACHES.items():
+        os.environ.setdefault(name, capacity)
     if options.threads:
         torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read

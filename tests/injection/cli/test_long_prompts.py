@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import os
 import shutil
 import string
 import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,36 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "eos_token_id": 0,
 }
+
+
+# Loads the bundled model as programs do, reads prompts of many lengths and prints the MiB in use by malloc that they left.
+LENGTHS = textwrap.dedent(
+    """
+    import ctypes, io
+    import torch
+    from rich.console import Console
+    from moegraft.injection.cli.models import load_model
+    from moegraft.injection.cli.options import ModelOptions
+    from moegraft.injection.cli.output import Terminal
+
+    class Usage(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h mapped u f used free keep".split()]
+
+    usage = ctypes.CDLL(None).mallinfo2
+    usage.restype = Usage
+    model = load_model(ModelOptions(), Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)).model
+
+    def used_after(lengths):
+        with torch.inference_mode():
+            for length in lengths:
+                model(input_ids=torch.ones(1, length, dtype=torch.int64), logits_to_keep=1)
+        found = usage()
+        return (found.used + found.mapped) / 2**20
+
+    before = used_after(range(180, 110, -1))
+    print(used_after(range(2, 100)) - before)
+    """
+)
 
 
 def open_chat(loaded: LoadedModel, prefill_chunk: int = 0) -> Chat:
@@ -308,3 +341,10 @@ def test_another_process_resumes(chat_folder: Path, program: list[str], tmp_path
     refused = subprocess.run([*asked[:-6], "--rules", "cpu", *asked[-6:]], capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "saved with another model, other rules" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the memory in use is known with glibc 2.33 and later alone")
+def test_prompts_of_many_lengths_leave_no_memory() -> None:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", LENGTHS], env=one_thread, check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 10, "about 50 with PyTorch's own bounds where oneDNN multiplies bfloat16"
