@@ -85,6 +85,7 @@ class Request:
     single_tool_call: bool = False
     form: dict[str, Any] | str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
 
 
 class Off:
@@ -374,7 +375,8 @@ class ChatBody(Completion):
     function_call: Annotated[Any, Off(None)] = None
     audio: Annotated[Any, Off(None)] = None
     modalities: NoEffect = None
-    reasoning_effort: NoEffect = None
+    reasoning_effort: Text | None = None
+    """Given to the chat template, which may have no place for it; `none` also sets its `enable_thinking` and `thinking` to false."""
     verbosity: NoEffect = None
 
     def request(self) -> Request:
@@ -393,6 +395,7 @@ class ChatBody(Completion):
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
             **tools,
             form=_form(self.response_format, self.grammar, tools["forced_tools"]),
         )
@@ -476,6 +479,10 @@ class TextOptions(Lenient):
     format: FlatFormat | None = None
 
 
+class ReasoningOptions(Lenient):
+    effort: Text | None = None
+
+
 class ResponseBody(Options):
     """A request to `/v1/responses`. Nothing is stored: each request has the whole conversation."""
 
@@ -494,7 +501,7 @@ class ResponseBody(Options):
     top_logprobs: Annotated[Any, Off(None, 0)] = None
     include: NoEffect = None
     max_tool_calls: NoEffect = None
-    reasoning: NoEffect = None
+    reasoning: ReasoningOptions | None = None
     stream_options: NoEffect = None
 
     def request(self) -> Request:
@@ -508,6 +515,7 @@ class ResponseBody(Options):
             **self._shared(),
             messages=_last_asks(self._messages(), "input"),
             max_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
             **tools,
             form=_form(self.text.format if self.text else None, self.grammar, tools["forced_tools"]),
         )

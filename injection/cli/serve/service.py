@@ -276,6 +276,9 @@ class Service:
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
         variables = request.template_variables
+        if request.reasoning_effort is not None:
+            off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
+            variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
         token_ids = encode_chat(tokenizer, request.messages, request.tools, variables)
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")

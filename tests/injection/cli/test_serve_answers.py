@@ -432,6 +432,27 @@ def test_variables_of_the_chat_template_are_given_to_it(loaded: LoadedModel) -> 
                 ask(server, "weather?", extra_body={"chat_template_kwargs": {name: "x"}})
 
 
+def test_the_effort_of_reasoning_is_given_to_the_chat_template(loaded: LoadedModel) -> None:
+    opening = "{% if enable_thinking | default(true) %}<{{ reasoning_effort | default('usual') }}>{% endif %}"
+    with scripted(loaded, "It rains.", opening=opening) as server:
+        client, model = server.client(), server.service.model_id
+
+        def added(effort: Any, **others: Any) -> tuple[int, int]:
+            """How many tokens an effort adds to the prompt, in chats and in Responses."""
+            chat = ask(server, "hi", **({} if effort is None else {"reasoning_effort": effort}), **others).usage.prompt_tokens
+            options: Any = {} if effort is None else {"reasoning": {"effort": effort}}
+            usage = client.responses.create(model=model, input="hi", max_output_tokens=4, **options).usage
+            assert usage is not None
+            return chat - alone, usage.input_tokens - alone
+
+        alone = ask(server, "hi", reasoning_effort="none").usage.prompt_tokens
+        assert added(None) == (len("<usual>"),) * 2
+        assert added("low") == (len("<low>"),) * 2
+        assert added("none") == (0, 0)
+        given = {"chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "own"}}
+        assert added("none", extra_body=given)[0] == len("<own>"), "what the client gives to the template comes first"
+
+
 def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> None:
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = None
@@ -441,6 +462,8 @@ def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> N
         pytest.raises(openai.UnprocessableEntityError, match="chat_template_kwargs: this model has no chat template"),
     ):
         ask(server, "weather?", extra_body=options)
+    with serving(LoadedModel("plain", loaded.model, tokenizer, lambda: [])) as server:
+        assert ask(server, "weather?", reasoning_effort="low").usage.completion_tokens, "clients send it to any model"
     with scripted(loaded, "It rains.", opening="{% if enable_thinking %}<think>{% endif %}") as server:
         counts = [
             server.service.tokenize(TokenizeBody(messages=[{"role": "user", "content": "hi"}], chat_template_kwargs=given))["count"]
