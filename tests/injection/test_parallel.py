@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import textwrap
@@ -26,6 +27,7 @@ from moegraft.operators.expert_group import Shares
 from moegraft.operators.registry import load_registry
 
 FEW = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
+BESIDE = ("deepseek_v3", "qwen3_next")  # of these, one calls its shared experts after the routed ones and one before
 GENERATING = tuple(case.model_type for case in served_cases() if case.generates)
 ON_CPU = "with several processes, experts run on the CPU"
 # Operators and options with which experts are not divided, and what the refusal contains.
@@ -37,13 +39,44 @@ UNDIVIDED = {
     "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
 }
 PROGRAM = "from moegraft.injection.cli.moegraft import main; main()"
-# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, and what other ranks returned.
+# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, what other ranks returned, and in which
+# order a layer asks the others, computes its shared experts and adds, with logits as without that order.
 COMPARE = textwrap.dedent(
     """
     import json, sys, torch
     from pathlib import Path
     from support.families import prompt, served_cases, stock_model
     from moegraft.injection import optimize_and_load
+    from moegraft.operators.expert_group import _Link
+    from moegraft.operators.structure import SHARED_NAMES
+
+    events = []
+
+    def noted(owner, name, event, of=None):
+        plain = getattr(owner, name)
+
+        def noting(self, *args):
+            if of is None or self in of:
+                events.append(event)
+            return plain(self, *args)
+
+        setattr(owner, name, noting)
+
+    noted(_Link, "ask", "ask")
+    noted(_Link, "add_to", "add")
+
+    def beside(model, ids):
+        overlaps = {name: each._shared_overlap for name, each in model.named_modules() if getattr(each, "_shared_overlap", None)}
+        blocks = [model.get_submodule(name.rpartition(".")[0]) for name in overlaps]
+        shared = [getattr(block, name) for block in blocks for name in SHARED_NAMES if hasattr(block, name)]
+        for kind in set(map(type, shared)):
+            noted(kind, "forward", "shared", shared)
+        with torch.no_grad():
+            events.clear()
+            found, order = model(input_ids=ids).logits, " ".join(events)
+            for each in overlaps.values():
+                each.order = "other"
+            return order, torch.equal(found, model(input_ids=ids).logits)
 
     rules = sys.argv[1]
     for path in map(Path, sys.argv[2:]):
@@ -62,7 +95,8 @@ COMPARE = textwrap.dedent(
         error = float((logits - expected).abs().max() / expected.abs().max())
         expected = stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()
         calls = [row["calls"] for row in model.moegraft.statistics()["ranks"]]
-        print(json.dumps({"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}))
+        row = {"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}
+        print(json.dumps(row | dict(zip(("events", "equal"), beside(model, ids)))))
         model.moegraft.close()
     """
 )
@@ -330,6 +364,9 @@ def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, ti
         assert row["error"] < 1e-5, row["model"]
         assert row["tokens"] == row["expected"], row["model"]
         assert min(row["calls"]) > 0, f"{row['model']}: every rank has computed"
+        assert row["equal"], f"{row['model']}: shared experts that run beside the others' change no bit"
+        if row["model"] in BESIDE:
+            assert re.fullmatch(r"(( ask)+ shared( add)+)+", " " + row["events"]), row["model"]
         assert all(other[place]["tokens"] == row["tokens"] for other in others)
 
 
