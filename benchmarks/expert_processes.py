@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from cpu_model import make_model, rule_file, timed
@@ -34,7 +35,7 @@ LAYERS = 2
 CONTEXT, TOKENS, PROMPT = 8, 64, 512
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (3, 1))  # processes, threads of each
 SHARES = ("[1, 1]", "[1, 3]")
-ROUNDS = 9  # of prompts with and without the order
+ROUNDS = 21  # of prompts with and without the order
 
 
 def main() -> None:
@@ -59,9 +60,9 @@ def main() -> None:
                 make_shared_model().save_pretrained(folder)
             rows = []
             for shares in SHARES:
-                medians = run(folder, 2, 1, "--shares", shares)
-                rows += [{"shares": shares, "beside": beside == "beside", "prompt_ms": medians[beside]} for beside in ("beside", "after")]
-                print(rows[-2:], flush=True)
+                for name, figures in run(folder, 2, 1, "--shares", shares).items():
+                    rows.append({"shares": shares, "shared_experts": name, **figures})
+                    print(rows[-1], flush=True)
             write_rows("expert_processes_shared", rows)
         return
     found: dict[tuple[int, int], list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
@@ -98,7 +99,7 @@ def make_shared_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, float]:
+def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, Any]:
     """Start the processes and return the figures of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -114,7 +115,7 @@ def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, f
     outputs = [each.communicate()[0] for each in started]
     if any(each.returncode for each in started):
         raise SystemExit("a process failed; its message is above")
-    found: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
     return found
 
 
@@ -155,7 +156,7 @@ def measure_shared(folder: str, shares: str) -> None:
     if model.moegraft.follows:
         model.moegraft.follow()
         return
-    times: dict[str, list[float]] = {"beside": [], "after": []}
+    times: dict[str, list[tuple[float, float]]] = {"before the wait": [], "in the block's order": []}
     with torch.inference_mode():
         ids = torch.randint(8192, (1, PROMPT), generator=torch.Generator().manual_seed(0))
         for _ in range(2):
@@ -167,15 +168,19 @@ def measure_shared(folder: str, shares: str) -> None:
         for _ in range(ROUNDS):
             for name, taken in times.items():
                 for overlap, order in zip(overlaps, orders, strict=True):
-                    overlap.order = order if name == "beside" else "other"
-                start = time.perf_counter()
+                    overlap.order = order if name == "before the wait" else "other"
+                waited, start = waited_us(model)[0][0], time.perf_counter()
                 found = model(input_ids=ids, logits_to_keep=1).logits
-                taken.append(time.perf_counter() - start)
+                taken.append((1e3 * (time.perf_counter() - start), (waited_us(model)[0][0] - waited) / 1e3))
                 if not torch.equal(found, expected):
                     raise SystemExit(f"{name}: other logits")
     model.moegraft.close()
-    print({name: [round(1e3 * each) for each in taken] for name, taken in times.items()}, file=sys.stderr, flush=True)
-    print(json.dumps({name: round(1e3 * statistics.median(taken), 1) for name, taken in times.items()}))
+    figures = {}
+    for name, taken in times.items():
+        prompt_ms, wait_ms = (sorted(each) for each in zip(*taken, strict=True))
+        figures[name] = {f"p{part}_ms": round(prompt_ms[part * len(prompt_ms) // 100], 1) for part in (20, 50, 80)}
+        figures[name]["wait_ms"] = round(statistics.median(wait_ms), 1)  # of all layers
+    print(json.dumps(figures))
 
 
 def waited_us(model: PreTrainedModel) -> list[tuple[float, int]]:
