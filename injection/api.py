@@ -20,7 +20,7 @@ from moegraft.injection.grafting import graft
 from moegraft.injection.injected import injection_of
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others
+from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -116,6 +116,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     }
     if started_together and rule_file.shares != "none":
         return _load_divided(opened, rule_file, registry, options, progress=progress)
+    if started_together:
+        report_whole_model()
     target = opened()
     the_plan = plan(target, rule_file, registry=registry)
     _log_notices(the_plan)

@@ -34,12 +34,14 @@ from moegraft.operators.machine import probe_machine
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CONNECTING_S = 300.0  # that the last process may start after the first
+NOTICE_S = 10.0  # of waiting for a process that does something else, before that is reported
 LOADING_S = 3600.0  # that the slowest process may load longer than the fastest
 Core = tuple[int, ...]  # the numbers of its CPUs: two with simultaneous multithreading
 KEPT_FREE = 0.1  # of a machine's memory, beside the weights
 PROBE_BYTES = 64 << 20
-# torch.distributed's groups belong to the process as well.
+# torch.distributed's groups and its store belong to the process as well.
 _groups: WeakSet[ExpertGroup] = WeakSet()
+_meetings: list[_Meeting] = []  # one, once this process has connected
 TIMEOUT_VARIABLE = "MOEGRAFT_RANK_TIMEOUT"  # seconds
 
 
@@ -95,6 +97,15 @@ def report_to_others(failure: Exception) -> None:
         raise failure
 
 
+def report_whole_model() -> None:
+    """Let other processes, which may wait for this one to load a share of a model, report that it has loaded a whole one."""
+    # Without torchrun's store, another process may have to start first, which this one does not need.
+    if not _meetings and (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"):
+        return
+    with suppress(RuntimeError, ValueError):
+        _meeting(NOTICE_S).leave_word("it has loaded a whole model ('parallel: {shares: none}' in its rule file)")
+
+
 def _text_of(failure: Exception) -> str:
     return error_sentence(failure) if isinstance(failure, MoegraftError | OSError) else f"{type(failure).__name__}: {failure}"
 
@@ -107,6 +118,70 @@ class _Offer:
     read_gbps: float
     experts_bytes: int
     rest_bytes: int
+
+
+class _Meeting:
+    """Which processes have come to load a model together, and what the others do instead, in a store that all of them reach.
+
+    A collective would only tell that someone is missing, and that late.
+    """
+
+    def __init__(self, store: Any, count: int, rank: int) -> None:  # torch's stubs lack its stores
+        self.store = store
+        self._count, self._rank = count, rank
+
+    def leave_word(self, reason: str, *, declines: bool = False) -> None:
+        """Note why this process has not come; `declines`: it does not come either unless its program tries again."""
+        self.store.set(f"moegraft/word/{self._rank}", f"{int(declines)}{socket.gethostname()}: {reason}" if reason else "")
+
+    def attend(self) -> int:
+        """Wait until all processes have come; return the number of times that they have met.
+
+        Raises:
+            MoegraftError: a process declines.
+            GroupLostError: one has not come in CONNECTING_S.
+        """
+        self.leave_word("")
+        number = self.store.add(f"moegraft/came/{self._rank}", 1)
+        try:
+            began, noticed = time.monotonic(), False
+            while missing := [rank for rank in range(self._count) if self.store.add(f"moegraft/came/{rank}", 0) < number]:
+                waited_s = time.monotonic() - began
+                if waited_s > min(NOTICE_S, CONNECTING_S):
+                    words = {rank: self._word(rank) for rank in missing}
+                    for rank, word in words.items():
+                        if word.startswith("1"):
+                            raise MoegraftError(f"rank {rank} on {word[1:]}")
+                    named = ", ".join(f"rank {rank} on {word[1:]}" if word else f"rank {rank}" for rank, word in words.items())
+                    if waited_s > CONNECTING_S:
+                        raise GroupLostError(
+                            f"rank {self._rank} cannot reach all of the {self._count} processes (missing after {CONNECTING_S:.0f} s: "
+                            f"{named}): start all of them with the same model and rules; one that is missing has logged why"
+                        )
+                    if not noticed:
+                        level = logging.WARNING if any(words.values()) else logging.INFO
+                        logger.log(level, "this process, rank %d, waits up to %.0f s for %s", self._rank, CONNECTING_S, named)
+                        noticed = True
+                time.sleep(0.02)
+        except BaseException:
+            with suppress(RuntimeError):  # the store's process has ended
+                self.store.add(f"moegraft/came/{self._rank}", -1)
+            raise
+        return int(number)
+
+    def _word(self, rank: int) -> str:
+        key = f"moegraft/word/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _meeting(timeout_s: float) -> _Meeting:
+    """Return this process's side of the meeting, which connects at first; rank 0 or torchrun has the store."""
+    if not _meetings:
+        from torch.distributed.rendezvous import rendezvous  # PyTorch may be built without it
+
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        _meetings.append(_Meeting(store, count, rank))
+    return _meetings[0]
 
 
 class Processes:
@@ -131,10 +206,14 @@ class Processes:
         if any(group.in_use for group in _groups):
             gc.collect()  # a deleted model may be part of a cycle
         if any(group.in_use for group in _groups):
-            raise UnsupportedModelError(
+            reason = (
                 "another model is loaded over these processes, which follow one model at a time: close it in all of them "
                 "(model.moegraft.close()) before the next is loaded"
             )
+            for meeting in _meetings:
+                with suppress(RuntimeError):  # the store's process has ended
+                    meeting.leave_word(reason, declines=True)
+            raise UnsupportedModelError(reason)
         try:
             self._connect()
         except BaseException:
@@ -149,14 +228,19 @@ class Processes:
 
     def _connect(self) -> None:
         try:
-            if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=timedelta(seconds=CONNECTING_S))
+            if _meetings or not dist.is_initialized():  # else the program has its own store
+                meeting = _meeting(CONNECTING_S)
+                number = meeting.attend()
+                if not dist.is_initialized():
+                    store = dist.PrefixStore(f"moegraft/groups/{number}", meeting.store)  # type: ignore[attr-defined] # as above
+                    timeout = timedelta(seconds=CONNECTING_S)
+                    dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.count, timeout=timeout)
             self._loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECTING_S))
             everywhere = self.exchange(lambda: (_machine_id(), _physical_cores(), _timeout_s()))
             self.timeout_s = everywhere[self.rank][2]
             # All processes are here. From now on, one may be much slower than another.
-            meeting, self._loading = self._loading, dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
-            self._free(meeting)
+            connecting, self._loading = self._loading, dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING_S))
+            self._free(connecting)
             self._running = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, MoegraftError):

@@ -266,11 +266,19 @@ class ExpertGroup:
 
     # On rank 0
 
-    def forward(self, layer: int, rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """Return the sums (T, H) over the experts of all ranks, in the dtype of `rows`; partial sums are added in float32.
 
         Args:
             rows: (T, H), on the CPU and contiguous, as `top_k_index` (T, K) int64 and `top_k_weights` (T, K) float32 are.
+            meanwhile: called once this rank has computed its experts, before it waits for the others.
 
         Raises:
             GroupLostError: a rank is lost, now or before.
@@ -287,6 +295,8 @@ class ExpertGroup:
             self._compute(layer, rows, top_k_index, top_k_weights, out)
             self._own_s += time.perf_counter() - began
             self._calls += 1
+            if meanwhile is not None:
+                meanwhile()
             if asked:
                 total = out.float()
                 for link in asked:

@@ -243,11 +243,11 @@ def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None
 def experts_paths(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that hold a layer's routed experts, injected or not, in the model's order."""
     found = (path for path, module in model.named_modules() if path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts"))
-    return tuple(path for path in found if _sibling_router(model, path) is not None)
+    return tuple(path for path in found if sibling_router(model.get_submodule(path.rpartition(".")[0])) is not None)
 
 
-def _sibling_router(model: nn.Module, experts_path: str) -> nn.Module | None:
-    block = model.get_submodule(experts_path.rpartition(".")[0])
+def sibling_router(block: nn.Module) -> nn.Module | None:
+    """Return the router of a block with experts; None where it has none of its own."""
     found = (getattr(block, name, None) for name in ROUTER_NAMES)
     return next((module for module in found if isinstance(module, nn.Module)), None)
 
@@ -259,7 +259,7 @@ def router_of(model: nn.Module, experts_path: str) -> Router:
         UnsupportedModelError: the block has no router.
     """
     experts: Any = model.get_submodule(experts_path)  # its attributes are not declared in a common class
-    module = _sibling_router(model, experts_path)
+    module = sibling_router(model.get_submodule(experts_path.rpartition(".")[0]))
     if module is None:
         names = " or ".join(f"'{name}'" for name in ROUTER_NAMES)
         raise UnsupportedModelError(f"{experts_path}: its block has no module {names} that routes tokens to {type(experts).__name__}")

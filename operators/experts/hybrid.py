@@ -38,8 +38,8 @@ from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
-from moegraft.operators.offload.shared_overlap import shared_experts_of
-from moegraft.operators.routing import router_of
+from moegraft.operators.offload.shared_overlap import SharedOverlap, shared_experts_of
+from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
@@ -181,6 +181,7 @@ class HybridExperts(Operator):
         self.layout = layout
         self._held = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         self._group = group
+        self._shared_overlap: SharedOverlap | None = None  # with what other processes compute
         self.options = options
         self.sparsity = sparsity
         self.num_experts = layout.num_experts
@@ -383,15 +384,23 @@ class HybridExperts(Operator):
         return packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._engines is None:
+        if self._engines is None and self._group is None:
             return
         assert self._packed is not None, "weights are loaded before the model is"
-        shared = shared_experts_of(model.get_submodule(path.rpartition(".")[0]))
+        block = model.get_submodule(path.rpartition(".")[0])
+        shared = shared_experts_of(block)
         weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
 
         def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
             operator = weak_self()
-            return None if operator is None else operator.compute(hidden_states, top_k_index, top_k_weights)
+            return None if operator is None else operator._called(hidden_states, top_k_index, top_k_weights)
+
+        if self._group is not None:
+            router = sibling_router(block)
+            if shared is not None and router is not None and "forward" not in vars(router):
+                self._shared_overlap = SharedOverlap(shared, router, compute, unwatched=True)
+            return
+        assert self._engines is not None, "an operator of this process alone"
 
         def attach(layer: GpuLayer) -> None:
             operator = weak_self()
@@ -451,10 +460,24 @@ class HybridExperts(Operator):
         if messages or torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
             routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
             return routed
-        return self.compute(hidden_states, top_k_index, top_k_weights)
+        return self._called(hidden_states, top_k_index, top_k_weights)
 
-    def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """What `forward` does outside of a traced graph."""
+    def _called(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """What `forward` does where nothing traces or records it."""
+        overlap = self._shared_overlap
+        if overlap is None or not len(hidden_states):
+            return self.compute(hidden_states, top_k_index, top_k_weights)
+        routed = overlap.take_routed(hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights, overlap.begin(hidden_states)) if routed is None else routed
+
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute the experts; call `meanwhile` while other processes compute theirs."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         gpu = self.gpu_layer
         if gpu is not None and gpu.shared_overlap is not None:
@@ -474,7 +497,7 @@ class HybridExperts(Operator):
             out = torch.empty_like(tokens)
             self._compute(tokens, index, weights, out)
         else:
-            out = group.forward(self._layer, tokens, index, weights)
+            out = group.forward(self._layer, tokens, index, weights, meanwhile)
         return out.to(hidden_states.device, hidden_states.dtype)
 
     def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Shared-expert overlap: a block's shared experts run while the CPU and the link are busy with the routed ones.
+"""Shared-expert overlap: a block's shared experts run while the CPU and the link, or other processes, are busy with the routed ones.
 
-Blocks of transformers 5 call router, routed experts and shared experts one after another, so that the GPU's work on one waits for the
-CPU's on the other. The first pass through a block is observed. Where it calls its shared experts *after* the routed ones (DeepSeek, GLM-4,
+Blocks of transformers 5 call router, routed experts and shared experts one after another, so that one device's or process's work waits
+for another's. The first pass through a block is observed. Where it calls its shared experts *after* the routed ones (DeepSeek, GLM-4,
 Nemotron), they are run between handing the routed ones over and waiting for them, and the block's own call gets the result. Where it
 calls them *before* (Qwen2, Qwen3-Next), router and routed experts are run within that call already. A result is only used for the call
 it stands in for: the same module on the very same tensor; and when the block was observed, both ways gave the same bits. Any other block
@@ -11,6 +11,7 @@ is left as it is.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 from weakref import ref
@@ -33,65 +34,90 @@ def shared_experts_of(block: nn.Module) -> nn.Module | None:
     return None
 
 
+class _OverlapState(threading.local):
+    """What one thread's pass through a block has begun; a thread finds its own, in the beginning that of the class."""
+
+    trial: tuple[torch.Tensor, Any] | None = None  # the shared experts' input and result, run ahead to be compared
+    shared_input: torch.Tensor | None = None  # of the shared experts, where they were called before the routed ones
+    launch: RunOnce | None = None
+    routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # inputs and result, run ahead
+
+
 class SharedOverlap:
-    """The overlap in one block.
+    """The overlap in one block; several threads may run it.
 
     Args:
         compute: the routed experts as the block calls them; None when they are gone.
         record: given the router's input and output where its hooks have not run yet.
+        unwatched: leave a pass that a dispatch mode watches as it is; its caller then calls neither `take_routed` nor `begin`.
 
     Attributes:
         order: when the block calls its shared experts; `other` where they cannot overlap.
     """
 
-    def __init__(self, shared: nn.Module, router: nn.Module, compute: Compute, record: Callable[[torch.Tensor, Any], None]) -> None:
+    def __init__(
+        self,
+        shared: nn.Module,
+        router: nn.Module,
+        compute: Compute,
+        record: Callable[[torch.Tensor, Any], None] = lambda *_: None,
+        *,
+        unwatched: bool = False,
+    ) -> None:
         self.order: Order = "unknown"
         self._shared = AheadModule(shared, self._shared_called)
         self._router = AheadModule(router)
+        self._router.observed = True
         self._compute = compute
         self._record = record
-        self._trial: tuple[torch.Tensor, Any] | None = None  # the shared experts' input and result, run ahead to be compared
-        self._shared_input: torch.Tensor | None = None  # of the shared experts, where they were called before the routed ones
+        self._unwatched = unwatched
         self._positions = (0, 0)  # of ids and weights in what the router returns
-        self._launch: RunOnce | None = None
-        self._routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # inputs and result, run ahead
+        self._state = _OverlapState()
+
+    def _decide(self, order: Order) -> None:
+        self.order = order
+        self._router.observed = False
+        self._router.last = None
 
     def take_routed(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
         """Return the routed experts' result if it was computed ahead of this call."""
         inputs = hidden_states, top_k_index, top_k_weights
-        routed, self._routed = self._routed, None
+        routed, self._state.routed = self._state.routed, None
         if routed is not None and all(map(_same, inputs, routed[:3])):
             return routed[3]
-        if self.order == "unknown" and self._shared_input is not None:
-            shared_input, self._shared_input = self._shared_input, None
-            self.order = "before" if self._can_run_ahead(shared_input, *inputs) else "other"
+        if self.order == "unknown" and self._state.shared_input is not None:
+            shared_input, self._state.shared_input = self._state.shared_input, None
+            self._decide("before" if self._can_run_ahead(shared_input, *inputs) else "other")
         return None
 
     def begin(self, hidden_states: torch.Tensor) -> RunOnce | None:
         """Return what runs the shared experts, to be called when the routed experts have been handed over."""
-        if self._launch is not None:
-            return self._launch
+        if self._state.launch is not None:
+            return self._state.launch
         if self.order == "after":
             return RunOnce(lambda: self._shared.keep(hidden_states, self._shared.run(hidden_states)))
         if self.order == "unknown":
-            if self._trial is not None:
-                self.order, self._trial = "other", None  # the shared experts were not called since the last time
+            if self._state.trial is not None:
+                self._state.trial = None
+                self._decide("other")  # the shared experts were not called since the last time
             else:
-                self._trial = hidden_states, self._shared.run(hidden_states)
+                self._state.trial = hidden_states, self._shared.run(hidden_states)
         return None
 
     def _shared_called(self, x: torch.Tensor) -> Any:
+        if self._unwatched and torch._C._len_torch_dispatch_stack() > 0:
+            return None
         if self.order == "before" and x.dim() == 2:
             return self._run_ahead(x)
         if self.order != "unknown":
             return None
-        trial, self._trial = self._trial, None
+        trial, self._state.trial = self._state.trial, None
         if trial is None:
-            self._shared_input = x
+            self._state.shared_input = x
             return None
         result = self._shared.run(x)
         equal = _same(x, trial[0]) and isinstance(trial[1], torch.Tensor) and torch.equal(_shaped(trial[1], x), result)
-        self.order = "after" if equal else "other"
+        self._decide("after" if equal else "other")
         return result
 
     def _run_ahead(self, x: torch.Tensor) -> Any:
@@ -99,16 +125,16 @@ class SharedOverlap:
         routing = self._router.run(x)
         index, weights = (routing[position] for position in self._positions)
         shared: list[Any] = []
-        self._launch = RunOnce(lambda: shared.append(self._shared.run(x)))
+        self._state.launch = RunOnce(lambda: shared.append(self._shared.run(x)))
         self._record(x, routing)
         try:
             result = self._compute(x, index, weights)
-            self._launch()
+            self._state.launch()
         finally:
-            self._launch = None
+            self._state.launch = None
         self._router.keep(x, routing)
         if result is not None:
-            self._routed = x, index, weights, result
+            self._state.routed = x, index, weights, result
         return shared[0]
 
     def _can_run_ahead(
@@ -127,6 +153,10 @@ class SharedOverlap:
         return all(torch.equal(again[position], routing[position]) for position in self._positions)
 
 
+class _AheadState(threading.local):
+    kept: tuple[torch.Tensor, int, Any] | None = None  # input, its version, and result
+
+
 class AheadModule:
     """A module that can be run before it is called; the call on the same tensor then gets the result.
 
@@ -134,43 +164,44 @@ class AheadModule:
         on_call: asked at calls that find no result; what it returns, unless None, is the call's result.
 
     Attributes:
+        observed: whether `last` is wanted, which keeps the tensors of a pass until the next one.
         last: input and output of the last call.
     """
 
     def __init__(self, module: nn.Module, on_call: Callable[[torch.Tensor], Any] | None = None) -> None:
+        self.observed = False
         self.last: tuple[torch.Tensor, Any] | None = None
         self._on_call = on_call
         self._module = ref(module)
-        self._plain: Callable[..., Any] = type(module).forward
-        self._kept: tuple[torch.Tensor, int, Any] | None = None
-        signature, plain, weak_module, weak_self = inspect.signature(module.forward), self._plain, self._module, ref(self)
+        self._state = _AheadState()
+        signature, weak_module, weak_self = inspect.signature(module.forward), self._module, ref(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            ahead = weak_self()
-            return plain(weak_module(), *args, **kwargs) if ahead is None else ahead._called(args, kwargs)
+            ahead = None if torch.compiler.is_compiling() else weak_self()
+            return _plain(weak_module(), *args, **kwargs) if ahead is None else ahead._called(args, kwargs)
 
         forward.__signature__ = signature  # type: ignore[attr-defined] # callers inspect what a forward pass takes
         module.forward = forward  # holds neither the module nor this: a model is freed with its last reference
 
     def run(self, x: torch.Tensor) -> Any:
         """Run the module on `x` now; its hooks are left to the call."""
-        return self._plain(self._module(), x)
+        return _plain(self._module(), x)
 
     def keep(self, x: torch.Tensor, result: Any) -> None:
         """Keep a result for the call on `x`."""
-        self._kept = x, _version(x), result
+        self._state.kept = x, _version(x), result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept, self._kept = self._kept, None
-        single = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+        kept, self._state.kept = self._state.kept, None
+        single = len(args) == 1 and not kwargs
         if single and kept is not None and _same(args[0], kept[0]) and _version(args[0]) == kept[1]:
             return _shaped(kept[2], args[0])
         if single and self._on_call is not None and not torch.is_grad_enabled():
             found = self._on_call(args[0])
             if found is not None:
                 return found
-        result = self._plain(self._module(), *args, **kwargs)
-        self.last = (args[0], result) if single else None
+        result = _plain(self._module(), *args, **kwargs)
+        self.last = (args[0], result) if single and self.observed else None
         return result
 
 
@@ -184,6 +215,11 @@ class RunOnce:
         call, self._call = self._call, None
         if call is not None:
             call()
+
+
+def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module without its hooks; an operator may have given it another class since it was wrapped."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _same(one: Any, other: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import textwrap
@@ -26,6 +27,7 @@ from moegraft.operators.expert_group import Shares
 from moegraft.operators.registry import load_registry
 
 FEW = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
+BESIDE = ("deepseek_v3", "qwen3_next")  # of these, one calls its shared experts after the routed ones and one before
 GENERATING = tuple(case.model_type for case in served_cases() if case.generates)
 ON_CPU = "with several processes, experts run on the CPU"
 # Operators and options with which experts are not divided, and what the refusal contains.
@@ -37,13 +39,44 @@ UNDIVIDED = {
     "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
 }
 PROGRAM = "from moegraft.injection.cli.moegraft import main; main()"
-# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, and what other ranks returned.
+# Prints for each model a line of JSON: whether greedy tokens and logits equal the stock model's, what other ranks returned, and in which
+# order a layer asks the others, computes its shared experts and adds, with logits as without that order.
 COMPARE = textwrap.dedent(
     """
     import json, sys, torch
     from pathlib import Path
     from support.families import prompt, served_cases, stock_model
     from moegraft.injection import optimize_and_load
+    from moegraft.operators.expert_group import _Link
+    from moegraft.operators.structure import SHARED_NAMES
+
+    events = []
+
+    def noted(owner, name, event, of=None):
+        plain = getattr(owner, name)
+
+        def noting(self, *args):
+            if of is None or self in of:
+                events.append(event)
+            return plain(self, *args)
+
+        setattr(owner, name, noting)
+
+    noted(_Link, "ask", "ask")
+    noted(_Link, "add_to", "add")
+
+    def beside(model, ids):
+        overlaps = {name: each._shared_overlap for name, each in model.named_modules() if getattr(each, "_shared_overlap", None)}
+        blocks = [model.get_submodule(name.rpartition(".")[0]) for name in overlaps]
+        shared = [getattr(block, name) for block in blocks for name in SHARED_NAMES if hasattr(block, name)]
+        for kind in set(map(type, shared)):
+            noted(kind, "forward", "shared", shared)
+        with torch.no_grad():
+            events.clear()
+            found, order = model(input_ids=ids).logits, " ".join(events)
+            for each in overlaps.values():
+                each.order = "other"
+            return order, torch.equal(found, model(input_ids=ids).logits)
 
     rules = sys.argv[1]
     for path in map(Path, sys.argv[2:]):
@@ -62,7 +95,8 @@ COMPARE = textwrap.dedent(
         error = float((logits - expected).abs().max() / expected.abs().max())
         expected = stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()
         calls = [row["calls"] for row in model.moegraft.statistics()["ranks"]]
-        print(json.dumps({"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}))
+        row = {"model": path.name, "error": error, "tokens": found.tolist(), "expected": expected, "calls": calls}
+        print(json.dumps(row | dict(zip(("events", "equal"), beside(model, ids)))))
         model.moegraft.close()
     """
 )
@@ -266,13 +300,20 @@ ALONE = textwrap.dedent(
     attempt(given, fails_once)
     failing(torch, "save", OSError("no result"), call=lambda model: (answer(model), model.moegraft.close()), on=0)
     time.sleep(1)
-    parallel.CONNECTING_S = 5
+    parallel.CONNECTING_S, parallel.NOTICE_S = 5, 1
     if rank:
+        attempt(given)
+        parallel.CONNECTING_S = 300
+        model = api.optimize_and_load(path, given, progress=False)
+        del model
+        time.sleep(3)
         attempt(given)
     else:
         model = api.optimize_and_load(path, whole, progress=False)
         answer(model)
         time.sleep(6)
+        model = api.optimize_and_load(path, given, progress=False)
+        attempt(given)
     """
 )
 # Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond
@@ -330,6 +371,9 @@ def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, ti
         assert row["error"] < 1e-5, row["model"]
         assert row["tokens"] == row["expected"], row["model"]
         assert min(row["calls"]) > 0, f"{row['model']}: every rank has computed"
+        assert row["equal"], f"{row['model']}: shared experts that run beside the others' change no bit"
+        if row["model"] in BESIDE:
+            assert re.fullmatch(r"(( ask)+ shared( add)+)+", " " + row["events"]), row["model"]
         assert all(other[place]["tokens"] == row["tokens"] for other in others)
 
 
@@ -453,7 +497,10 @@ def test_a_rank_that_fails_alone_ends_all_with_its_message(tmp_path: Path) -> No
     assert "rank 1 on " in lead[0] and "failed: MemoryError: no buffer" in lead[0] and lead[1] == "True" and other[0] == "followed"
     assert lead[2] == "OSError: no result" and other[1] == "GroupLostError: rank 0 failed: OSError: no result"
     assert "rank 1 cannot reach all of the 2 processes" in other[2] and "with the same model and rules" in other[2]
-    assert lead[3].startswith("found")
+    assert "missing after 5 s: rank 0 on " in other[2] and "it has loaded a whole model" in other[2]
+    assert "rank 1, waits up to 5 s for rank 0 on " in results[1][2], "reported before it ends"
+    assert lead[3].startswith("found") and "another model is loaded over these processes" in lead[4]
+    assert "MoegraftError: rank 0 on " in other[3] and "another model is loaded over these processes" in other[3]
 
 
 def test_a_program_that_fails_before_it_loads_ends_the_others(tmp_path: Path, long: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from support.engine_rig import Setting, engine_rig
 from support.kernel_cases import make_batch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.devices.profiles import MachineProfile
@@ -134,6 +137,49 @@ def test_where_gradients_are_wanted_a_block_runs_as_it_is() -> None:
     block(torch.randn(1, 2, HIDDEN)).sum().backward()
     assert block.log == ["shared", "router", "handed over", "waited"]
     assert block.shared_experts.linear.weight.grad is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_passes_of_two_threads_do_not_meet(order: str) -> None:
+    """One thread waits for its routed experts while the other runs through the same block."""
+    block = Block(order)
+    alone, waiting, passed = plain(block), threading.Event(), threading.Event()
+    inputs = [torch.randn(1, 3, HIDDEN) for _ in range(2)]
+    block(inputs[0])
+    routed, first = block.routed.forward, threading.get_ident()
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() != first:
+            waiting.set()
+            assert passed.wait(20)
+        return routed(x)
+
+    block.routed.forward = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(torch.no_grad()(block), inputs[1])
+        assert waiting.wait(20)
+        found = block(inputs[0])
+        passed.set()
+        assert torch.equal(found, alone(inputs[0])) and torch.equal(other.result(20), alone(inputs[1]))
+
+
+@torch.no_grad()
+def test_a_watched_pass_runs_as_it_is() -> None:
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    log: list[str] = []
+    shared, router = Shared(log), Router(log)
+    overlap = SharedOverlap(shared, router, lambda *_: log.append("ahead"), unwatched=True)
+    overlap.order = "before"
+    x = torch.randn(3, HIDDEN)
+    with Watching():
+        shared(x)
+    assert log == ["shared"]
+    shared(x)
+    assert log == ["shared", "router", "ahead", "shared"]
 
 
 @torch.no_grad()
