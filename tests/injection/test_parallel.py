@@ -585,8 +585,8 @@ def test_doctor_measures_the_messages_of_all_ranks(tmp_path: Path) -> None:
     (code, out, err), *others = end(ranks)
     assert code == 0 and [other[:2] for other in others] == [(0, "")] * 2, err
     found = json.loads(out)
-    assert len(found["links"]) == 2 and found["all_us"] > 0
-    assert all(link["layer_us"] > 0 and link["gbit"] > 0 for link in found["links"])
+    assert len(found["links"]) == 2 and found["all_us"] >= 0
+    assert all(link["layer_us"] >= 0 and link["gbit"] > 0 for link in found["links"])
     assert list(tmp_path.rglob("network.json"))
 
 
