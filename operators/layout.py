@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -58,8 +60,23 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
 
     The module's `_apply_gate` (or `act_fn` where it has no gate) is evaluated on a grid and compared with every form that the kernel
     supports, with limits among the module's own numbers. Only a form that agrees on the whole grid is returned. Weights are not read, so
-    the module may be on meta.
+    the module may be on meta. What is found is kept for the next call, as long as the module has the same functions and numbers.
     """
+    apply = getattr(module, "_apply_gate", None)
+    held = {name: value for name, value in vars(module).items() if value is None or isinstance(value, int | float | str)}
+    seen = (type(module), getattr(apply, "__func__", apply), getattr(module, "act_fn", None), getattr(module, "config", None), held)
+    known, gate = _recognised.get(module, (None, None))
+    if known is None or any(a is not b for a, b in zip(known[:-1], seen[:-1], strict=True)) or known[-1] != held:
+        gate = _probe_gate(module)
+        _recognised[module] = (seen, gate)
+    return gate
+
+
+# By module: what its gate was recognised from, and the gate. A plan asks a dozen times for each layer.
+_recognised: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], GateSpec | None]] = WeakKeyDictionary()
+
+
+def _probe_gate(module: nn.Module) -> GateSpec | None:
     with torch.no_grad(), torch.device("cpu"):
         if not getattr(module, "has_gate", True):
             values = _grid(-8.0, 8.0, 257)

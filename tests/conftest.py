@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on a CUDA GPU where there is one")
+    config.addinivalue_line("markers", "long: another combination of what shorter tests show each; runs with --long alone")
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +38,12 @@ def long(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--long"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of Triton kernels run on the GPU where there is one, and so can be selected by `-m gpu` as those of CUDA devices."""
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if "_poison" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)

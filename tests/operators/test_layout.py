@@ -92,6 +92,18 @@ def test_limits_before_and_after_the_activation_are_distinguished() -> None:
     assert (after.act_limit, after.up_limit, after.gate_limit) == (5.0, 5.0, math.inf)
 
 
+def test_a_changed_module_is_recognised_anew() -> None:
+    module = Oai()
+    found = [recognise_gate(module), recognise_gate(module)]
+    module.limit = 5.0
+    found.append(recognise_gate(module))
+    module._apply_gate = Experts()._apply_gate  # type: ignore[method-assign]
+    found.append(recognise_gate(module))
+    module._apply_gate = Unknown()._apply_gate  # type: ignore[method-assign]
+    assert recognise_gate(module) is None
+    assert [spec and spec.gate_limit for spec in found] == [7.0, 7.0, 5.0, math.inf]
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
 def test_every_activation_is_found(name: str) -> None:
     from transformers.activations import ACT2FN

@@ -2,8 +2,13 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
 
@@ -16,3 +21,16 @@ def import_benchmark(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
+
+
+def combinations(first: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """Return all combinations for `parametrize`: every run has each of the others' with one value of `first`, in turn, and --long has all.
+
+    `first` is the shortest, or every value of it may not come up.
+    """
+    found = []
+    turns = product(*(range(len(axis)) for axis in (first, *others)))
+    for turn, values in zip(turns, product(first, *others), strict=True):
+        marks = () if turn[0] == sum(turn[1:]) % len(first) else (pytest.mark.long,)
+        found.append(pytest.param(*values, marks=marks))
+    return found

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
-PATIENCE_S = 400  # for a busy machine
+from support.programs import PATIENCE_S, Program
 
 
-def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[subprocess.Popen[str]]:
+def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[Program]:
     """Start `python ARGUMENTS` as each of `count` ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(count),
@@ -27,20 +22,10 @@ def start_ranks(arguments: Sequence[str], count: int, **variables: str) -> list[
         "TRANSFORMERS_VERBOSITY": "error",
         **variables,
     }
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    return [Program(arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)]
 
 
-def end(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = PATIENCE_S) -> list[tuple[int, str, str]]:
+def end(ranks: Sequence[Program], timeout_s: float = PATIENCE_S) -> list[tuple[int, str, str]]:
     """Wait for all ranks; return their exit codes, outputs and errors."""
     try:
         found = []

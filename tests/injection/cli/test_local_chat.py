@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.programs import Program
 from typer.testing import CliRunner, Result
 
 from moegraft.injection.cli.local_chat import app
@@ -196,12 +197,11 @@ def test_version() -> None:
 
 def test_a_reader_that_leaves_is_no_error(program: list[str], chat_folder: Path) -> None:
     arguments = ["--model", str(chat_folder), "--prompt", "hello", "--no-do-sample", "--max-new-tokens", "2000"]
-    with subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as chat:
-        assert chat.stdout and chat.stderr
-        assert chat.stdout.read(1).isalpha()
-        chat.stdout.close()
-        said = chat.stderr.read()
-    assert chat.returncode == 141  # as a shell reports a program that SIGPIPE ended
+    chat = Program([*program[1:], *arguments], os.environ)
+    assert chat.stdout.read(1).isalpha()
+    chat.stdout.close()
+    said = chat.stderr.read()
+    assert chat.wait() == 141  # as a shell reports a program that SIGPIPE ended
     assert "Traceback" not in said and "Broken pipe" not in said
 
 

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.programs import Program
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -333,14 +334,16 @@ def test_another_process_resumes(chat_folder: Path, program: list[str], tmp_path
     assert wanted.stats
     options = ["--model", str(chat_folder), "--rules", "cpu-exact", "--no-do-sample", "--max-new-tokens", "10"]
     asked = [*program, *options, "--resume", str(tmp_path / "talk.safetensors"), "--prompt", "go on"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == wanted.text + "\n"
+    resumed = Program(asked[1:], os.environ)
+    text, said = resumed.communicate()
+    assert resumed.returncode == 0, said
+    assert text == wanted.text + "\n"
     new = wanted.stats.prompt_tokens - wanted.stats.kept_tokens
-    assert f"prompt: {wanted.stats.prompt_tokens} tokens ({new} new)" in done.stderr
-    refused = subprocess.run([*asked[:-6], "--rules", "cpu", *asked[-6:]], capture_output=True, text=True, check=False)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "saved with another model, other rules" in refused.stderr and "Traceback" not in refused.stderr
+    assert f"prompt: {wanted.stats.prompt_tokens} tokens ({new} new)" in said
+    refused = Program([*asked[1:-6], "--rules", "cpu", *asked[-6:]], os.environ)
+    text, said = refused.communicate()
+    assert (refused.returncode, text) == (2, "")
+    assert "saved with another model, other rules" in said and "Traceback" not in said
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the memory in use is known with glibc 2.33 and later alone")

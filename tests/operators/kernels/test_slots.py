@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
+from support import combinations
 from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, make_stored_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
@@ -47,9 +48,7 @@ def limit(path: str, dtype: torch.dtype) -> float:
     return TOLERANCE["float32"] if path == "decode" else ROUNDED[dtype]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("path", "shape", "weight_type"), combinations(PATHS, SHAPES, WEIGHT_TYPES), ids=str)
 def test_every_weight_type(shape: tuple[int, ...], weight_type: str, path: str) -> None:
     tokens, top_k, num_experts, hidden, intermediate = shape
     layer = make_layer(weight_type, num_experts, hidden, intermediate)
@@ -57,9 +56,7 @@ def test_every_weight_type(shape: tuple[int, ...], weight_type: str, path: str) 
     assert relative_error(forward(layer, *batch, path, weight_type), layer.reference(*batch)) <= limit(path, torch.float32)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize(("path", "dtype", "weight_type"), combinations(PATHS, DTYPES, WEIGHT_TYPES), ids=str)
 def test_every_activation_dtype(weight_type: str, dtype: torch.dtype, path: str) -> None:
     layer = make_layer(weight_type, 3, 64, 40)
     batch = make_batch(2, 2, layer, dtype)

@@ -89,6 +89,7 @@ def test_without_a_gpu_the_model_benchmark_prints_its_settings() -> None:
     assert "70%, 80%, 85% of all neurons left out" in output
 
 
+@pytest.mark.long
 def test_the_model_benchmark_runs_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
     output = run("--tiny", script="sparse_model.py")

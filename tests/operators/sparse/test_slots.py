@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
+from support import combinations
 from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, as_array, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
@@ -147,9 +148,7 @@ def test_odd_and_small_sizes(shape: tuple[int, ...], path: str) -> None:
     assert relative_error(run(layer, x, index, weights, threshold, "float32", path), expected) <= limit(path, 5, torch.float32)
 
 
-@pytest.mark.parametrize("path", SLOT_PATHS)
-@pytest.mark.parametrize("form", ["clamped", "ungated"])
-@pytest.mark.parametrize("weight_type", ["bfloat16", "int4"])
+@pytest.mark.parametrize(("weight_type", "form", "path"), combinations(["bfloat16", "int4"], ["clamped", "ungated"], SLOT_PATHS))
 def test_forms_of_experts(weight_type: str, form: str, path: str) -> None:
     gated = form == "clamped"
     spec = CLAMPED if gated else GateSpec("relu2")
@@ -161,9 +160,7 @@ def test_forms_of_experts(weight_type: str, form: str, path: str) -> None:
     assert relative_error(found, expected) <= limit(path, 3, torch.float32)
 
 
-@pytest.mark.parametrize("path", SLOT_PATHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("dtype", "tokens", "path"), combinations([torch.float16, torch.bfloat16], [1, 5], SLOT_PATHS), ids=str)
 def test_half_activations(tokens: int, dtype: torch.dtype, path: str) -> None:
     layer = make_layer("int8", 3, 64, 40, sparse=True)
     x, index, weights = make_batch(tokens, 1, layer, dtype)
@@ -190,8 +187,7 @@ def test_no_active_neuron_leaves_the_bias_of_down(path: str) -> None:
     assert relative_error(run(layer, x, index, weights, NO_NEURON, "float32", path), expected) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("path", SLOT_PATHS)
-@pytest.mark.parametrize("weight_type", ["bfloat16", "int4"])
+@pytest.mark.parametrize(("weight_type", "path"), combinations(["bfloat16", "int4"], SLOT_PATHS))
 def test_one_expert_with_more_pairs_than_a_block(weight_type: str, path: str) -> None:
     """All tokens choose one expert, which has more neurons than a program's rows."""
     layer = make_layer(weight_type, 3, 40, 72, sparse=True)
@@ -276,9 +272,7 @@ def test_another_arena_is_refused() -> None:
         prepared.experts.forward(x, prepared.arena[:, :-64].contiguous(), index.int(), torch.ones(3, 1), torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("path", SLOT_PATHS)
-@pytest.mark.parametrize("tokens", [3, 9], ids=["by pair", "grouped"])
-@pytest.mark.parametrize("form", ["plain", "clamped", "ungated"])
+@pytest.mark.parametrize(("tokens", "form", "path"), combinations([3, 9], ["plain", "clamped", "ungated"], SLOT_PATHS))
 def test_a_sketch_that_misses_nothing_is_exact(form: str, tokens: int, path: str) -> None:
     spec = {"plain": None, "clamped": CLAMPED, "ungated": GateSpec("relu2")}[form]
     layer = make_layer("bfloat16", 3, 72, 40, gated=form != "ungated", bias=form != "plain", spec=spec, sparse=True)
