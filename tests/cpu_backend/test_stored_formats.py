@@ -125,6 +125,21 @@ def test_many_tokens_have_the_results_of_one_to_the_last_bit(runtimes: dict[str,
             assert torch.equal(single[0], out[token]), isa
 
 
+@pytest.mark.parametrize("weight_type", ["fp8", "fp8_rows"])
+def test_float8_keeps_precision_of_small_and_large_activations(runtime: Runtime, weight_type: str) -> None:
+    """Vector kernels form its products far below their size."""
+    blocks = any_blocks((33, 512), weight_type, seed=5)
+    linear = PackedLinear(33, 512, weight_type)
+    linear.pack_blocks(blocks)
+    weights = torch.from_numpy(dequantised(blocks, weight_type)).double()
+    for tokens in (1, 3):
+        x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0))
+        for size in (1e-9, 1e9):
+            out = torch.empty(tokens, 33)
+            runtime.linear(linear, as_array(size * x), as_array(out))
+            assert relative_error(out, (size * x).double() @ weights.T) <= 1e-5
+
+
 @pytest.mark.parametrize("weight_type", TYPES)
 def test_scales_of_zero_and_nan_stay_in_their_rows(runtime: Runtime, weight_type: str) -> None:
     form = FORMATS[weight_type].scale_form

@@ -91,6 +91,8 @@ struct Avx512Base {
     else if constexpr (By < 0) return _mm512_srli_epi32(x, -By);
     else return x;
   }
+  // Shifts signed halves of words by 4 to the right.
+  static I shift_shorts(I x) { return _mm512_srai_epi16(x, 4); }
   // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
   template <int Index>
   static F small_float8(I x) {

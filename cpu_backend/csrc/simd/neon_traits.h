@@ -148,6 +148,11 @@ struct Neon {
     };
     return {digits(x.low), digits(x.high)};
   }
+  // Shifts signed halves of words by 4 to the right.
+  static I shift_shorts(I x) {
+    const auto shift = [](uint32x4_t words) { return vreinterpretq_u32_s16(vshrq_n_s16(vreinterpretq_s16_u32(words), 4)); };
+    return {shift(x.low), shift(x.high)};
+  }
   // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.
   template <int Index>
   static F small_float8(I x) {

@@ -92,46 +92,66 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   store_tile<T, V, N>(sums, args.out, first_vector);
 }
 
-// FP8 weights, whose products are in float.
+// Sums of a token and vector: a single one would wait for its additions, where a block has only two vectors.
+template <class T>
+constexpr int kFloat8Sums = T::kVectors == 2 ? 2 : 1;
+constexpr float kFloat8Enlarged = 0x1p40f;
+
+// The four columns of a line of FP8, as floats that are 2^120 times as small.
+template <class T>
+MOEGRAFT_INLINE void small_columns(typename T::I codes, typename T::F (&columns)[4]) {
+  constexpr int kMask = static_cast<int>(0x87f087f0u);
+  const typename T::I even = T::and_words(T::shift_shorts(T::template shifted<8>(codes)), kMask);
+  const typename T::I odd = T::and_words(T::shift_shorts(codes), kMask);
+  columns[0] = T::low_bf16(even);
+  columns[1] = T::low_bf16(odd);
+  columns[2] = T::high_bf16(even);
+  columns[3] = T::high_bf16(odd);
+}
+
+// FP8 weights, whose products are in float: 2^120 times too small, of activations that are 2^40 times too large, so that a product is exact
+// unless it is below 2^-45. The scale makes up for both.
 template <class T, Format Kind, int V, int N>
 inline void tile_float8(const TileArgs& args, int first_vector) {
   using Coded = CodedOf<Kind>;
   using F = typename T::F;
-  constexpr int kGroups = Derived<Coded>::kGroups;
+  constexpr int kGroups = Derived<Coded>::kGroups, kSums = kFloat8Sums<T>;
   F sums[N][V] = {};
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
-    F factors[V];
+  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes, words += kGroups * N * kGroup) {
+    alignas(64) float enlarged[kGroups * N * kGroup];
+    for (int i = 0; i < kGroups * N * kGroup; i += T::kWidth)
+      T::store(enlarged + i, T::mul(T::load(reinterpret_cast<const float*>(words + i)), T::set(kFloat8Enlarged)));
+    const auto* values = reinterpret_cast<const std::uint32_t*>(enlarged);
+    const std::byte* line = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
+    F parts[kSums][N][V] = {};
+    for (int group = 0; group < kGroups; ++group, values += (N - 1) * kGroup) {
+      prefetch_ahead(args, first + group);
+      for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, values += 4) {
+        F weights[V][4];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) small_columns<T>(T::load_int(line + v * T::kWidth * 4), weights[v]);
+#pragma GCC unroll 4
+        for (int column = 0; column < 4; ++column)
+#pragma GCC unroll 16
+          for (int n = 0; n < N; ++n) {
+            const F value = T::broadcast_float(values + n * kGroup + column);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) parts[column % kSums][n][v] = T::fma(weights[v][column], value, parts[column % kSums][n][v]);
+          }
+      }
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
       typename Coded::template Reader<T> reader;
       reader.block(block, (first_vector + v) * T::kWidth);
-      factors[v] = T::mul(reader.scale[0], T::set(0x1p120f));
-    }
-    const std::byte* line = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
-    for (int group = 0; group < kGroups; ++group, words += (N - 1) * kGroup) {
-      prefetch_ahead(args, first + group);
-      for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, words += 4) {
-        typename T::I codes[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) codes[v] = T::load_int(line + v * T::kWidth * 4);
-        const auto add_column = [&](auto index) {
-          constexpr int kColumn = decltype(index)::value;
-          F weights[V];
-#pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) weights[v] = T::mul(T::template small_float8<kColumn>(codes[v]), factors[v]);
+      const F scale = T::mul(reader.scale[0], T::set(0x1p120f / kFloat8Enlarged));
 #pragma GCC unroll 16
-          for (int n = 0; n < N; ++n) {
-            const F value = T::broadcast_float(words + n * kGroup + kColumn);
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
-          }
-        };
-        add_column(std::integral_constant<int, 0>());
-        add_column(std::integral_constant<int, 1>());
-        add_column(std::integral_constant<int, 2>());
-        add_column(std::integral_constant<int, 3>());
+      for (int n = 0; n < N; ++n) {
+        F sum = parts[0][n][v];
+        if constexpr (kSums == 2) sum = T::add(sum, parts[1][n][v]);
+        sums[n][v] = T::fma(sum, scale, sums[n][v]);
       }
     }
   }
@@ -257,6 +277,7 @@ constexpr int kCodedTokens = Parts == 1 ? T::kIntegerTokens : T::kPartTokens;
 template <class T, Format Kind>
 constexpr int tile_limit() {
   if constexpr (has_codes(Kind)) return kCodedTokens<T, CodedOf<Kind>::kParts>;
+  else if constexpr (is_coded(Kind)) return T::kFloatTokens / kFloat8Sums<T>;
   else return T::kFloatTokens;
 }
 
