@@ -255,6 +255,10 @@ class StepPrograms:
                 kind.program.add_spans(self.timeline)
         except (ForeignCacheError, OtherSizeError) as error:
             self._log(str(error))
+            if isinstance(error, OtherSizeError) and kind.verified < VERIFIED_STEPS:
+                kind.program = None  # its two recordings may have been of sizes that do not belong together
+                if kind.recordings >= RECORDINGS:
+                    kind.give_up()
             return usual()
         except NotRecordableError as error:
             kind.give_up()
