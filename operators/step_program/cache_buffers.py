@@ -29,23 +29,37 @@ class ForeignCacheError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """A tensor of the cache to which each step appends, kept in a buffer with room for more tokens.
+    """A tensor of the cache that is kept in a buffer with room for more tokens: steps append to it, at least those of other kinds.
 
     Attributes:
-        name: in the cache.
-        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer.
+        names: in the cache; several where it holds one tensor twice.
+        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer. They are one where a
+            step appends nothing.
         dim: along which it grows.
         shape: of the tensor with the new tokens.
-        start_slope: by how many rows the tensor's start moves in a step: 1 for a window that is full, else 0.
+        rows: before the step.
+        added: the rows that the step appends.
+        drained: whether the tensor is empty after the step, which has used its rows.
+        first: the new rows, where the tensor was empty and nothing is appended to it by a call; else None.
+        start_slope: by how many rows the tensor's start moves with the position: 1 for a window that is full, or the tokens of a group
+            where positions count groups; else 0.
     """
 
-    name: StateName
+    names: tuple[StateName, ...]
     before: int
     after: int
     dim: int
     shape: tuple[Affine, ...]
-    start_slope: int
     dtype: torch.dtype
+    rows: Affine
+    added: int
+    start_slope: int = 0
+    drained: bool = False
+    first: Place | None = None
+
+    @property
+    def name(self) -> StateName:
+        return self.names[0]
 
     def require_form(self, tensor: torch.Tensor, length: int) -> None:
         """
@@ -72,7 +86,7 @@ class CacheTensor:
                 raise NotRecordableError("a cache grows in two dimensions")
         return tuple(reversed(strides))
 
-    def rows(self, start: Affine, sizes: Sequence[Affine]) -> Place:
+    def place(self, start: Affine, sizes: Sequence[Affine]) -> Place:
         """Return the place of new tokens, of `sizes`, behind `start` tokens."""
         strides = self.strides()
         moved = Affine(start.base, start.slope + self.start_slope)
@@ -80,6 +94,8 @@ class CacheTensor:
 
     def translated(self, place: Place) -> Place:
         """Return where a view of the tensor with its new tokens is in the buffer."""
+        if _ZERO in place.sizes:  # as of a model without a rotary part
+            return Place(self.before, place.dtype, _ZERO, place.sizes, (_ZERO,) * place.dims)
         stride, packed = _ONE, []
         for size in reversed(self.shape):
             packed.append(stride)
@@ -93,6 +109,12 @@ class CacheTensor:
         for dim, one in enumerate(packed):
             if rest == _ZERO:
                 break
+            if one.slope > 0:  # all of the tensor's tokens, as from one sequence of a batch to the next
+                whole = min(rest.slope // one.slope, rest.base // one.base) if one.base > 0 else rest.slope // one.slope
+                if whole > 0 and dim != self.dim:
+                    offset = offset.plus(_row_offset(own[dim], Affine(whole)))
+                    rest = rest.plus(one.times(-whole))
+                continue
             if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
                 count = Affine(rest.base // one.base, rest.slope // one.base)
                 if dim != self.dim and (count.slope or not count.base >= 0):
@@ -125,35 +147,52 @@ def _row_offset(stride: Affine, rows: Affine) -> Affine:
     return rows.times(stride.base)
 
 
-def grown_tensors(fitted: FittedStep) -> list[CacheTensor]:
-    """Return the tensors of the cache that a step appends to.
+def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
+    """Return the tensors of the cache that steps append to; a position of the step is one of `period` tokens.
 
     Raises:
         NotRecordableError: one changes in another way.
     """
     appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
-    found = []
+    same: dict[tuple[Place, Place], list[StateName]] = {}
     for name, after in fitted.after.items():
-        before = fitted.before[name]
+        same.setdefault((fitted.before[name], after), []).append(name)
+    found = []
+    for (before, after), names in same.items():
+        name, held = names[0], tuple(names)
         call = appended.get(after.storage)
+        growing = [dim for dim, size in enumerate(before.sizes) if size.slope]
+        if after == before and len(growing) == 1:
+            dim = growing[0]
+            found.append(CacheTensor(held, before.storage, before.storage, dim, before.sizes, before.dtype, before.sizes[dim], 0))
+            continue
+        empty = [dim for dim, size in enumerate(before.sizes) if size == _ZERO and after.sizes[dim] != _ZERO]
+        if call is None and after.storage in fitted.produced and len(empty) == 1:
+            dim = empty[0]
+            added = after.sizes[dim].base
+            found.append(CacheTensor(held, before.storage, -1, dim, after.sizes, before.dtype, _ZERO, added, first=after))
+            continue
         if after.storage == before.storage or call is None:
             continue
         pieces = call.leaves[:-1] if isinstance(call.leaves[-1], int) else call.leaves
         dim = call.leaves[-1] if isinstance(call.leaves[-1], int) else 0
         out = call.outputs[0]
         dim %= out.dims
-        if len(pieces) != 2 or pieces[0].storage != before.storage or len(name) != 2:
+        if len(pieces) != 2 or pieces[0].storage != before.storage:
             raise NotRecordableError(f"a tensor of the cache ({name[1]}) is not appended to")
         row = out.strides[dim]
         if row.slope or (after.offset.slope and not row.base):
             raise NotRecordableError(f"a tensor of the cache ({name[1]}) grows in another way than by tokens")
         dropped = after.offset
+        drained = after.sizes[dim] == _ZERO
         if dropped.slope or dropped.base % row.base:
             raise NotRecordableError(f"a tensor of the cache ({name[1]}) drops another number of tokens in each step")
         tokens, gone = pieces[1].sizes[dim].base, dropped.base // row.base
-        if gone not in (0, tokens):
+        if gone not in (0, tokens) and not drained:
             raise NotRecordableError("a window is about to be full")
-        found.append(CacheTensor(name, before.storage, after.storage, dim, out.sizes, int(gone > 0), before.dtype))
+        moved = 0 if drained else period * int(gone > 0)
+        rows = before.sizes[dim]
+        found.append(CacheTensor(held, before.storage, after.storage, dim, out.sizes, before.dtype, rows, tokens, moved, drained))
     return found
 
 
@@ -163,16 +202,16 @@ class _Rows:
     Attributes:
         bytes: the buffer as (bytes,) uint8.
         view: what the cache holds, `length` tokens from `start`.
-        anchor: `start` at position 0, which is constant while the cache only grows: a window that is full moves on by a token in each
-            step (`start_slope` of 1).
+        anchor: `start` before the first token, which is constant while the cache only grows: a window that is full (`moves`) moves on with
+            each token.
     """
 
-    def __init__(self, buffer: torch.Tensor, length: int, each: CacheTensor, position: int) -> None:
+    def __init__(self, buffer: torch.Tensor, length: int, each: CacheTensor, held: int) -> None:
         self.buffer = buffer
         self.bytes = storage_bytes(buffer)
-        self.dim, self.start_slope = each.dim, each.start_slope
+        self.dim, self.moves = each.dim, each.start_slope > 0
         self.start, self.length = 0, length
-        self.anchor = -self.start_slope * position
+        self.anchor = -held if self.moves else 0
         self.view = buffer.narrow(self.dim, 0, length)
         self._storage = buffer.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)
@@ -235,8 +274,8 @@ class CacheBuffers:
     version: int = 0
     room: int = 0
 
-    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int) -> None:
-        """Make sure that the grown tensors are in buffers with room for `tokens` more.
+    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
+        """Make sure that the grown tensors are in buffers with room for `tokens` more, of a cache with `held_tokens`.
 
         Raises:
             ForeignCacheError: a tensor has another form than in the recording, or another number of tokens than the cache.
@@ -244,21 +283,23 @@ class CacheBuffers:
         moved = []
         for each in grown:
             rows = self.tensors.get(each.name)
-            held = holder(cache, each.name)[each.name[-1]]
-            size = each.shape[each.dim]
-            length = size.base + size.slope * position - tokens
+            held, *others = (holder(cache, name)[name[-1]] for name in each.names)
+            length = each.rows.at(position)
+            if any(other is not held and not torch.equal(other, held) for other in others):
+                raise ForeignCacheError("a cache has two tensors where the cache of the recording had one")
             if (
                 rows is None
-                or rows.start_slope != each.start_slope
-                or (held is not rows.view and not rows.adopt(held))
+                or rows.moves != (each.start_slope > 0)
+                or (held is not rows.view and (others or not rows.adopt(held)))
+                or any(other is not held for other in others)
                 or rows.start + rows.length + tokens > self.room
                 or rows.length != length
                 or rows.buffer.shape[each.dim] != self.room
             ):
                 each.require_form(held, length)
                 moved.append((each, held))
-            elif rows.start - each.start_slope * position != rows.anchor:
-                rows.anchor = rows.start - each.start_slope * position
+            elif rows.moves and rows.start - held_tokens != rows.anchor:
+                rows.anchor = rows.start - held_tokens
                 self.version += 1
         if not moved:
             return
@@ -271,10 +312,11 @@ class CacheBuffers:
             length = content.shape[each.dim]
             sizes = list(content.shape)
             sizes[each.dim] = self.room
-            rows = _Rows(content.new_empty(sizes), length, each, position)
+            rows = _Rows(content.new_empty(sizes), length, each, held_tokens)
             rows.view.copy_(content)
             self.tensors[each.name] = rows
-            holder(cache, each.name)[each.name[-1]] = rows.view
+            for name in each.names:
+                holder(cache, name)[name[-1]] = rows.view
 
     def own(self, cache: Any, names: Sequence[StateName]) -> None:
         """Make sure that nothing but the cache sees the tensors that a program overwrites."""
@@ -289,18 +331,24 @@ class CacheBuffers:
         """Return the positions by which a step may still move on before a buffer is full."""
         return min((self.room - rows.start - rows.length - tokens for rows in self.tensors.values()), default=_LONG)
 
-    def advance(self, cache: Any, tokens: int, counts: Mapping[StateName, int], replaced: Sequence[StateName]) -> None:
+    def advance(self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], replaced: Sequence[StateName]) -> None:
         """Let the cache show the tokens that a step has written."""
         for name in replaced:
             self.owned[name].renew()
             holder(cache, name)[name[-1]] = self.owned[name].view
-        for name, rows in self.tensors.items():
-            if rows.start_slope:
-                rows.start += tokens
+        for each in grown:
+            if not each.added:
+                continue
+            rows = self.tensors[each.name]
+            if each.drained:
+                rows.start = rows.length = 0
+            elif rows.moves:
+                rows.start += each.added
             else:
-                rows.length += tokens
+                rows.length += each.added
             rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
-            holder(cache, name)[name[-1]] = rows.view
+            for name in each.names:
+                holder(cache, name)[name[-1]] = rows.view
         for name, step in counts.items():
             if step:
                 holder(cache, name)[name[-1]] += step

@@ -1,4 +1,7 @@
-"""Fit two recordings of the same step, one position apart: every number in them becomes a linear function of the position.
+"""Fit two recordings of the same step: every number in them becomes a linear function of the position.
+
+Where a model pools tokens in groups, steps differ by the position within a group. Such steps have a program for each of these positions,
+and "position" then stands for the number of groups before it (`period` tokens each).
 
 Storages are compared as well: memory that a step allocates is a temporary, the inputs and the cache are known by name, parameters have
 one address, and whatever else differs is the result of a computation in Python that a replay would miss.
@@ -141,7 +144,7 @@ def cache_counts(cache: Cache) -> dict[StateName, int]:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One recorded forward pass with its inputs and its effect on the cache."""
+    """One recorded forward pass with its inputs and its effect on the cache; `position` counts groups where there are any."""
 
     position: int
     recording: Recording
@@ -186,8 +189,10 @@ class FittedStep:
     outputs: Any
 
 
-def fit(one: RecordedStep, other: RecordedStep) -> FittedStep:
+def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -> FittedStep:
     """Return the step of which both are instances.
+
+    `choices_grow`: a topk that chooses all values, one more in each step, reaches its limit at a border that the caller knows.
 
     Raises:
         NotRecordableError: they differ in more than numbers, or in numbers that do not follow the position.
@@ -212,6 +217,9 @@ def fit(one: RecordedStep, other: RecordedStep) -> FittedStep:
         outputs = [fitted.place(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
         if b.name == "aten.topk.default" and isinstance(leaves[1], Affine):
             # min(limit, tokens), as in sparse attention: the limit is in neither recording.
+            if choices_grow and leaves[1] in leaves[0].sizes:
+                calls.append(FittedCall(b.target, leaves, b.form, outputs))
+                continue
             raise NotRecordableError("topk chooses more values from step to step, up to a limit that is not known")
         calls.append(FittedCall(b.target, leaves, b.form, outputs))
     own = {memory.storage for memory in (*other.inputs.values(), *other.before.values())}

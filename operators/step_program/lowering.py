@@ -63,18 +63,25 @@ class Lowering:
     Args:
         grown: tensors of the cache to which a step appends, by storage after the step: see `CacheTensor`.
         replaced: tensors of the cache that a step replaces by others of their form, whose memory the program overwrites.
+
+    Attributes:
+        sized_by_values: whether the size of a result depends on the data, so that a replay may find another than the recorded one.
     """
 
     def __init__(self, step: FittedStep, grown: Sequence[CacheTensor], replaced: Sequence[StateName]) -> None:
         self._grown = {tensor.after: tensor for tensor in grown}
-        self._buffers = {tensor.before for tensor in grown}
+        self._buffers = {tensor.before for tensor in grown if tensor.before != tensor.after}
         self.storage_bytes = list(step.storage_bytes)
         self.produced = set(step.produced)
         self.nodes: list[Node] = []
+        self.sized_by_values = False
         for call in step.calls:
             self._lower(call)
         for name in replaced:
             self.elementwise("copy", step.before[name], step.after[name])
+        for tensor in grown:
+            if tensor.first is not None:
+                self.elementwise("copy", tensor.place(_ZERO, tensor.first.sizes), tensor.first)
         self._gather_linears()
 
     def temporary(self, dtype: torch.dtype, sizes: Sequence[Affine]) -> Place:
@@ -105,6 +112,17 @@ class Lowering:
         self.elementwise("copy", copy, place)
         return copy
 
+    def packed(self, place: Place) -> Place:
+        """Return the place, or a copy of it that is contiguous in all dimensions."""
+        stride = _ONE
+        for size, own in zip(reversed(place.sizes), reversed(place.strides), strict=True):
+            if size != _ONE and own != stride:
+                copy = self.temporary(place.dtype, place.sizes)
+                self.elementwise("copy", copy, place)
+                return copy
+            stride = product(size, stride)
+        return place
+
     def _lower(self, call: FittedCall) -> None:
         before = len(self.nodes)
         kernel = _KERNELS.get(call.name)
@@ -120,6 +138,8 @@ class Lowering:
         if appends:
             self._append(self._grown[call.outputs[0].storage], args[0])
             return
+        masked = call.name == "index.Tensor" and any(place.dtype in (torch.bool, torch.uint8) for place in args[1] if place is not None)
+        self.sized_by_values |= masked or call.name == "nonzero.default"
         lower = _LOWERINGS.get(call.name)
         try:
             if lower is None:
@@ -139,7 +159,7 @@ class Lowering:
         if len(pieces) != 2 or pieces[0].storage != grown.before:
             raise NotRecordableError("the cache grows in another way than by appending to it")
         new = pieces[1]
-        self.elementwise("copy", grown.rows(pieces[0].sizes[grown.dim], new.sizes), new)
+        self.elementwise("copy", grown.place(pieces[0].sizes[grown.dim], new.sizes), new)
 
     def _gather_linears(self) -> None:
         """Move linear layers behind one with the same input: they are computed as one operation."""
@@ -390,7 +410,44 @@ def _arange(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
 @_lowers("embedding.default")
 def _embedding(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.small("embedding", outputs[0], args[0], args[1])
+    to.small("embedding", outputs[0], args[0], to.packed(args[1]))
+
+
+@_lowers("index_select.default")
+def _index_select(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    x, dim, index = args
+    if x.dims != 2 or dim % x.dims or index.dims != 1:
+        raise _Unsupported
+    to.small("embedding", outputs[0], to.contiguous(x), to.packed(index))
+
+
+@_lowers("repeat.default")
+def _repeat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    x, repeats = args
+    out = outputs[0]
+    if any(isinstance(count, Affine) for count in repeats):
+        raise _Unsupported
+    tiled = [dim for dim in range(x.dims) if repeats[dim - x.dims] > 1 and x.sizes[dim] != _ONE]
+    if len(tiled) > 1:
+        raise _Unsupported
+    if not tiled:
+        to.elementwise("copy", out, x)
+        return
+    dim = tiled[0] - x.dims
+    for count in range(repeats[dim]):
+        to.elementwise("copy", out.sliced(dim, x.sizes[dim].times(count), x.sizes[dim]), x)
+
+
+@_lowers("constant_pad_nd.default")
+def _constant_pad(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    x, pads = args[:2]
+    out = outputs[0]
+    if any(isinstance(pad, Affine) or pad < 0 for pad in pads):
+        raise _Unsupported
+    to.elementwise("copy", out, _operand(args[2] if len(args) > 2 else 0))
+    for dim in range(len(pads) // 2):
+        out = out.sliced(-1 - dim, Affine(pads[2 * dim]), x.sizes[-1 - dim])
+    to.elementwise("copy", out, x)
 
 
 @_lowers("_softmax.default")
@@ -437,9 +494,18 @@ def _narrowed(place: Place, like: Place) -> Place:
     return Place(place.storage, place.dtype, place.offset, (*like.sizes[:-1], place.sizes[-1]), place.strides)
 
 
+def _index(to: Lowering, index: Place) -> Place:
+    """Return the index in the type that the native operations read."""
+    if index.dtype == torch.int64:
+        return index
+    wide = to.temporary(torch.int64, index.sizes)
+    to.elementwise("copy", wide, index)
+    return wide
+
+
 @_lowers("gather.default")
 def _gather(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    index = args[2].with_last(args[1])
+    index = _index(to, args[2]).with_last(args[1])
     to.small("gather", outputs[0].with_last(args[1]), _narrowed(args[0].with_last(args[1]), index), index)
 
 
@@ -450,7 +516,7 @@ def _scatter(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     x, dim, index, value = args
     if outputs[0].storage != x.storage:
         to.elementwise("copy", outputs[0], x)
-    index = index.with_last(dim)
+    index = _index(to, index).with_last(dim)
     out = _narrowed(outputs[0].with_last(dim), index)
     if isinstance(value, Place):
         to.small("scatter", out, index, _narrowed(value.with_last(dim), index))

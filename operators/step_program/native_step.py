@@ -21,6 +21,10 @@ ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
 
 
+class OtherSizeError(Exception):
+    """A result whose size depends on the data has another size than in the recording; the program is not for this step."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Bound:
     arena: torch.Tensor
@@ -154,6 +158,8 @@ class NativeStep:
         found = part.target(*bound.args, **bound.kwargs)
         results = [found] if isinstance(found, torch.Tensor) else [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
         for result, target in zip(results, bound.targets, strict=True):
+            if result.shape != target.shape:
+                raise OtherSizeError(f"{part.target} returns {tuple(result.shape)}, expected {tuple(target.shape)}")
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
 

@@ -28,7 +28,9 @@ KERNELS = ("linear", "forward", "norm", "route", "attention", "paged_attention",
 NODE_KINDS = {"forward": "experts", "route": "router", "paged_attention": "attention"}  # where users know a kernel by another name
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 # A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.
-_HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
+_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
+# How many values these return depends on the data. A replay compares it with the recorded number.
+_SIZED_BY_VALUES = {"nonzero", "index"}
 _NUMPY_TYPES = {
     np.dtype(np.uint16): torch.bfloat16,
     np.dtype(np.float32): torch.float32,
@@ -215,9 +217,7 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
         # Attention is only random with dropout, which no model has while it generates.
         random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-        by_value = torch.Tag.dynamic_output_shape in func.tags and (
-            name != "index" or any(isinstance(leaf, Memory) and leaf.dtype in (torch.bool, torch.uint8) for leaf in known[1:])
-        )
+        by_value = torch.Tag.dynamic_output_shape in func.tags and name not in _SIZED_BY_VALUES
         if name in _HOST_READS or random or by_value or torch.Tag.data_dependent_output in func.tags:
             self.recording.obstacle = self.recording.obstacle or f"it calls {name}, whose result Python reads or which is random"
         read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}

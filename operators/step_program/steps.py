@@ -2,8 +2,8 @@
 
 The first two steps of a kind run layer by layer and are recorded (recording.py), then fitted to each other (fitting.py) and turned into a
 program (lowering.py, native_step.py). A program is compared with the same step layer by layer before its results are used. A kind is a
-number of sequences and tokens, the form of the cache, and which windows are full. A step that cannot be replayed runs layer by layer, and
-the reason is logged once.
+number of sequences and tokens, the form of the cache, which windows are full, and the position within a group of tokens where the model
+pools them. A step that cannot be replayed runs layer by layer, and the reason is logged once.
 
 cache_buffers.py has the memory that programs append to, model_state.py what a recording relies on. A cache in pages (paged_cache.py) has
 memory of its own, which its programs read and write in place.
@@ -47,7 +47,7 @@ from moegraft.operators.step_program.fitting import (
 )
 from moegraft.operators.step_program.lowering import Lowering
 from moegraft.operators.step_program.model_state import ModelState, is_library
-from moegraft.operators.step_program.native_step import ARENA, NativeStep, PythonCall
+from moegraft.operators.step_program.native_step import ARENA, NativeStep, OtherSizeError, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 from moegraft.operators.timeline import Timeline
 
@@ -57,7 +57,8 @@ CACHE = "past_key_values"
 MAX_TOKENS = 8  # of each sequence in a step; more is a prompt
 VERIFIED_STEPS = 2  # of each program, computed both ways
 RECORDINGS = 4  # of one kind before it is given up
-MAX_KINDS = 32  # of which programs are kept: a server's batch has two for each number of rows
+MAX_KINDS = 32  # of which programs are kept, for each position in a group: a server's batch has two for each number of rows
+MAX_GROUP = 16  # tokens, with a program for each position in the group
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
 ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
@@ -67,7 +68,9 @@ _PLAIN_ARGUMENTS = {
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
-_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor")  # in names of a config
+_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor|budget")  # in names of a config
+_CHOICES = re.compile("topk|top_k|budget")  # in names of a config: how many tokens are looked at
+_GROUP = re.compile("compress|pool|block_size")  # in names of a config: how many tokens a model pools
 # Of a configuration, read in each forward pass.
 _SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
@@ -91,7 +94,7 @@ class StepPrograms:
         self._caches: weakref.WeakKeyDictionary[Any, CacheBuffers] = weakref.WeakKeyDictionary()
         self._state: ModelState | None = None
         self._logged: set[str] = set()
-        self._thresholds: list[int] | None = None
+        self._borders: Borders | None = None
         self._after_prompt = True  # or after another pass that was no step
         self._changes = 0  # of the model since a prompt or a replayed step
         self.replayed = 0  # steps
@@ -199,15 +202,15 @@ class StepPrograms:
         shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
         modes = torch.is_inference_mode_enabled(), model.training
         read = tuple(getattr(each, name, None) for each in configs for name in _SETTINGS)
-        if self._thresholds is None:
-            self._thresholds = thresholds(model.config)
-        total = position + ids.shape[1]
-        passed = bisect.bisect(self._thresholds, total)
-        if {total, total + 1} & set(self._thresholds):
-            return None  # at the edge itself models differ by a token
+        if self._borders is None:
+            self._borders = borders(model.config)
+        passed = self._borders.passed(position, position + ids.shape[1])
+        if passed is None:
+            return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
         kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read, self._draft.settings, form, pages
-        return _Step(kind, cache, position, inputs, settings)
+        choices_grow = any(position + ids.shape[1] < limit for limit in self._borders.choices)
+        return _Step(kind, cache, position, self._borders.period, choices_grow, inputs, settings)
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
         state = self._state
@@ -228,7 +231,7 @@ class StepPrograms:
             if isinstance(step.cache, PagedCache):
                 weakref.finalize(step.cache, _forget_kind, weakref.ref(self), step.kind)
         self._kinds[step.kind] = kind  # the latest last
-        if len(self._kinds) > MAX_KINDS:
+        if len(self._kinds) > MAX_KINDS * step.period:
             del self._kinds[next(iter(self._kinds))]
         if kind.given_up:
             return usual()
@@ -238,14 +241,24 @@ class StepPrograms:
             buffers = self._buffers(step.cache)
             if step.position > kind.verified_until or kind.verified < VERIFIED_STEPS:
                 return self._verify(kind, kind.program, buffers, step, usual)
-            outputs = kind.program.run(buffers, step, advance=True)
+            put_back = kind.program.saved(step.cache) if kind.program.sized_by_values else None
+            try:
+                outputs = kind.program.run(buffers, step, advance=True)
+            except OtherSizeError:
+                assert put_back is not None, "only such programs fail so"
+                put_back()
+                raise
             if self._sparse is not None:
                 self._sparse.begin(step.inputs["input_ids"].numel())
             self._kernels_ns += kind.program.kernels_ns
             if self.timeline is not None:
                 kind.program.add_spans(self.timeline)
-        except ForeignCacheError as error:
+        except (ForeignCacheError, OtherSizeError) as error:
             self._log(str(error))
+            if isinstance(error, OtherSizeError) and kind.verified < VERIFIED_STEPS:
+                kind.program = None  # its two recordings may have been of sizes that do not belong together
+                if kind.recordings >= RECORDINGS:
+                    kind.give_up()
             return usual()
         except NotRecordableError as error:
             kind.give_up()
@@ -262,10 +275,15 @@ class StepPrograms:
         tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
         counts = cache_counts(cache)
+        held = self._caches.get(cache)
+        copies: dict[int, torch.Tensor] = {}  # one for a tensor that the cache holds twice
         for name, value in list(cache_tensors(cache)):
             # Tensors in the buffers of another kind's program have strides and sizes of memory that do not follow the position.
-            if len(name) == 2 and (not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes):
-                holder(cache, name)[name[1]] = value.clone(memory_format=torch.contiguous_format)
+            moved = len(name) == 2 or (held is not None and name in held.tensors)
+            if moved and (not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes):
+                if id(value) not in copies:
+                    copies[id(value)] = value.clone(memory_format=torch.contiguous_format)
+                holder(cache, name)[name[-1]] = copies[id(value)]
         before = {name: recorder.memory(value) for name, value in cache_tensors(cache)}
         with recorder.recorded() as recording:
             outputs = plain(**tensors, **step.settings, **{CACHE: cache})
@@ -274,15 +292,15 @@ class StepPrograms:
         first, kind.recorded = kind.recorded, None
         kind.recordings += 1
         try:
-            found = RecordedStep(step.position, recording, inputs, before, after, changed, _outputs(outputs, cache, recorder))
+            found = RecordedStep(step.turn, recording, inputs, before, after, changed, _outputs(outputs, cache, recorder))
             recording.release((*inputs.values(), *before.values()))
-            if first is None or first.position == step.position:
+            if first is None or first.position == step.turn:
                 kind.recorded = found
                 kind.recordings -= first is not None
                 return outputs
             started = time.perf_counter()
-            fitted = fit(first, found)
-            program = _StepProgram(fitted, self._runtime, type(outputs), step.position)
+            fitted = fit(first, found, choices_grow=step.choices_grow)
+            program = _StepProgram(fitted, self._runtime, type(outputs), step)
         except (NotRecordableError, ValueError) as error:  # the latter: an operation that a program refuses
             if kind.recordings >= RECORDINGS:
                 kind.give_up()
@@ -299,19 +317,13 @@ class StepPrograms:
     def _verify(self, kind: _Kind, program: _StepProgram, buffers: CacheBuffers, step: _Step, usual: Callable[[], Any]) -> Any:
         """Compute a step both ways, and give the program up where they differ."""
         failure = None
-        with torch.inference_mode():  # the states may have been made in it
-            kept = [tensor.clone() for tensor in program.overwritten(step.cache)]
-        counts = [array.copy() for array in program.counters]
+        put_back = program.saved(step.cache)
         try:
             found = program.run(buffers, step, advance=False)["logits"]
         except (ValueError, RuntimeError) as error:
             failure = f"a program cannot run: {error}"
         finally:  # also after Ctrl-C
-            with torch.inference_mode():
-                for tensor, old in zip(program.overwritten(step.cache), kept, strict=True):
-                    tensor.copy_(old)
-            for array, before in zip(program.counters, counts, strict=True):
-                array[:] = before
+            put_back()
         expected = usual()
         if failure is None:
             wanted = expected["logits"].float()
@@ -369,6 +381,8 @@ class _Step:
     Attributes:
         kind: what its program depends on.
         position: tokens in the cache.
+        period: tokens of a group that the model pools, else 1; programs count groups.
+        choices_grow: whether there are fewer tokens than a model with sparse attention looks at.
         inputs: the tensors among the arguments.
         settings: the other arguments, but the cache.
     """
@@ -376,8 +390,14 @@ class _Step:
     kind: object
     cache: DynamicCache | PagedCache
     position: int
+    period: int
+    choices_grow: bool
     inputs: Mapping[str, torch.Tensor]
     settings: Mapping[str, Any]
+
+    @property
+    def turn(self) -> int:
+        return self.position // self.period
 
 
 @dataclass(slots=True)
@@ -404,11 +424,12 @@ class _Kind:
 class _StepProgram:
     """The program of one kind of step, bound to one cache at a time."""
 
-    def __init__(self, fitted: FittedStep, runtime: Runtime, output_type: type, position: int) -> None:
+    def __init__(self, fitted: FittedStep, runtime: Runtime, output_type: type, step: _Step) -> None:
         self._fitted = fitted
         self._runtime = runtime
         self._output_type = output_type
-        self._grown = grown_tensors(fitted)
+        self._period, self._place = step.period, step.position % step.period
+        self._grown = grown_tensors(fitted, step.period)
         others = [name for name in fitted.before if not self._is_grown(name)]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
@@ -426,6 +447,7 @@ class _StepProgram:
         )
         found = [node.payload[2] for node in self._lowering.nodes if node.kind == "experts"]
         self.counters = [array for array in found if array is not None]  # of neurons
+        self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
         self._bound: tuple[int, int] | None = None  # serial and version of the cache's buffers
         self._bound_states: list[torch.Tensor] = []
@@ -433,7 +455,7 @@ class _StepProgram:
         self._checked = (0, -1)
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
-        self._build(max(1024, 2 * position))
+        self._build(-(-max(1024, 2 * step.position) // self._period))
 
     def describe(self) -> str:
         kinds = [node.kind for node in self._lowering.nodes]
@@ -445,20 +467,35 @@ class _StepProgram:
         """Return the tensors of a cache that a step changes in place."""
         return [holder(cache, name)[name[-1]] for name in self._states]
 
-    def overwritten(self, cache: Any) -> list[torch.Tensor]:
-        """Return the tensors of a cache that the program changes in place; those it owns may be others after a run."""
-        return [*self.states(cache), *(holder(cache, name)[name[-1]] for name in self.replaced)]
+    def saved(self, cache: Any) -> Callable[[], None]:
+        """Copy what a run overwrites; the result puts it back."""
+
+        def overwritten() -> list[torch.Tensor]:  # those that the program owns are others after a run
+            return [*self.states(cache), *(holder(cache, name)[name[-1]] for name in self.replaced)]
+
+        with torch.inference_mode():  # the states may have been made in it
+            kept = [tensor.clone() for tensor in overwritten()]
+        counts = [array.copy() for array in self.counters]
+
+        def put_back() -> None:
+            with torch.inference_mode():
+                for tensor, old in zip(overwritten(), kept, strict=True):
+                    tensor.copy_(old)
+            for array, before in zip(self.counters, counts, strict=True):
+                array[:] = before
+
+        return put_back
 
     def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
         return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
 
     def run(self, buffers: CacheBuffers, step: _Step, *, advance: bool) -> Any:
         """Run the step; `advance`: the cache then holds the new tokens."""
-        cache, position = step.cache, step.position
+        cache, position = step.cache, step.turn
         if position > self._last_position:
             self._build(2 * position)
         tokens = step.inputs["input_ids"].shape[1]
-        buffers.hold(cache, self._grown, tokens, position)
+        buffers.hold(cache, self._grown, tokens, position, step.position)
         buffers.own(cache, self.replaced)
         bound = self._bound == (buffers.serial, buffers.version) and self._has_bound(self.states(cache))
         if not bound or not self._checked[0] <= position <= self._checked[1]:
@@ -474,7 +511,7 @@ class _StepProgram:
                 native.native.run(position, *part)
         self.kernels_ns = native.native.kernel_ns - before_ns
         if advance:
-            buffers.advance(cache, tokens, self._fitted.counts, self.replaced)
+            buffers.advance(cache, self._grown, self._fitted.counts, self.replaced)
         logits = native.view(self._logits, self._tensors, position, buffers.room).clone()
         return self._output_type(
             **{name: cache if name == CACHE else logits if name == "logits" else None for name in self._fitted.outputs}
@@ -488,7 +525,7 @@ class _StepProgram:
                 timeline.add("CPU", name, began_ns / 1e6 + late_ms, ended_ns / 1e6 + late_ms)
 
     def _is_grown(self, name: StateName) -> bool:
-        return any(tensor.name == name for tensor in self._grown)
+        return any(name in tensor.names for tensor in self._grown)
 
     def _build(self, last_position: int) -> None:
         self._native = NativeStep(self._lowering, self._runtime, [self._logits], last_position)
@@ -521,7 +558,7 @@ class _StepProgram:
             if grown is not None:
                 rows = buffers.tensors[grown.name]
                 row_bytes = rows.buffer.stride(grown.dim) * rows.buffer.element_size()
-                origins[buffer] = rows.anchor * row_bytes
+                origins[buffer] = (rows.anchor + rows.moves * self._place) * row_bytes
                 tensors[buffer] = rows.bytes
             elif storage in states:
                 tensor, recorded = states[storage]
@@ -536,7 +573,7 @@ class _StepProgram:
         native.origins = origins
         for buffer, tensor in tensors.items():
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
-        last = min(position + buffers.steps_left(tokens), self._last_position)
+        last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
         native.native.check(position, max(last, position), buffers.room)
         self._tensors = tensors
         self._checked = position, last
@@ -544,20 +581,52 @@ class _StepProgram:
         self._bound = buffers.serial, buffers.version
 
 
-def thresholds(config: PretrainedConfig) -> list[int]:
-    """Return the positions at which a model may begin to compute in another way: its config's windows, chunks, lengths and the like.
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """The positions at which a model may begin to compute in another way.
 
     A program is only used between two of them; numbers that are linear on one side need not be so on the other.
+
+    Attributes:
+        once: the config's windows, chunks, lengths and the like.
+        choices: those of them from which on sparse attention leaves tokens out.
+        again: groups of tokens that are pooled, with a border after each.
+        period: a number of tokens after which steps are alike again; its groups have a program for each position in them.
     """
 
-    def numbers(values: Mapping[str, Any]) -> Iterator[int]:
+    once: Sequence[int]
+    choices: Sequence[int]
+    again: Sequence[int]
+    period: int
+
+    def passed(self, position: int, total: int) -> object | None:
+        """Return what a step from `position` to `total` tokens depends on; None at a border itself, where models differ by a token."""
+        if {total, total + 1} & set(self.once) or any((position - 1) // group != (total + 1) // group for group in self.again):
+            return None
+        return bisect.bisect(self.once, total), *(total // group for group in self.again), position % self.period
+
+
+def borders(config: PretrainedConfig) -> Borders:
+    def numbers(values: Mapping[str, Any], names: re.Pattern[str], inner: bool = False) -> Iterator[int]:
         for name, value in values.items():
+            named = inner or names.search(str(name)) is not None
             if isinstance(value, Mapping):
-                yield from numbers(value)
-            elif type(value) is int and value > MAX_TOKENS and _LENGTH.search(str(name)):
+                yield from numbers(value, names, named and names is _GROUP)
+            elif type(value) is int and named:
                 yield value
 
-    return sorted(set(numbers(config.get_text_config().to_dict())))
+    settings = config.get_text_config().to_dict()
+    groups = sorted({value for value in numbers(settings, _GROUP) if value > 1})
+
+    def lengths(names: re.Pattern[str]) -> list[int]:
+        found = {value for value in numbers(settings, names) if value > 1}
+        return sorted(found | {value * group for value in found for group in groups})  # a length may count groups
+
+    period = 1
+    for group in groups:
+        if math.lcm(period, group) <= MAX_GROUP:
+            period = math.lcm(period, group)
+    return Borders(lengths(_LENGTH), lengths(_CHOICES), [group for group in groups if period % group], period)
 
 
 def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from moegraft.cpu_backend import NormSpec, Runtime
-from moegraft.operators.step_program.fitting import Affine, FittedStep, RecordedStep, fit
+from moegraft.operators.step_program.fitting import Affine, FittedStep, RecordedStep, fit, storage_bytes
+from moegraft.operators.step_program.lowering import Lowering
+from moegraft.operators.step_program.native_step import ARENA, NativeStep, OtherSizeError, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
@@ -36,6 +38,26 @@ def fitted(runtime: Runtime, compute: Compute, positions: tuple[int, int] = (5, 
     return fit(*(recorded(runtime, compute, position) for position in positions))
 
 
+def replayed(runtime: Runtime, compute: Compute, position: int) -> tuple[torch.Tensor, list[str]]:
+    """Compute by a program that was recorded at two other positions; also returns the calls that stay PyTorch's."""
+    step = fitted(runtime, compute)
+    lowering = Lowering(step, [], [])
+    native = NativeStep(lowering, runtime, [step.outputs["out"]], 2 * position)
+    own = {step.inputs["x"].storage: torch.arange(8.0) + position} | step.constants
+    tensors = {ARENA: torch.empty(native.arena_bytes, dtype=torch.uint8)}
+    tensors |= {buffer: storage_bytes(own[storage]) for storage, buffer in native.buffers.items()}
+    for buffer, tensor in tensors.items():
+        native.native.bind(buffer, tensor, 0)
+    native.native.check(position, position, 0)
+    for part in native.parts:
+        if isinstance(part, PythonCall):
+            native.call(part, tensors, position, 0)
+        else:
+            native.native.run(position, *part)
+    out = native.view(step.outputs["out"], tensors, position, 0).clone()
+    return out, [node.name for node in lowering.nodes if node.kind == "call"]
+
+
 def read(x: torch.Tensor, position: int) -> torch.Tensor:
     return x * x.sum().item()
 
@@ -53,7 +75,7 @@ def sampled(x: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def masked(x: torch.Tensor, position: int) -> torch.Tensor:
-    return x[x > 7]
+    return x.masked_select(x > 7)
 
 
 def python_made(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -91,7 +113,7 @@ def chosen(x: torch.Tensor, position: int) -> torch.Tensor:
         (branched, "_local_scalar_dense|is_nonzero"),
         (drawn, "rand"),
         (sampled, "multinomial"),
-        (masked, "calls index"),
+        (masked, "masked_select"),
         (python_made, "Python makes"),
         (other_calls, r"differ in what they compute \(aten.exp.default\)"),
         (more_calls, "1 calls after 2"),
@@ -120,6 +142,50 @@ def test_numbers_follow_the_position(runtime: Runtime, positions: tuple[int, int
 def test_numbers_that_follow_it_otherwise(runtime: Runtime) -> None:
     with pytest.raises(NotRecordableError, match="does not follow the position"):
         fitted(runtime, lambda x, position: torch.zeros(position // 3 + 1), (4, 7 + 1))
+
+
+def rows_of_a_table(x: torch.Tensor, position: int) -> torch.Tensor:
+    table = torch.arange(3 * position + 12).float().view(-1, 3).T.contiguous().T + x[:3]  # the columns are contiguous, the rows are not
+    return table.index_select(0, torch.arange(0, 2 * (position + 2)).view(-1, 2)[:, 0] // 2)
+
+
+def rows_of_integers(x: torch.Tensor, position: int) -> torch.Tensor:
+    return torch.arange(3 * position).view(-1, 3).index_select(0, x[:5].long() - position)
+
+
+def repeated(x: torch.Tensor, position: int) -> torch.Tensor:
+    return x[:6].view(2, 3).repeat(2, 1, 3) + x[:2].view(2, 1).repeat(1, 9)
+
+
+def padded(x: torch.Tensor, position: int) -> torch.Tensor:
+    return torch.nn.functional.pad((x[0] + torch.arange(2 * position + 2)).view(2, -1), (1, 2, 3, 0), value=-1.5)
+
+
+def scattered(x: torch.Tensor, position: int) -> torch.Tensor:
+    index = (x[:3].view(1, 3) - position).to(torch.int32)
+    marks = torch.zeros(1, position + 2, dtype=torch.bool).scatter(-1, index, True)
+    return marks.float() + torch.arange(position + 2).view(1, -1)
+
+
+@pytest.mark.parametrize("compute", [rows_of_a_table, rows_of_integers, repeated, padded, scattered], ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("position", [7, 12])
+def test_calls_that_become_operations(runtime: Runtime, compute: Compute, position: int) -> None:
+    found, calls = replayed(runtime, compute, position)
+    assert torch.equal(found, compute(torch.arange(8.0) + position, position))
+    assert not calls
+
+
+def test_a_size_that_depends_on_the_data(runtime: Runtime) -> None:
+    """It is replayed as long as it is the recorded one."""
+
+    def above(x: torch.Tensor, position: int) -> torch.Tensor:
+        return torch.nonzero(x > 7.0)[:, 0] + x[x > 7.0].long()  # one more in the step from 5 to 6
+
+    for position in (3, 7):
+        found, _ = replayed(runtime, above, position)
+        assert torch.equal(found, above(torch.arange(8.0) + position, position))
+    with pytest.raises(OtherSizeError, match=r"nonzero.*returns \(8, 1\), expected \(11, 1\)"):
+        replayed(runtime, above, 11)
 
 
 def test_a_recording_that_fails_leaves_the_runtime_as_it_was(runtime: Runtime) -> None:

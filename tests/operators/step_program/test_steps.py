@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import io
 import multiprocessing
@@ -1063,6 +1064,53 @@ def test_an_adapter_that_is_switched_off_after_recording() -> None:
 def test_sparse_attention_passes_its_limit(models: Callable[[str], PreTrainedModel], family: str) -> None:
     """Eight tokens are looked at, of which there are fewer in the first steps."""
     assert_equal_steps(models(family), prompt(30), [3, *[1] * 25], least=0)
+
+
+def test_sparse_attention_below_its_limit() -> None:
+    """It looks at one token more in each step, and then at 24."""
+    case = next(case for case in served_cases() if case.model_type == "deepseek_v32")
+    stock = build_model(dataclasses.replace(case, text={**case.text, "index_topk": 24}))
+    model: Any = optimize_and_load(stock, "cpu-exact", progress=False, threads=1)
+    assert_equal_steps(model, prompt(40), [5, *[1] * 35], least=12 + 9)
+    assert not reasons(model)
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp_text", "glm5_next"])
+def test_pools_of_tokens(models: Callable[[str], PreTrainedModel], family: str) -> None:
+    """Four make a group, of which a text has a program for each position in it; eight tokens or two groups are looked at."""
+    model = models(family)
+    assert_equal_steps(model, prompt(58), [8, *[1] * 50], least=8)
+    if family == "qwen4_exp_text":
+        assert_equal_steps(model, prompt(52, batch=2), [33, *[1] * 19], least=1)
+    assert_equal_steps(model, prompt(20), [3, *[1] * 17], least=4)  # in the first steps fewer tokens than are looked at
+    assert not reasons(model)
+
+
+def test_drafts_over_pools_of_tokens(models: Callable[[str], PreTrainedModel]) -> None:
+    assert_equal_steps(models("qwen4_exp_text"), prompt(93), [33, *[3] * 20], least=1)
+
+
+def test_a_pool_that_is_hidden_later(models: Callable[[str], PreTrainedModel]) -> None:
+    """Fewer are found than in the recording: the step is computed again, with its states as they were."""
+    model = models("glm5_next")
+
+    def hide(cache: Any, step: int) -> None:
+        for layer in cache.layers:
+            if step == 30 and getattr(layer, "indexer_keys", None) is not None:
+                layer.indexer_keys = layer.indexer_keys.clone()
+                layer.indexer_keys[:, 8:12, -1] = 0  # what padding has there
+
+    assert_equal_steps(model, prompt(44), [6, *[1] * 38], between=hide, least=4)
+    assert any("expected" in reason for reason in reasons(model))
+
+
+def test_compressed_caches() -> None:
+    """Groups of 4 tokens and of 28, of which the latter are too long for a program for each position."""
+    case = next(case for case in served_cases() if case.model_type == "deepseek_v4")
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 28}
+    stock = build_model(dataclasses.replace(case, text={**case.text, "compress_rates": rates, "sliding_window": 30}))
+    model: Any = optimize_and_load(stock, "cpu-exact", progress=False, threads=1)
+    assert_equal_steps(model, prompt(84), [33, *[1] * 51], least=8)
 
 
 def test_positions_that_images_shift() -> None:
