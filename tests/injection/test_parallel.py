@@ -234,7 +234,7 @@ REFUSE = textwrap.dedent(
 # Rank 1 fails alone at one place after another while rank 0 waits for it, and then computes; prints what each rank ends with.
 ALONE = textwrap.dedent(
     """
-    import os, sys, threading, time
+    import os, pathlib, sys, threading, time
     from types import SimpleNamespace
     import torch
     from support.families import prompt
@@ -301,6 +301,7 @@ ALONE = textwrap.dedent(
     failing(torch, "save", OSError("no result"), call=lambda model: (answer(model), model.moegraft.close()), on=0)
     time.sleep(1)
     parallel.CONNECTING_S, parallel.NOTICE_S = 5, 1
+    ended = pathlib.Path(path, "ended")
     if rank:
         attempt(given)
         parallel.CONNECTING_S = 300
@@ -308,12 +309,15 @@ ALONE = textwrap.dedent(
         del model
         time.sleep(3)
         attempt(given)
+        ended.touch()
     else:
         model = api.optimize_and_load(path, whole, progress=False)
         answer(model)
         time.sleep(6)
         model = api.optimize_and_load(path, given, progress=False)
         attempt(given)
+        while not ended.exists():  # this process has the store, where the other reads why
+            time.sleep(0.02)
     """
 )
 # Loads a small model, so that all libraries are there, then a large one, and prints the most anonymous memory that the second took beyond

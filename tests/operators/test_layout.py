@@ -97,7 +97,7 @@ def test_a_changed_module_is_recognised_anew() -> None:
     found = [recognise_gate(module), recognise_gate(module)]
     module.limit = 5.0
     found.append(recognise_gate(module))
-    module._apply_gate = Experts()._apply_gate  # type: ignore[method-assign]
+    module._apply_gate = Experts(concatenated=False)._apply_gate  # type: ignore[method-assign]
     found.append(recognise_gate(module))
     module._apply_gate = Unknown()._apply_gate  # type: ignore[method-assign]
     assert recognise_gate(module) is None
