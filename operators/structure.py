@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -33,10 +35,34 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
 @lru_cache(maxsize=512)
 def source_of(owner: type[nn.Module]) -> str:
     """Return the source text of a class; empty where it has none."""
+    module = inspect.getmodule(owner)
+    return "" if module is None else _class_sources(module).get(owner.__qualname__, "")
+
+
+@lru_cache(maxsize=8)
+def _class_sources(module: ModuleType) -> dict[str, str]:
+    """Return the source texts of all classes by qualified name; `inspect.getsource` parses the whole module for each of them."""
     try:
-        return inspect.getsource(owner)
-    except (OSError, TypeError):  # defined in an interactive session, or in C
-        return ""
+        lines, _ = inspect.findsource(module)
+        tree = ast.parse("".join(lines))
+    except (OSError, TypeError, SyntaxError):  # defined in an interactive session, or in C
+        return {}
+    found: dict[str, str] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.ClassDef):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                found.setdefault(prefix + child.name, "".join(lines[first - 1 : child.end_lineno]))
+                inner = f"{prefix}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{prefix}{child.name}.<locals>."
+            if isinstance(child, ast.stmt):
+                visit(child, inner)
+
+    visit(tree, "")
+    return found
 
 
 def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
