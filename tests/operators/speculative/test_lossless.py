@@ -126,7 +126,9 @@ def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[i
     return sum(abs(one.get(text, 0) - other.get(text, 0)) for text in {*one, *other}) / 2
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, "demo"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "demo", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "gpt_oss")]
+)
 @torch.no_grad()
 def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, drafting: Any, stock: Any, monkeypatch: Any) -> None:
     model, plain, ids = drafting(model_type), stock(model_type), prompt(8)
