@@ -48,6 +48,32 @@ def use(harness: Harness, demand: Transfer) -> None:
     harness.queue.release(demand, harness.after())
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_several_prefetches_are_requested_at_once_as_one_by_one(harness: Harness, together: bool) -> None:
+    """One is resident, one in flight and less urgent, and one comes twice."""
+    load(harness, 0, 3)
+    wanted = [(1, 4), (0, 3), (0, 1), (1, 0), (1, 4)]
+    with harness.link_held():
+        joined = requested(harness.queue.request(0, 1, DEEPER))
+        if together:
+            harness.queue.prefetch(wanted, NEXT)
+        else:
+            for layer, expert in wanted:
+                harness.queue.request(layer, expert, NEXT)
+        assert joined.urgency is NEXT
+    harness.settle_all()
+    harness.check()
+    assert list(dict.fromkeys(chunk_order(harness.spans)))[1:] == [(0, 1), (1, 4), (1, 0)]
+    statistics = harness.queue.statistics
+    assert (statistics.requested, statistics.joined, statistics.upgraded, statistics.landed) == (7, 2, 1, 4)
+
+
+def test_prefetches_of_a_closed_queue(harness: Harness) -> None:
+    harness.queue.close()
+    with pytest.raises(DeviceError, match="is closed"):
+        harness.queue.prefetch([(0, 1)], NEXT)
+
+
 def test_a_demand_lands_and_is_read(harness: Harness) -> None:
     demand = requested(harness.queue.request(1, 4, DEMAND))
     assert demand.slot >= 0
