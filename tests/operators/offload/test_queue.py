@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.transfer_harness import DEVICES, Harness, advance, chunk_order, make_device
+from support.transfer_harness import DEVICES, LINK, Harness, advance, chunk_order, make_device
 
-from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.devices.base import Callback, DeviceError, Event, Work
+from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency, default_chunk_bytes
 
@@ -329,6 +330,30 @@ def test_the_victim_stays_until_the_new_expert_has_landed(harness: Harness) -> N
     harness.settle()
     harness.check()
     assert sorted(harness.slots.residents(0)) == [1, 3, 4], "the lowest priority but for the new's left"
+
+
+class LateNotices(VirtualDevice):
+    """A device whose host learns of each event 0.05 ms later, as one whose thread has to wake up."""
+
+    def notify(self, event: Event, callback: Callback) -> None:
+        late = self.stream("late")
+        late.wait(event)
+        self.launch(late, None, Work("experts", cost_ms=0.05))
+        super().notify(late.record(), callback)
+
+
+def test_a_late_notice_of_the_host_is_no_time_of_the_link() -> None:
+    """One chunk by itself, chunks of prefetches with the host's delay in between, and two of a demand in direct succession."""
+    harness = Harness(LateNotices(LINK), (3, 3))
+    load(harness, 0, 0)
+    assert harness.queue.link.ms(EXPERT) == pytest.approx(0.256)
+    demand = requested(harness.queue.request(1, 2, DEMAND))
+    use(harness, demand)
+    harness.settle()
+    harness.check()
+    assert len(harness.measured) == 8
+    assert all(measured == (CHUNK, pytest.approx(0.064)) for measured in harness.measured)
+    harness.close()
 
 
 def test_estimates_on_a_known_link() -> None:
