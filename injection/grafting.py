@@ -18,10 +18,9 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
 from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import threads_beside_gpu
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
-from moegraft.operators.machine import Machine, probe_machine
+from moegraft.operators.machine import Machine, probe_machine, threads_beside_gpu
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30

@@ -7,17 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moegraft.cpu_backend import Runtime, default_threads
+from moegraft.cpu_backend import Runtime
 from moegraft.operators.errors import MoegraftError
-
-# For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate: no GPU has run it.
-CORES_BESIDE_GPU = 2
-
-
-def threads_beside_gpu() -> int:
-    """Return the default number of threads where a GPU computes as well; machines of fewer than eight cores leave it fewer of them."""
-    cores = default_threads()
-    return cores - min(CORES_BESIDE_GPU, cores // 4)
 
 
 def open_runtime(threads: int) -> Runtime:
