@@ -63,7 +63,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         vars: values for the rule file's `${...}`; they override its own.
         progress: whether to show a bar in bytes on stderr.
         dry_run: read no weights, change nothing, and return the `Plan`.
-        threads: CPU threads of the operators; 0: one for each physical core this process may use.
+        threads: CPU threads of the operators; 0: one for each physical core this process may use, less up to two that GPUs need.
         device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
         checkpoint: the folder with the weights of a model on meta.
         gguf: GGUF weights to load instead of the checkpoint: a file, any part of a split one, or a folder with the parts of one model.

@@ -20,7 +20,7 @@ from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
-from moegraft.operators.machine import Machine, probe_machine
+from moegraft.operators.machine import Machine, probe_machine, threads_beside_gpu
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -62,7 +62,7 @@ def graft(
 
     Args:
         model: the model that was planned: one from `build_meta_model(..., weights=True)`, or one in memory.
-        threads: CPU threads of the operators; 0: one for each physical core this process may use.
+        threads: CPU threads of the operators; 0: one for each physical core this process may use, less up to two that GPUs need.
         device_map, attn_implementation: as in `from_pretrained`, for what is not replaced of a checkpoint; `device_map` is by default
             the GPUs that the operators use.
         trust_remote_code: whether a calibration may run the tokenizer's own code.
@@ -82,15 +82,19 @@ def graft(
             raise UnsupportedModelError("this meta model has no weights; build it with build_meta_model(..., weights=True)")
         weights.log_conversions({swap.module: swap.weight_type for swap in plan.swaps if swap.weight_type is not None}, dtype)
         device_map = device_map or infer_device_map(plan, machine)
-        check_memory(plan, machine, on_cpu=device_map in (None, "cpu"))
+        on_cpu = device_map in (None, "cpu")
+        check_memory(plan, machine, on_cpu=on_cpu)
     else:
         skeleton, folder, dtype = model, Path(model.config.name_or_path or os.devnull), model.dtype
         for swap in plan.swaps:
             if not swap.in_place:
                 refuse_meta(swap.module, model.get_submodule(swap.module))
+        on_cpu = all(parameter.device.type != "cuda" for parameter in skeleton.parameters())
     sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
 
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
+    if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
+        threads = threads_beside_gpu()
     context = InjectionContext(machine=machine, dtype=dtype, threads=threads, expert_group=expert_group)
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     for operator in operators.values():
@@ -115,12 +119,16 @@ def graft(
 
 def infer_device_map(plan: Plan, machine: Machine) -> Any:
     """Return a device map for what is not replaced: the GPUs that operators compute on; None for the CPU."""
-    devices = {device for swap in plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+    devices = _devices_wanted(plan)
     if not devices or not machine.gpus:
         return None
     if len(devices) == 1 and "auto" not in devices:
         return {"": next(iter(devices))}
     return {"": "cuda:0"} if len(machine.gpus) == 1 else "auto"
+
+
+def _devices_wanted(plan: Plan) -> set[str]:
+    return {device for swap in plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
 
 
 def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:

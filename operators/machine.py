@@ -9,8 +9,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from moegraft.cpu_backend import default_threads
+
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 CGROUP_USES = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+# For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate: no GPU has run it.
+CORES_BESIDE_GPU = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,12 @@ def probe_machine() -> Machine:
         gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(cores, available if limited is None else min(available, limited), tuple(gpus))
+
+
+def threads_beside_gpu() -> int:
+    """Return the default number of threads where a GPU computes as well; machines of fewer than eight cores leave it fewer of them."""
+    cores = default_threads()
+    return cores - min(CORES_BESIDE_GPU, cores // 4)
 
 
 def cpu_info(name: str) -> str:

@@ -78,7 +78,14 @@ class ModelOptions:
         ),
     ] = None
     threads: Annotated[
-        int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.", rich_help_panel=MODEL_PANEL)
+        int,
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="CPU threads; 0: one per core, less up to two that GPUs need.",
+            rich_help_panel=MODEL_PANEL,
+        ),
     ] = 0
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL_PANEL)

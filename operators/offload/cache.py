@@ -146,10 +146,15 @@ class MinusRecentScore(_ExpertRanks):
         finite = np.isfinite(recent.sum(axis=(1, 2)))
         if not finite.all():
             layers, recent = layers[finite], recent[finite]
-        weighted = recent * gain[:, None]
-        if self._dropped:
-            np.put_along_axis(weighted, recent.argpartition(self._dropped, axis=2)[..., : self._dropped], 0.0, axis=2)
-        self._rank[layers] = self._rank[layers] * self._average.decay(scores.shape[1]) + weighted.sum(axis=1)
+        rank = self._rank[layers] * self._average.decay(scores.shape[1])
+        if not self._dropped:
+            rank += (recent * gain[:, None]).sum(axis=1)
+        elif len(recent):
+            top = recent.argpartition(self._dropped, axis=2)[..., self._dropped :]
+            values = np.take_along_axis(recent, top, axis=2) * gain[:, None]
+            places = top + np.arange(len(layers))[:, None, None] * rank.shape[1]
+            rank += np.bincount(places.ravel(), values.ravel(), rank.size).reshape(rank.shape)
+        self._rank[layers] = rank
 
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
         recent = self._average.recent(scores)

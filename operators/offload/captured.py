@@ -75,6 +75,7 @@ class StepBuffers:
             starts[name] = row_bytes
             row_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._host_table = torch.full((layers, num_experts), -1, dtype=torch.int32, pin_memory=pinned)
+        self._host_slots = self._host_table.numpy()
         self._version = -1
         self._row = torch.zeros(row_bytes, dtype=torch.uint8, device=on_device)
         self._rows = torch.zeros(layers, row_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -95,7 +96,7 @@ class StepBuffers:
     def set_table(self, table: NDArray[np.int32], version: int) -> None:
         """Queue the copy of a new slot table for the next step; the last step is done."""
         if version != self._version:
-            self._host_table.numpy()[:] = table
+            self._host_slots[:] = table
             self.table.copy_(self._host_table, non_blocking=True)
             self._version = version
 
@@ -302,5 +303,4 @@ class StepGraph:
         best = np.argsort(lowest[layers] - ranks[layers, experts], kind="stable")[: self._requests]
         wanted = list(zip(layers[best].tolist(), experts[best].tolist(), strict=True))
         self._queue.replan(set(wanted))
-        for layer, expert in wanted:
-            self._queue.request(layer, expert, Urgency.PROMOTION)
+        self._queue.prefetch(wanted, Urgency.PROMOTION)

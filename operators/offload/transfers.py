@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_CHUNKS = 64  # of an expert
 CHUNK_BYTES = 2_500_000  # 0.1 ms at 24 GB/s: a demand waits for two, and below it the host's part of a chunk shows
-MEASUREMENT_WEIGHT = 0.1  # of a new measurement in the average: a copy that the host disturbed counts little
+MEASUREMENT_WEIGHT = 0.1  # of a new measurement in the average: a copy that others disturbed counts little
 INITIAL_GB_S = 12.0  # PCIe 3.0 x16, until the first copies are measured
 
 OnTransfer = Callable[[int, float], None]
@@ -121,13 +122,13 @@ class BandwidthEstimate:
         self.sent_bytes += nbytes
         return self.sent_bytes
 
-    def land(self, nbytes: int, sent_ms: float, now_ms: float, *, counts: bool) -> float:
-        """Count bytes that landed, as a measurement only if nothing but the link delayed them; return when their copy started."""
+    def land(self, nbytes: int, sent_ms: float, now_ms: float, copy_ms: float | None) -> float:
+        """Count bytes that landed, and what their copy took if that was measured; return when it started by the host's clock."""
         start_ms = max(sent_ms, self._start_ms)
         self.landed_bytes += nbytes
         self._start_ms = now_ms
-        if counts and now_ms > start_ms:
-            ms_per_byte = (now_ms - start_ms) / nbytes
+        if copy_ms:
+            ms_per_byte = copy_ms / nbytes
             self._ms_per_byte += (MEASUREMENT_WEIGHT if self._measured else 1.0) * (ms_per_byte - self._ms_per_byte)
             self._measured = True
         return start_ms
@@ -182,6 +183,7 @@ class ChunkSender:
         self._on_span = on_span
         self._on_transfer = on_transfer
         self._copy = device.stream("copy")
+        self._last: Event | None = None  # of the last chunk
 
     def send(self, transfer: Transfer) -> None:
         """Submit the next chunk of a transfer that has a slot; raises DeviceError where it is refused."""
@@ -196,8 +198,11 @@ class ChunkSender:
             for event in transfer.events:  # so that the last chunk's event reports the failures of all
                 self._copy.wait(event)
         source = self._source.chunk(transfer.layer, transfer.expert, start, nbytes)
+        # The host learns of a copy's end some time later, which is not the link's: the device's own clock measures it.
+        last = self._last
+        before = last if after is None and last is not None and not last.done() else self._copy.record(timed=True)
         self._device.copy(self._copy, self._arena, reservation.slot * self._expert_bytes + start, source, nbytes)
-        event = self._copy.record()
+        event = self._last = self._copy.record(timed=True)
         self._source.mark_sent(transfer.layer, event)
         now_ms = self._device.now_ms()
         transfer.state = TransferState.RUNNING
@@ -205,20 +210,22 @@ class ChunkSender:
         transfer.link_mark = self.link.send(nbytes, now_ms)
         transfer.events.append(event)
         self.chunks_in_flight += 1
-        self._device.notify(event, partial(self._chunk_done, transfer, event, nbytes, now_ms, after is None))
+        self._device.notify(event, partial(self._chunk_done, transfer, before, event, nbytes, now_ms))
 
-    def _chunk_done(self, transfer: Transfer, event: Event, nbytes: int, sent_ms: float, counts: bool, error: DeviceError | None) -> None:
-        """Handle a chunk that has landed, or failed; `counts` unless something but the link delayed it."""
+    def _chunk_done(self, transfer: Transfer, before: Event, event: Event, nbytes: int, sent_ms: float, error: DeviceError | None) -> None:
+        """Handle a chunk that has landed, or failed; its copy ran from `before` to `event`."""
         with self._lock:
-            now_ms = self._device.now_ms()
-            counts = counts and error is None
-            start_ms = self.link.land(nbytes, sent_ms, now_ms, counts=counts)
+            now_ms, copy_ms = self._device.now_ms(), None
+            if error is None:
+                with suppress(RuntimeError):  # a device that fails by now reports it with its next work
+                    copy_ms = self._device.elapsed_ms(before, event)
+            start_ms = self.link.land(nbytes, sent_ms, now_ms, copy_ms)
             self.chunks_in_flight -= 1
             transfer.events.remove(event)
             transfer.landed_bytes += nbytes
             if self._on_span is not None:
                 part = f"{transfer.landed_bytes * 100 // self._expert_bytes}%"
                 self._on_span("link", f"layer {transfer.layer} expert {transfer.expert} {part}", start_ms, now_ms)
-            if self._on_transfer is not None and counts:
-                self._on_transfer(nbytes, now_ms - start_ms)
+            if self._on_transfer is not None and copy_ms:
+                self._on_transfer(nbytes, copy_ms)
             self._on_landed(transfer, error)

@@ -12,9 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from moegraft.injection import build_meta_model, graft, load, optimize_and_load, plan
+from moegraft.injection import build_meta_model, graft, grafting, load, optimize_and_load, plan
 from moegraft.injection.checkpoint.files import LazyTensor
+from moegraft.injection.planning import Plan
+from moegraft.operators import machine
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.machine import Gpu, Machine
 
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
 
@@ -70,6 +73,23 @@ def test_no_weight_is_read_before_load(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, index: reads.append(self.key))
     grafted = graft(model, plan(model, "cpu"))
     assert grafted.injection.operators and not reads
+
+
+@pytest.mark.parametrize(("cores", "beside"), [(16, 14), (8, 6), (4, 3), (2, 2), (1, 1)])
+def test_a_gpu_leaves_the_cpu_fewer_threads(cores: int, beside: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that launch, transfer and call back need cores; not where the GPU is unused, or threads are given."""
+    monkeypatch.setattr(machine, "default_threads", lambda: cores)
+    model = build_meta_model(folder, weights=True)
+    on_gpu, on_cpu = plan(model, "hybrid"), plan(model, "cpu")
+
+    def threads(the_plan: Plan, gpus: int = 1, **options: Any) -> int:
+        here = Machine(cores, 1 << 33, (Gpu("a GPU", 24 << 30, 20 << 30),) * gpus)
+        monkeypatch.setattr(grafting, "probe_machine", lambda: here)
+        return graft(model, the_plan, **options).injection.context.threads
+
+    assert threads(on_gpu) == threads(on_gpu, gpus=2) == beside
+    assert threads(on_gpu, threads=5) == 5
+    assert threads(on_cpu) == threads(on_gpu, gpus=0) == threads(on_gpu, device_map="cpu") == 0, "the default"
 
 
 def test_the_steps_are_functions_of_the_package() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.transfer_harness import DEVICES, Harness, advance, chunk_order, make_device
+from support.transfer_harness import DEVICES, LINK, Harness, advance, chunk_order, make_device
 
-from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.devices.base import Callback, DeviceError, Event, Work
+from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency, default_chunk_bytes
 
@@ -46,6 +47,32 @@ def use(harness: Harness, demand: Transfer) -> None:
     harness.compute.wait(demand.ready())
     harness.read(demand.layer, demand.expert, demand.slot)
     harness.queue.release(demand, harness.after())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_several_prefetches_are_requested_at_once_as_one_by_one(harness: Harness, together: bool) -> None:
+    """One is resident, one in flight and less urgent, and one comes twice."""
+    load(harness, 0, 3)
+    wanted = [(1, 4), (0, 3), (0, 1), (1, 0), (1, 4)]
+    with harness.link_held():
+        joined = requested(harness.queue.request(0, 1, DEEPER))
+        if together:
+            harness.queue.prefetch(wanted, NEXT)
+        else:
+            for layer, expert in wanted:
+                harness.queue.request(layer, expert, NEXT)
+        assert joined.urgency is NEXT
+    harness.settle_all()
+    harness.check()
+    assert list(dict.fromkeys(chunk_order(harness.spans)))[1:] == [(0, 1), (1, 4), (1, 0)]
+    statistics = harness.queue.statistics
+    assert (statistics.requested, statistics.joined, statistics.upgraded, statistics.landed) == (7, 2, 1, 4)
+
+
+def test_prefetches_of_a_closed_queue(harness: Harness) -> None:
+    harness.queue.close()
+    with pytest.raises(DeviceError, match="is closed"):
+        harness.queue.prefetch([(0, 1)], NEXT)
 
 
 def test_a_demand_lands_and_is_read(harness: Harness) -> None:
@@ -303,6 +330,30 @@ def test_the_victim_stays_until_the_new_expert_has_landed(harness: Harness) -> N
     harness.settle()
     harness.check()
     assert sorted(harness.slots.residents(0)) == [1, 3, 4], "the lowest priority but for the new's left"
+
+
+class LateNotices(VirtualDevice):
+    """A device whose host learns of each event 0.05 ms later, as one whose thread has to wake up."""
+
+    def notify(self, event: Event, callback: Callback) -> None:
+        late = self.stream("late")
+        late.wait(event)
+        self.launch(late, None, Work("experts", cost_ms=0.05))
+        super().notify(late.record(), callback)
+
+
+def test_a_late_notice_of_the_host_is_no_time_of_the_link() -> None:
+    """One chunk by itself, chunks of prefetches with the host's delay in between, and two of a demand in direct succession."""
+    harness = Harness(LateNotices(LINK), (3, 3))
+    load(harness, 0, 0)
+    assert harness.queue.link.ms(EXPERT) == pytest.approx(0.256)
+    demand = requested(harness.queue.request(1, 2, DEMAND))
+    use(harness, demand)
+    harness.settle()
+    harness.check()
+    assert len(harness.measured) == 8
+    assert all(measured == (CHUNK, pytest.approx(0.064)) for measured in harness.measured)
+    harness.close()
 
 
 def test_estimates_on_a_known_link() -> None:
