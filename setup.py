@@ -37,6 +37,7 @@ ISA_FLAGS = {
         "simd/avx512_vnni.cpp": VNNI,
         "simd/avx512_vbmi.cpp": [*VNNI, "-mavx512vbmi"],
         "simd/avx512_bf16.cpp": BF16,
+        "simd/avx512_bf16_vbmi.cpp": [*BF16, "-mavx512vbmi"],
         "simd/amx.cpp": [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     },
     "aarch64": {

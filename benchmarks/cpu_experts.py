@@ -94,7 +94,13 @@ def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, to
 
 
 def drawn_blocks(kind: str, like: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return FORMATS[kind].random_blocks(tuple(like.shape), np.random.default_rng(0))
+    """Return random blocks. Of all codes of NVFP4's scales, some are subnormal, which CPUs multiply slowly and checkpoints hardly have."""
+    found = FORMATS[kind]
+    blocks = found.random_blocks(tuple(like.shape), np.random.default_rng(0))
+    if kind == "nvfp4":
+        scales = blocks.reshape(-1, found.block_bytes)[:, 1:9]
+        scales[:] = 0x28 + scales % 32  # 0.25 to 3.75
+    return blocks
 
 
 def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = False) -> PackedExperts:

@@ -33,6 +33,7 @@ ISA_FLAGS = {
         "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
         "simd/avx512_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
         "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+        "simd/avx512_bf16_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"],
         "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     },
     "aarch64": {

@@ -533,9 +533,9 @@ struct Nvfp4 {
     }
     MOEGRAFT_INLINE void group(int index) {
       const typename T::I two = T::shift_right(T::load_int(words + index / 2 * kWordsBytes), 16 * (index % 2));
-      const typename T::F enlarge = T::set(0x1p120f), half = T::set(0.5f);
-      scale[0] = T::mul(T::mul(T::mul(T::template small_float8<0>(two), enlarge), of_tensor), half);
-      scale[1] = T::mul(T::mul(T::mul(T::template small_float8<1>(two), enlarge), of_tensor), half);
+      const typename T::F enlarge = T::set(0x1p119f);  // and halve
+      scale[0] = T::mul(T::mul(T::template small_float8<0>(two), enlarge), of_tensor);
+      scale[1] = T::mul(T::mul(T::template small_float8<1>(two), enlarge), of_tensor);
     }
   };
 };

@@ -2,8 +2,9 @@
 //
 // An index stands for 4 or 8 columns with a level of 2 or 3 bits each. Tables hold the lower 2 bits of four columns in a byte, and the third
 // bits in the lower half of one; bytes of 64 indexes are looked up at once. A shift by a different count for every byte then moves the bits of
-// each of four columns to the bottom of its own byte, the sign to the bit above them, and one more table has the code. Codes of IQ1_S have no
-// signs: they are the levels times 8, plus 0 or 2.
+// each of four columns to bits 2 and 3 of its own byte, another one a sign and what is four bits behind it to bits 0 and 4: the sign of the
+// next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S have no signs: they are
+// the levels times 8, plus 0 or 2.
 #include <math.h>
 
 #include <type_traits>
@@ -65,17 +66,18 @@ constexpr SignBytes sign_bytes() {
 }
 constexpr SignBytes kSignBytes = sign_bytes();
 
-// Codes by level, with the sign in the bit above it; repeated, so that other bits do not count.
+// Codes by the bits of an index: 2 and 3 are the lower bits of the level, 0 its third one where there are eight levels, and `sign` the sign.
+// Other bits do not count.
+constexpr int kLevelBits = 0x0c;
 struct CodeTable {
   alignas(64) std::uint8_t codes[64];
 };
 template <int Levels>
-constexpr CodeTable code_table(const std::uint8_t (&levels)[Levels], int offset) {
+constexpr CodeTable code_table(const std::uint8_t (&levels)[Levels], int offset, int sign) {
   CodeTable found{};
-  constexpr int kSign = Levels == 3 ? 4 : 8;
   for (int i = 0; i < 64; ++i) {
-    const int level = i % kSign < Levels ? levels[i % kSign] : 0;
-    found.codes[i] = static_cast<std::uint8_t>(i & kSign ? offset - level : offset + level);
+    const int index = (i >> 2 & 3) | (Levels == 8 ? (i & 1) << 2 : 0), level = index < Levels ? levels[index] : 0;
+    found.codes[i] = static_cast<std::uint8_t>(i >> sign & 1 ? offset - level : offset + level);
   }
   return found;
 }
@@ -131,27 +133,27 @@ struct Bits;
 template <>
 struct Bits<Iq2Xxs> {
   static constexpr BitTables<256> kTables = two_bit_tables(kIq2XxsGrid);
-  static constexpr CodeTable kCodes = code_table(kIq2Levels, Iq2Xxs::kOffset);
+  static constexpr CodeTable kCodes[] = {code_table(kIq2Levels, Iq2Xxs::kOffset, 0), code_table(kIq2Levels, Iq2Xxs::kOffset, 4)};
 };
 template <>
 struct Bits<Iq2Xs> {
   static constexpr BitTables<512> kTables = two_bit_tables(kIq2XsGrid);
-  static constexpr CodeTable kCodes = code_table(kIq2Levels, Iq2Xs::kOffset);
+  static constexpr CodeTable kCodes[] = {code_table(kIq2Levels, Iq2Xs::kOffset, 0), code_table(kIq2Levels, Iq2Xs::kOffset, 4)};
 };
 template <>
 struct Bits<Iq2S> {
   static constexpr BitTables<1024> kTables = two_bit_tables(kIq2SGrid);
-  static constexpr CodeTable kCodes = code_table(kIq2Levels, Iq2S::kOffset);
+  static constexpr CodeTable kCodes[] = {code_table(kIq2Levels, Iq2S::kOffset, 0), code_table(kIq2Levels, Iq2S::kOffset, 4)};
 };
 template <>
 struct Bits<Iq3Xxs> {
   static constexpr BitTables<256> kTables = three_bit_tables(kIq3XxsGrid);
-  static constexpr CodeTable kCodes = code_table(Iq3Xxs::kLevels, Iq3Xxs::kOffset);
+  static constexpr CodeTable kCodes = code_table(Iq3Xxs::kLevels, Iq3Xxs::kOffset, 4);
 };
 template <>
 struct Bits<Iq3S> {
   static constexpr BitTables<512> kTables = three_bit_tables(kIq3SGrid);
-  static constexpr CodeTable kCodes = code_table(Iq3S::kLevels, Iq3S::kOffset);
+  static constexpr CodeTable kCodes = code_table(Iq3S::kLevels, Iq3S::kOffset, 4);
 };
 template <>
 struct Bits<Iq1S> {
@@ -197,35 +199,40 @@ struct PackedGroup {
   }
 };
 
-// Gives the codes of a group to `out` in 16 vectors, and its scales.
+constexpr int kTogether = 2;  // groups: four vectors of indexes hide how long a look-up takes, and share the loads of its tables
+
+// Gives the codes of some groups to their `out` in 16 vectors each, and their scales.
 template <class Coded, class Out>
-MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const PackedGroup<Coded>& packed, Out& out) {
+MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const std::byte* block, int first, Out (&outs)[kTogether]) {
   using T = Avx512Base;
   constexpr auto& kTables = Bits<Coded>::kTables;
   constexpr int kCount = sizeof kTables.lower[0];
-  I index[2], upper[2], signs[2];
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const int row = half * kLanes;
+  I indexes[4], upper[4], signs[4];  // [group and half]
+#pragma GCC unroll 4
+  for (int at = 0; at < 4; ++at) {
+    const PackedGroup<Coded> packed{block, first + at / 2};
+    Out& out = outs[at / 2];
+    I& index = indexes[at];
+    const int half = at % 2, row = half * kLanes;
     const F d = packed.d(row);
-    index[half] = packed.word(0, row);
+    index = packed.word(0, row);
     I above = T::zero_int();
     if constexpr (std::is_same_v<Coded, Iq2Xxs>) {
       const I last = packed.word(1, row);
-      signs[half] = even_signs_of(to_bottom<7>(last, 0));
+      signs[at] = even_signs_of(to_bottom<7>(last, 0));
       out.scale(0, half, half_scale(d, last, 28, 0.25f));
     } else if constexpr (std::is_same_v<Coded, Iq2Xs>) {
-      const I four = words_of(0, 2, 64, 66), low = index[half], high = packed.word(1, row);
+      const I four = words_of(0, 2, 64, 66), low = index, high = packed.word(1, row);
       const I second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
-      index[half] = _mm512_permutex2var_epi8(low, four, high);
-      signs[half] = even_signs_of(_mm512_srli_epi16(second, 1));
+      index = _mm512_permutex2var_epi8(low, four, high);
+      signs[at] = even_signs_of(_mm512_srli_epi16(second, 1));
       above = _mm512_add_epi8(second, second);
     } else if constexpr (std::is_same_v<Coded, Iq2S>) {
-      signs[half] = packed.word(1, row);
+      signs[at] = packed.word(1, row);
       above = to_bottom<2>(packed.template header<4>(2, row), -1);
     } else {
       const I bits = packed.template header<2>(2, row);
-      signs[half] = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));  // plus 1, or 0
+      signs[at] = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));  // plus 1, or 0
       above = to_bottom<3>(bits, -1);
       const F scale = T::to_float(T::and_words(T::shift_right(bits, 12), 7));
       out.scale(0, half, T::mul(T::mul(d, T::add(T::add(scale, scale), T::set(1.0f))), T::set(0.125f)));
@@ -235,27 +242,37 @@ MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const PackedGrou
       out.scale(0, half, half_scale(d, scales, 0, 0.25f));
       out.scale(1, half, half_scale(d, scales, 4, 0.25f));
     }
-    upper[half] = upper_bits<kCount>(index[half], above);
+    upper[at] = upper_bits<kCount>(index, above);
   }
-  I lower[2][2];  // of the first four columns of an index, and of the last four
-  look_up(kTables.lower[0], kTables.lower[1], index, upper, lower[0], lower[1]);
+  I lower[2][4];  // of the first four columns of an index, and of the last four
+  look_up(kTables.lower[0], kTables.lower[1], indexes, upper, lower[0], lower[1]);
 #pragma GCC unroll 8
-  for (int word = 0; word < 8; ++word) {
+  for (int byte = 0; byte < 4 * kTogether; ++byte) {
+    const int group = byte / 4, bit = byte % 4 * 8;
+    I two_signs[2];  // of both words
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const I four = lower[word % 2][half];
-      if constexpr (std::is_same_v<Coded, Iq1S>) {
-        out.codes(word, half, _mm512_ternarylogic_epi32(to_bottom<2>(four, 8 * (word / 2) - 3), _mm512_set1_epi8(24), signs[half], 0xea));
-      } else {
-        const I code = selected(to_bottom<2>(four, 8 * (word / 2)), to_bottom<1>(signs[half], 4 * word - 2), 3);
-        out.codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes.codes)));
+    for (int half = 0; half < 2; ++half)
+      if constexpr (!std::is_same_v<Coded, Iq1S>) two_signs[half] = to_bottom<1>(signs[2 * group + half], bit);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const int word = byte % 4 * 2 + i;
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const I four = lower[i][2 * group + half];
+        if constexpr (std::is_same_v<Coded, Iq1S>) {
+          const I eights = to_bottom<2>(four, bit - 3);
+          outs[group].codes(word, half, _mm512_ternarylogic_epi32(eights, _mm512_set1_epi8(24), signs[2 * group + half], 0xea));
+        } else {
+          const I code = selected(to_bottom<2>(four, bit - 2), two_signs[half], kLevelBits);
+          outs[group].codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes[i].codes)));
+        }
       }
     }
   }
 }
 
 template <class Coded, class Out>
-MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const PackedGroup<Coded>& packed, Out& out) {
+MOEGRAFT_INLINE void expand_one(const PackedGroup<Coded>& packed, Out& out) {
   using T = Avx512Base;
   constexpr auto& kTables = Bits<Coded>::kTables;
   constexpr int kCount = sizeof kTables.third;
@@ -284,16 +301,23 @@ MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const PackedGrou
     }
   }
   look_up(kTables.lower[0], kTables.third, index, upper, lower, third);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) third[i] = selected(to_bottom<4>(signs[i / 2], 16 * (i % 2) - 4), third[i], 0xf0);
 #pragma GCC unroll 8
   for (int word = 0; word < 8; ++word) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const int i = 2 * half + word / 4;
-      const I level = selected(to_bottom<2>(lower[i], 8 * (word % 4)), to_bottom<1>(third[i], 8 * (word % 4) - 2), 3);
-      const I code = selected(level, to_bottom<1>(signs[half], 4 * word - 3), 7);
+      const int i = 2 * half + word / 4, first = 8 * (word % 4);
+      const I code = selected(to_bottom<2>(lower[i], first - 2), to_bottom<1>(third[i], first), kLevelBits);
       out.codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes.codes)));
     }
   }
+}
+
+template <class Coded, class Out>
+MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const std::byte* block, int first, Out (&outs)[kTogether]) {
+#pragma GCC unroll 2
+  for (int group = 0; group < kTogether; ++group) expand_one(PackedGroup<Coded>{block, first + group}, outs[group]);
 }
 
 struct ToPanel {
@@ -305,9 +329,10 @@ struct ToPanel {
 template <class Coded>
 struct GridExpansion<Avx512Vbmi, Coded, std::enable_if_t<kHasThreeLevels<Coded> || kHasEightLevels<Coded>>> {
   static void expand(const std::byte* block, int first, int count, PanelGroup* out) {
-    for (int group = 0; group < count; ++group) {
-      ToPanel to{out[group]};
-      moegraft::expand(PackedGroup<Coded>{block, first + group}, to);
+    static_assert(Derived<Coded>::kGroups % kPanelGroups == 0 && kPanelGroups % kTogether == 0, "a panel has all groups of a block");
+    for (int group = 0; group < count; group += kTogether) {
+      ToPanel to[kTogether] = {{out[group]}, {out[group + 1]}};
+      moegraft::expand<Coded>(block, first + group, to);
     }
   }
 };
@@ -334,19 +359,22 @@ void grid_tile(const TileArgs& args) {
   using T = Avx512Base;
   if (args.tokens > 1) return panel_tile<Avx512Vbmi, Kind>(args);
   F sums[1][2] = {};
-  for (int group = 0; group < args.groups; ++group) {
+  for (int group = 0; group < args.groups; group += kTogether) {
     const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-    prefetch_ahead(args, group);
-    ToDots<Kind> to(args.records + group * words_per_group(Kind));
-    expand(PackedGroup<Coded>{block, group % Derived<Coded>::kGroups}, to);
-    const F share = T::broadcast_float(to.words);
-    for (int half = 0; half < 2; ++half) {
-      const F first = T::to_float(to.dots[0][half]);
-      if constexpr (Coded::kParts == 2) {
-        const F both = T::fma(T::to_float(to.dots[1][half]), to.scales[1][half], T::mul(first, to.scales[0][half]));
-        sums[0][half] = T::fma(both, share, sums[0][half]);
-      } else {
-        sums[0][half] = T::fma(first, T::mul(to.scales[0][half], share), sums[0][half]);
+    for (int i = 0; i < kTogether; ++i) prefetch_ahead(args, group + i);
+    const std::uint32_t* words = args.records + group * words_per_group(Kind);
+    ToDots<Kind> both[kTogether] = {ToDots<Kind>(words), ToDots<Kind>(words + words_per_group(Kind))};
+    expand<Coded>(block, group % Derived<Coded>::kGroups, both);
+    for (const ToDots<Kind>& to : both) {
+      const F share = T::broadcast_float(to.words);
+      for (int half = 0; half < 2; ++half) {
+        const F first = T::to_float(to.dots[0][half]);
+        if constexpr (Coded::kParts == 2) {
+          const F parts = T::fma(T::to_float(to.dots[1][half]), to.scales[1][half], T::mul(first, to.scales[0][half]));
+          sums[0][half] = T::fma(parts, share, sums[0][half]);
+        } else {
+          sums[0][half] = T::fma(first, T::mul(to.scales[0][half], share), sums[0][half]);
+        }
       }
     }
   }

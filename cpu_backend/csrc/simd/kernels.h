@@ -405,6 +405,8 @@ const Kernels& avx512_bf16_kernels();
 const Kernels& amx_kernels();
 // Replaces kernels by those that need AVX-512 with VBMI.
 void use_vbmi(Kernels& kernels);
+// The matrix kernels of AVX-512 with BF16 and VBMI.
+MatrixKernels avx512_bf16_vbmi_matrix();
 #elif defined(__aarch64__)
 const Kernels& neon_kernels();
 const Kernels& neon_dotprod_kernels();
