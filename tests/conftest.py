@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 # Read by the libraries when they are imported, so set before anything here imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -49,10 +50,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)
 
 
+_imported = 0
+
+
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > _imported:
+        _freeze()
+
+
+def _freeze() -> None:
     """Keep what is imported by now out of garbage collection, which would take a third of a second for the libraries alone."""
+    global _imported
     gc.collect()
     gc.freeze()
+    _imported = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:
