@@ -16,6 +16,7 @@ from support.families import SMALL_TEXT, build_model, family_cases, prompt
 from support.gguf_files import BlockType, gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
@@ -23,6 +24,7 @@ from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.weight_formats import FORMATS
 
 SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that are shared by 32 or rounded
     "Q8_0": 45.0,
@@ -38,6 +40,14 @@ SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that ar
     "MXFP4": 18.5,
     "Q3_K": 16.0,
     "Q2_K": 11.0,
+    "IQ3_S": 17.5,
+    "IQ3_XXS": 14.8,
+    "IQ2_S": 12.2,
+    "IQ2_XS": 10.7,
+    "IQ2_XXS": 9.4,
+    "IQ1_S": 6.8,
+    "TQ2_0": 7.0,
+    "TQ1_0": 7.0,
 }
 FLOAT_RULES = "rules:\n- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
 
@@ -65,7 +75,13 @@ def decibels(values: torch.Tensor, stored: torch.Tensor, weight: torch.Tensor | 
 @pytest.mark.parametrize("name", SQNR)
 def test_blocks_are_close_by_the_reference_decoder(name: str) -> None:
     values = matrix()
-    found = decoded(encode(values, name), name)
+    blocks = encode(values, name)
+    found = decoded(blocks, name)
+    form = next(each for each in FORMATS.values() if each.gguf == name)
+    if form.stored:
+        packed = PackedLinear(*values.shape, form.name)
+        packed.pack_blocks(blocks)
+        assert torch.equal(torch.from_numpy(packed.unpack()), found)
     assert bool(found.isfinite().all())
     assert not found[0].any() and not found[1, 256:].any()
     assert decibels(values[8:], found[8:]) >= SQNR[name]  # the first rows are subnormal in float16, or of other distributions
@@ -98,6 +114,7 @@ def test_mxfp4_weights_stay_as_they_are() -> None:
 
 def test_rows_that_blocks_do_not_divide_have_another_type() -> None:
     assert [fitting_type("Q4_K", columns) for columns in (512, 96, 40)] == ["Q4_K", "Q5_0", "F16"]
+    assert [fitting_type("IQ3_XXS", columns) for columns in (512, 96, 40)] == ["IQ3_XXS", "IQ4_NL", "F16"]
     assert fitting_type("Q8_0", 40) == "F16"
 
 
@@ -126,7 +143,7 @@ def test_types_from_yaml(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("Q4_L", "type 'Q4_L' cannot be written; the types are F32, F16"),
-        ("IQ2_XXS", "type 'IQ2_XXS' cannot be written"),
+        ("IQ1_M", "type 'IQ1_M' cannot be written"),
         ("middle=Q4_K", "unknown role 'middle' in 'middle=Q4_K'; the roles are gate, up, down"),
         ("down@x=Q4_K", "give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE"),
         ("down@3-1=Q4_K", "range 3-1 runs backwards"),
