@@ -231,7 +231,7 @@ def _tensor(
 def _split_key_value(
     name: str, parameter: str, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequence[TypeChoice]
 ) -> Iterator[ExportTensor]:
-    """Return `kv_b_proj` of latent attention as two tensors: of the keys, with inputs and outputs of each head exchanged, and of the values."""
+    """Return `kv_b_proj` of latent attention as two tensors: the keys', each head's matrix transposed, and the values'."""
     config = skeleton.config.get_text_config()
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
 
